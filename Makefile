@@ -1,0 +1,29 @@
+# The tool belt. Each target sets up what it needs in .venv, so it works alone on a fresh clone.
+
+PYTHON ?= python3
+venv := .venv
+python := $(venv)/bin/python
+installed := $(venv)/.installed
+
+.PHONY: demo test check clean
+
+demo: $(installed)  ## Trains two models on handwritten digits, wrapped and unwrapped.
+	$(python) -m examples.digits
+
+test: $(installed)  ## Runs the tests.
+	$(python) -m pytest -q
+
+check: $(installed)  ## Lint, format and types.
+	$(venv)/bin/ruff check .
+	$(venv)/bin/ruff format --check .
+	$(venv)/bin/mypy
+
+clean:
+	rm -rf $(venv) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+# torch first and pinned, so that it comes from where pip finds that very version.
+$(installed): setup.py constraints.txt
+	$(PYTHON) -m venv $(venv)
+	$(python) -m pip install -q -c constraints.txt torch
+	$(python) -m pip install -q -c constraints.txt -e '.[all]'
+	touch $@

@@ -1,0 +1,42 @@
+"""Metadata of torchgpipe; how it is built stands in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "torchgpipe/__init__.py").read_text())
+assert version is not None
+
+demo = ["scikit-learn", "tqdm"]
+test = ["hypothesis", "pytest"]
+check = ["mypy", "ruff"]
+
+setup(
+    name="torchgpipe",
+    version=version[1],
+    description="Pipeline parallelism with micro-batches and checkpointing (GPipe) for PyTorch",
+    long_description=(here / "README.rst").read_text(encoding="utf-8"),
+    long_description_content_type="text/x-rst",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    keywords="pytorch pipeline-parallelism gpipe checkpointing micro-batches",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    packages=find_packages(include=["torchgpipe", "torchgpipe.*"]),
+    package_data={"torchgpipe": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.9"],
+    extras_require={"demo": demo, "test": test, "check": check, "all": demo + test + check},
+)

@@ -1,0 +1,82 @@
+"""What several tests are made of."""
+
+import torch
+from torch import nn
+
+from torchgpipe.microbatch import gather, scatter
+from torchgpipe.pipeline import Pipeline
+from torchgpipe.stream import CopyStreams
+from torchgpipe.worker import Workers
+
+#: Devices that differ for torchgpipe and are all the CPU for torch: each has a worker of its own.
+CPUS = [torch.device("cpu", k) for k in range(4)]
+
+
+def plain(module, input, chunks):
+    """The reference: the module itself, on the micro-batches one after another."""
+    return gather([batch.call(module) for batch in scatter(input, chunks)])
+
+
+def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, workers=None):
+    """Runs a pipeline without a wrapper around it."""
+    batches = scatter(input, chunks)
+    Pipeline(
+        partitions,
+        devices,
+        batches,
+        checkpoint_stop=checkpointed,
+        copy_streams=CopyStreams(),
+        workers=workers or Workers(devices),
+    ).run()
+    return gather(batches)
+
+
+class Log(nn.Module):
+    """Logs that it was called, and that it was differentiated, and passes its input on."""
+
+    def __init__(self, name, log):
+        super().__init__()
+        self.name, self.log = name, log
+
+    def forward(self, x):
+        return LogFunction.apply(self.name, self.log, x)
+
+
+class LogFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name, log, x):
+        ctx.name, ctx.log = name, log
+        log.append(("forward", name, x.flatten()[0].item()))
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        ctx.log.append(("backward", ctx.name, x.flatten()[0].item()))
+        return None, None, grad
+
+
+def nodes(tensor):
+    """All autograd nodes that a tensor's gradient reaches, each with those it leads to."""
+    found = {}
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found[node] = [edge for edge, _ in node.next_functions if edge is not None]
+            waiting += found[node]
+    return found
+
+
+def reaches(graph, start, end):
+    """Whether the gradient of one node leads to another."""
+    waiting, seen = [start], set()
+    while waiting:
+        node = waiting.pop()
+        if node is end:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += graph[node]
+    return False

@@ -1,0 +1,246 @@
+"""A cell: its lanes, its copies, its checkpoint, and what it says of an error."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import cell as cell_module
+from torchgpipe import checkpoint as checkpoint_module
+from torchgpipe import copy as copy_module
+from torchgpipe import is_checkpointing, is_recomputing
+from torchgpipe.cell import Cell, add_note
+from torchgpipe.checkpoint import Recompute
+from torchgpipe.context import Context
+from torchgpipe.copy import Copy, Wait
+from torchgpipe.dependency import Fork, Join
+from torchgpipe.microbatch import Batch
+from torchgpipe.stream import CPUStream
+
+CPU = torch.device("cpu")
+
+
+def make(layers, **changes):
+    arguments = {
+        "i": 1,
+        "j": 2,
+        "layers": nn.Sequential(layers),
+        "stream": CPUStream(CPU),
+        "copy_stream": CPUStream(CPU),
+        "prev_stream": None,
+        "departs": False,
+        "context": Context.capture(),
+        "checkpoint": False,
+    }
+    return Cell(**{**arguments, **changes})
+
+
+def names(tensor):
+    """The names of the autograd functions behind a tensor, the last one first."""
+    found, node = [], tensor.grad_fn
+    while node is not None:
+        found.append(node.name().removesuffix("Backward"))
+        node = next((edge for edge, _ in node.next_functions if edge is not None), None)
+    return found
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x.mul(2)
+
+
+@pytest.mark.parametrize("prev_stream", [None, CPUStream(CPU)])
+@pytest.mark.parametrize("departs", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_graph(prev_stream, departs, checkpoint):
+    x = torch.ones(2, requires_grad=True)
+    cell = make(Double(), prev_stream=prev_stream, departs=departs, checkpoint=checkpoint)
+    batch = cell.compute(cell.arrive(Batch(x)))
+    arrival = ["Copy", "Wait"] if prev_stream else []
+    departure = ["Wait"] * departs + ["Recompute"] * checkpoint
+    assert [*arrival, "MulBackward0", *departure] == [
+        name for name in reversed(names(batch[0])) if "AccumulateGrad" not in name
+    ]
+    batch[0].sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_fork_and_join():
+    x = torch.ones(2, requires_grad=True)
+    cell = make(Double())
+    assert cell.join(Batch(x), None)[0] is x
+    batch, phony = cell.fork(Batch(x * 1))
+    batch = cell.join(batch, phony)
+    assert names(batch[0])[0] == "Join"
+
+
+def test_structure_is_kept():
+    cell = make(nn.Identity(), prev_stream=CPUStream(CPU), departs=True, checkpoint=True)
+    x = torch.ones(2, requires_grad=True)
+    for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
+        output, phony = cell.fork(cell.compute(cell.arrive(batch)))
+        output = cell.join(output, phony)
+        assert (output.atomic, len(output)) == (batch.atomic, len(batch))
+        assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
+
+
+class Flags(nn.Module):
+    def forward(self, x):
+        self.seen = is_checkpointing(), is_recomputing()
+        return x * x
+
+
+def test_checkpoint():
+    layer = Flags()
+    x = torch.ones(1, requires_grad=True)
+    make(layer, checkpoint=True).compute(Batch(x))[0].backward()
+    assert layer.seen == (False, True)
+    make(layer, checkpoint=False).compute(Batch(x))[0].backward()
+    assert layer.seen == (False, False)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("kind", [KeyError, StopIteration, SystemExit, KeyboardInterrupt])
+def test_error_names_the_cell(kind, checkpoint):
+    error = kind("x")
+
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(kind) as caught:
+        make(Fail(), checkpoint=checkpoint).compute(Batch(torch.ones(1)))
+    assert caught.value is error
+    assert note_of(error) == "raised in partition 2, micro-batch 1"
+
+
+def test_error_in_recomputation_names_the_cell():
+    class Fail(nn.Module):
+        def forward(self, x):
+            if is_recomputing():
+                raise KeyError
+            return x * x
+
+    batch = make(Fail(), checkpoint=True).compute(Batch(torch.ones(1, requires_grad=True)))
+    with pytest.raises(KeyError) as caught:
+        batch[0].backward()
+    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
+
+
+def test_output_that_cannot_pass_names_the_cell():
+    class List(nn.Module):
+        def forward(self, x):
+            return [x]
+
+    with pytest.raises(TypeError, match="value: list") as caught:
+        make(List()).compute(Batch(torch.ones(1)))
+    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
+
+
+def note_of(error):
+    if sys.version_info >= (3, 11):
+        (note,) = error.__notes__
+        return note
+    return error.__cause__.args[0]
+
+
+def test_note_before_python_3_11(monkeypatch):
+    monkeypatch.setattr(cell_module.sys, "version_info", (3, 10, 0))
+    error = KeyError("x")
+    error.__cause__ = cause = ValueError("why")
+    add_note(error, "where")
+    assert error.__cause__.args == ("where",)
+    assert error.__cause__.__cause__ is cause
+
+
+class Lane(CPUStream):
+    """A stream that can be told from others, of a device that has none."""
+
+    def __init__(self, name):
+        super().__init__(torch.device("cpu"))
+        object.__setattr__(self, "name", name)
+
+
+class Lanes(threading.local):
+    """Plays that the CPU has streams: which one is current, and who used which."""
+
+    def __init__(self):
+        self.current = ["caller"]
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    lanes = Lanes()
+
+    class UseLane:
+        def __init__(self, lane):
+            self.lane = lane
+
+        def __enter__(self):
+            lanes.current.append(self.lane.name)
+
+        def __exit__(self, *error):
+            lanes.current.pop()
+
+    for module in (cell_module, checkpoint_module, copy_module):
+        monkeypatch.setattr(module, "use_stream", UseLane)
+    return lanes
+
+
+@pytest.fixture
+def applied(lanes, monkeypatch):
+    """Which stream was current when each autograd function was applied."""
+    log = []
+
+    def spy(function):
+        apply = function.apply
+
+        def logged(*arguments):
+            log.append((function.__name__, lanes.current[-1]))
+            return apply(*arguments)
+
+        monkeypatch.setattr(function, "apply", logged)
+
+    for function in (Copy, Wait, Recompute, Fork, Join):
+        spy(function)
+    return log
+
+
+def test_lanes(lanes, applied):
+    """An autograd function belongs to the stream that was current when it was applied.
+
+    Were all on the compute stream, it would wait for each gradient when it arrives at the device.
+    """
+    seen = []
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            seen.append(lanes.current[-1])
+            return x * x
+
+    cell = make(
+        Layer(),
+        stream=Lane("compute"),
+        copy_stream=Lane("copy"),
+        prev_stream=Lane("prev"),
+        departs=True,
+        checkpoint=True,
+    )
+    phony = torch.empty(0, requires_grad=True)
+    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
+    batch = cell.compute(cell.join(batch, phony))
+    batch, _ = cell.fork(batch)
+    assert applied == [
+        ("Copy", "copy"),
+        ("Join", "copy"),
+        ("Wait", "compute"),
+        ("Wait", "compute"),
+        ("Recompute", "copy"),
+        ("Fork", "copy"),
+    ]
+    # The layers compute on the compute stream, and so they do again.
+    batch[0].backward()
+    assert seen == ["compute", "compute"]
+    assert lanes.current == ["caller"]

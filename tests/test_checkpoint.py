@@ -1,0 +1,342 @@
+"""Checkpointing: what is kept, when it is computed again, and that autograd sees no difference."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import Log
+from torchgpipe import is_checkpointing, is_recomputing
+from torchgpipe.checkpoint import checkpoint
+
+
+def layers(device):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU()
+    ).to(device)
+
+
+@pytest.fixture
+def model(device):
+    return layers(device)
+
+
+@pytest.fixture
+def input(device):
+    return torch.randn(3, 4, device=device, requires_grad=True)
+
+
+def test_gradients_are_the_same(model, input):
+    leaves = [input, *model.parameters()]
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(model(input).sum(), leaves)
+    torch.manual_seed(1)
+    output = checkpoint(model, input)
+    actual = torch.autograd.grad(output.sum(), leaves)
+    for a, b in zip(expected, actual):
+        assert torch.equal(a, b)
+
+
+def test_graph_is_the_same(input):
+    """One node that accumulates the gradient of each parameter, as without checkpointing."""
+    linear = nn.Linear(4, 4).to(input.device)
+    counts = {name: 0 for name, _ in linear.named_parameters()}
+    for name, parameter in linear.named_parameters():
+        parameter.register_hook(lambda grad, name=name: counts.update({name: counts[name] + 1}))
+    output = checkpoint(linear, input) + checkpoint(linear, input)
+    output.sum().backward()
+    assert counts == {"weight": 1, "bias": 1}
+
+
+def test_recomputes_before_the_gradient_goes_on():
+    log = []
+    model = nn.Sequential(Log("a", log), Log("b", log))
+    y = checkpoint(model, torch.ones(1, requires_grad=True))
+    y = Log("after", log)(y)
+    y.backward()
+    assert [entry[:2] for entry in log] == [
+        ("forward", "a"),
+        ("forward", "b"),
+        ("forward", "after"),
+        ("backward", "after"),
+        ("forward", "a"),
+        ("forward", "b"),
+        ("backward", "b"),
+        ("backward", "a"),
+    ]
+
+
+def test_recomputes_once_with_retain_graph(input, model):
+    runs = []
+    output = checkpoint(lambda x: runs.append(1) or model(x), input)
+    (first,) = torch.autograd.grad(output.sum(), input, retain_graph=True)
+    (second,) = torch.autograd.grad(output.sum(), input)
+    assert torch.equal(first, second)
+    assert len(runs) == 2
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(output.sum(), input)
+
+
+def test_double_backward(device):
+    def second_derivative(function):
+        x = torch.tensor([0.5, 2.0], device=device, requires_grad=True)
+        (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+        return torch.autograd.grad((grad**2).sum(), x)[0]
+
+    def function(x):
+        return x.tanh() ** 3
+
+    expected = second_derivative(function)
+    assert torch.equal(second_derivative(lambda x: checkpoint(function, x)), expected)
+
+
+def test_gradient_on_another_way_than_through_the_output(device):
+    """A layer that leaves a tensor behind, as layers with an auxiliary loss do."""
+    left = []
+
+    def function(x):
+        hidden = x.exp()
+        left.append(hidden)
+        return hidden.sin()
+
+    x = torch.tensor([0.3], device=device, requires_grad=True)
+    checkpoint(function, x)
+    left[0].backward()
+    assert torch.equal(x.grad, x.exp())
+
+
+def test_one_output_of_two(device):
+    x = torch.tensor([0.3], device=device, requires_grad=True)
+    _, b = checkpoint(lambda x: (x.exp(), x.sin()), x)
+    b.backward()
+    assert torch.equal(x.grad, x.cos())
+
+
+def test_outputs_keep_what_requires_grad(device):
+    x = torch.ones(2, device=device, requires_grad=True)
+    y = torch.ones(2, device=device, dtype=torch.long)
+    outputs = checkpoint(lambda value: (value[1] + 1, value[0] * 2, value[0].detach()), (x, y))
+    assert [t.requires_grad for t in outputs] == [False, True, False]
+
+
+def test_inputs_without_gradient(device):
+    embedding = nn.Embedding(5, 3).to(device)
+    runs = []
+
+    def function(value):
+        index, scale = value
+        runs.append((index.requires_grad, scale.requires_grad))
+        return embedding(index) * scale
+
+    index = torch.tensor([1, 2], device=device)
+    scale = torch.ones(1, device=device)
+    checkpoint(function, (index, scale)).sum().backward()
+    assert runs == [(False, False)] * 2
+    assert embedding.weight.grad.sum(1).tolist() == [0, 3, 3, 0, 0]
+
+
+def test_nothing_to_differentiate_is_not_recomputed(device):
+    runs = []
+    output = checkpoint(lambda x: runs.append(1) or x * 2, torch.ones(1, device=device))
+    assert not output.requires_grad
+    assert len(runs) == 1
+
+
+def test_without_grad(device, model, input):
+    with torch.no_grad():
+        assert not checkpoint(model, input).requires_grad
+
+
+def test_flags(device):
+    seen = []
+
+    def function(x):
+        seen.append((is_checkpointing(), is_recomputing()))
+        return x * x
+
+    checkpoint(function, torch.ones(1, device=device, requires_grad=True)).backward()
+    assert seen == [(True, False), (False, True)]
+    assert (is_checkpointing(), is_recomputing()) == (False, False)
+
+
+def test_random_numbers_are_repeated(device):
+    drawn = []
+
+    def function(x):
+        drawn.append((torch.rand(2, device=device), torch.rand(2)))
+        return x * drawn[-1][0]
+
+    output = checkpoint(function, torch.ones(2, device=device, requires_grad=True))
+    torch.rand(7), torch.rand(7, device=device)
+    before = torch.get_rng_state()
+    output.sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+    for first, second in zip(*drawn):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_autocast_is_repeated(device, outer):
+    linear = nn.Linear(2, 2).to(device)
+    dtypes = []
+
+    def function(x):
+        dtypes.append(linear(x).dtype)
+        return linear(x)
+
+    x = torch.ones(1, 2, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=not outer):
+        output = checkpoint(function, x)
+    with torch.autocast(device.type, torch.bfloat16, enabled=outer):
+        output.sum().backward()
+    assert dtypes == [torch.float32 if outer else torch.bfloat16] * 2
+
+
+def test_what_is_saved_lives_from_recomputation_to_use(device):
+    """Nothing lives between forward and backward; then each tensor until its node is done."""
+    alive = {"forward": [], "backward": []}
+    refs = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.clone()
+            refs.append(weakref.ref(y.untyped_storage()))
+            ctx.save_for_backward(y)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            alive["backward"].append(sum(ref() is not None for ref in refs))
+            (y,) = ctx.saved_tensors
+            return 2 * y * grad
+
+    def function(x):
+        for _ in range(3):
+            x = Square.apply(x)
+            alive["forward"].append(sum(ref() is not None for ref in refs))
+        return x
+
+    gc.disable()
+    try:
+        x = torch.tensor([1.1], device=device, requires_grad=True)
+        output = checkpoint(function, x)
+        assert alive["forward"] == [0, 0, 0]
+        output.backward()
+    finally:
+        gc.enable()
+    assert alive["backward"] == [3, 2, 1]
+    assert sum(ref() is not None for ref in refs) == 0
+    assert x.grad.item() == pytest.approx(8 * 1.1**7)
+
+
+def test_input_is_let_go_by_the_recomputation(device):
+    gc.disable()
+    try:
+        leaf = torch.ones(2, device=device, requires_grad=True)
+        input = leaf * 1
+        kept = weakref.ref(input.untyped_storage())
+        output = checkpoint(lambda x: x + x.sin().sum(), input)
+        del input
+        assert kept() is not None
+        loss = output.sum()
+        loss.backward()
+        # The graph is still there, as it is while a training loop holds its loss.
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_graph_that_is_dropped_leaves_nothing(device):
+    gc.disable()
+    try:
+        input = torch.ones(2, device=device, requires_grad=True) * 1
+        kept = weakref.ref(input.untyped_storage())
+        output = checkpoint(lambda x: x.sin(), input)
+        del input, output
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_input_changed_in_place_is_an_error(device):
+    x = torch.ones(1, device=device, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match="must not change its input in place.*out of place"):
+        checkpoint(lambda x: x.mul_(2).sin(), x)
+
+
+def test_saved_tensor_changed_in_place_is_an_error(device):
+    """As it is without checkpointing, and never a wrong gradient."""
+
+    def function(x):
+        y = x.exp()
+        y.add_(1)
+        return y
+
+    x = torch.ones(1, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        function(x).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        checkpoint(function, x).backward()
+
+
+@pytest.mark.parametrize(("first", "second", "which"), [(1, 2, "more"), (2, 1, "fewer")])
+def test_recomputation_that_differs_is_an_error(device, first, second, which):
+    def function(x):
+        for _ in range(second if is_recomputing() else first):
+            x = x.sin()
+        return x
+
+    x = torch.ones(1, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"saved {which} tensors"):
+        checkpoint(function, x).backward()
+
+
+def test_backward_within_forward_is_an_error(device):
+    def function(x):
+        (grad,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
+        return grad
+
+    x = torch.ones(1, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="cannot run backward within its own forward"):
+        checkpoint(function, x)
+
+
+def test_failed_recomputation(device):
+    def function(x):
+        if is_recomputing():
+            raise KeyError("again")
+        return x.sin()
+
+    output = checkpoint(function, torch.ones(1, device=device, requires_grad=True))
+    with pytest.raises(KeyError, match="again"):
+        output.backward()
+    assert not is_recomputing()
+    with pytest.raises(RuntimeError, match="after a recomputation has failed"):
+        output.backward()
+
+
+def test_other_checkpointing_within(device, model, input):
+    def function(x):
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+    leaves = [input, *model.parameters()]
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(model(input).sum(), leaves)
+    torch.manual_seed(1)
+    actual = torch.autograd.grad(checkpoint(function, input).sum(), leaves)
+    for a, b in zip(expected, actual):
+        assert torch.equal(a, b)
+
+
+def test_within_itself(device, model, input):
+    leaves = [input, *model.parameters()]
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(model(input).sum(), leaves)
+    torch.manual_seed(1)
+    output = checkpoint(lambda x: checkpoint(model, x), input)
+    for a, b in zip(expected, torch.autograd.grad(output.sum(), leaves)):
+        assert torch.equal(a, b)

@@ -1,0 +1,120 @@
+"""Copy and Wait."""
+
+import pytest
+import torch
+
+from torchgpipe import copy, stream
+from torchgpipe.copy import Copy, Wait
+from torchgpipe.stream import CPUStream, current_stream, new_stream
+
+CPU = CPUStream(torch.device("cpu"))
+
+
+@pytest.fixture
+def streams(device):
+    """A stream to leave from and one to arrive on, on one device."""
+    return new_stream(device), new_stream(device)
+
+
+@pytest.fixture(params=[Copy, Wait])
+def function(request):
+    return request.param
+
+
+def test_values_and_gradients(function, streams, device):
+    x = torch.arange(3.0, device=device, requires_grad=True)
+    (y,) = function.apply(*streams, x)
+    (y * 2).sum().backward()
+    assert y.tolist() == [0, 1, 2]
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_copy_between_devices(device):
+    x = torch.arange(3.0, requires_grad=True)
+    (y,) = Copy.apply(CPU, current_stream(device), x)
+    (z,) = Copy.apply(current_stream(device), CPU, y * 2)
+    z.sum().backward()
+    assert (y.device, z.device) == (device, torch.device("cpu"))
+    assert z.tolist() == [0, 2, 4]
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_keeps_what_requires_grad(function, streams, device):
+    inputs = (
+        torch.ones(2, dtype=torch.bool, device=device),
+        torch.ones(2, device=device),
+        torch.ones(2, device=device, requires_grad=True),
+    )
+    outputs = function.apply(*streams, *inputs)
+    assert [t.requires_grad for t in outputs] == [False, False, True]
+    assert [t.dtype for t in outputs] == [t.dtype for t in inputs]
+
+
+def test_no_gradient_for_one_of_two(function, streams, device):
+    x = torch.ones(1, device=device, requires_grad=True)
+    _, b = function.apply(*streams, x * 2, x * 3)
+    b.backward()
+    assert x.grad.item() == 3
+
+
+def test_double_backward(function, streams, device):
+    x = torch.tensor([2.0], device=device, requires_grad=True)
+    (y,) = function.apply(*streams, x**3)
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(grad, x)
+    assert second.item() == 12.0
+
+
+def test_output_may_be_changed_in_place(function, streams, device):
+    x = torch.ones(2, device=device, requires_grad=True)
+    (y,) = function.apply(*streams, x * 2)
+    y.mul_(3)
+    y.sum().backward()
+    assert x.grad.tolist() == [6, 6]
+
+
+def test_without_grad(function, streams, device):
+    with torch.no_grad():
+        (y,) = function.apply(*streams, torch.ones(1, device=device, requires_grad=True))
+    assert not y.requires_grad
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is asked of the streams ``'a'`` and ``'b'``, in order."""
+    log = []
+    monkeypatch.setattr(copy, "wait_stream", lambda a, b: log.append(("wait", a, b)))
+    monkeypatch.setattr(copy, "record_stream", lambda x, s: log.append(("record", x.item(), s)))
+    return log
+
+
+def test_wait_hands_over_in_both_directions(calls):
+    x = torch.ones(1, requires_grad=True)
+    y, z = Wait.apply("a", "b", x * 1, x * 2)
+    assert calls == [("wait", "b", "a"), ("record", 1, "b"), ("record", 2, "b")]
+    calls.clear()
+    (y * 3 + z * 4).backward()
+    assert calls == [("wait", "a", "b"), ("record", 3, "a"), ("record", 4, "a")]
+
+
+def test_wait_records_no_missing_gradient(calls):
+    x = torch.ones(1, requires_grad=True)
+    y, _ = Wait.apply("a", "b", x * 1, x * 2)
+    calls.clear()
+    y.backward()
+    assert calls == [("wait", "a", "b"), ("record", 1, "a")]
+
+
+def test_copy_runs_on_the_streams_of_both_devices(monkeypatch):
+    used = []
+
+    class Used(stream.use_stream):
+        def __enter__(self):
+            used.append(self.stream)
+
+    a, b = CPUStream(torch.device("cpu", 1)), CPUStream(torch.device("cpu", 2))
+    monkeypatch.setattr(copy, "use_stream", Used)
+    (y,) = Copy.apply(a, b, torch.ones(1, requires_grad=True))
+    assert used == [a, b]
+    y.backward()
+    assert used == [a, b, b, a]

@@ -1,0 +1,22 @@
+"""The examples run, at tiny size."""
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+from examples import digits
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_digits(capsys, checkpoint):
+    status = digits.main(["--epochs", "1", "--lr", "0.003", "--checkpoint", checkpoint])
+    assert status == 1, "one epoch is not enough for 97 %"
+    assert "Not as it should be" in capsys.readouterr().out
+
+
+def test_losses_are_equal():
+    options = digits.parser().parse_args(["--epochs", "2"])
+    result = digits.train("transformer", digits.transformer, options)
+    assert result.difference < 1e-4
+    assert result.losses[1] < result.losses[0]

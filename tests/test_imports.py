@@ -1,0 +1,158 @@
+"""Who may import whom, and that what is exported is what is said to be."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchgpipe
+
+PACKAGE = Path(torchgpipe.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+GROUND = {"stream", "phony", "dependency", "copy", "microbatch"}
+
+#: Modules (or packages) that a module (or package) must not import.
+FORBIDDEN = {
+    "checkpoint": {"pipeline", "gpipe"},
+    "worker": {"pipeline", "gpipe"},
+    "cell": {"pipeline", "gpipe"},
+    "skip": {"pipeline", "gpipe"},
+    "pipeline": {"gpipe", "balance", "schedule", "tracing", "testing"},
+}
+
+#: Modules that do without torch.
+PLAIN = {"balance.blockpartition"}
+
+EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn"}
+
+
+def name_of(file):
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(node):
+    """What is imported anywhere below a syntax node."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            yield child.module
+            if child.module == "torchgpipe" or child.module.startswith("torchgpipe."):
+                yield from (f"{child.module}.{alias.name}" for alias in child.names)
+
+
+TREES = {name_of(file): ast.parse(file.read_text()) for file in FILES}
+
+
+def ours(name):
+    """The modules of this package that a module imports."""
+    found = {
+        x.removeprefix("torchgpipe.") for x in imports(TREES[name]) if x.startswith("torchgpipe.")
+    }
+    return found & set(TREES)
+
+
+def test_modules_were_found():
+    assert GROUND | {"", "gpipe", "pipeline", "balance.blockpartition"} <= set(TREES)
+    assert "cell" in ours("pipeline")
+
+
+@pytest.mark.parametrize("name", sorted(GROUND))
+def test_ground(name):
+    assert ours(name) <= GROUND
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_forbidden(name):
+    for key, forbidden in FORBIDDEN.items():
+        if name == key or name.startswith(f"{key}."):
+            assert not {x for x in ours(name) if x.split(".")[0] in forbidden}
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_no_import_within_a_function_hides_a_circle(name):
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert not any(x.startswith("torchgpipe") for x in imports(node))
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_plain(name):
+    roots = {x.split(".")[0] for x in imports(TREES[name])}
+    assert roots <= {"__future__"} | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_torch_is_the_only_dependency(name):
+    roots = {x.split(".")[0] for node in TREES[name].body for x in imports(node)}
+    assert roots <= {"torch", "torchgpipe"} | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_only_stream_names_the_accelerator(name):
+    if name != "stream":
+        found = [
+            node.attr
+            for node in ast.walk(TREES[name])
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+            and node.attr in ("accelerator", "Stream", "Event", "cuda", "xpu")
+        ]
+        assert found == []
+
+
+def test_nothing_optional_is_imported_by_default():
+    program = f"""
+import sys, torch
+before = set(sys.modules)
+import torchgpipe
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(sorted(new & {EXTRAS}))
+print("torchgpipe.testing" in sys.modules)
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert output == "[]\nFalse\n"
+
+
+def test_exports():
+    assert sorted(torchgpipe.__all__) == [
+        "GPipe",
+        "__version__",
+        "is_checkpointing",
+        "is_recomputing",
+    ]
+    public = {
+        name
+        for name, value in vars(torchgpipe).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) is not None
+    }
+    assert public | {"__version__"} == set(torchgpipe.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_all_names_exist(name):
+    module = importlib.import_module(f"torchgpipe.{name}".rstrip("."))
+    assert isinstance(module.__all__, list)
+    assert all(hasattr(module, export) for export in module.__all__)
+
+
+def test_names_that_other_code_reaches_for():
+    names = """
+        balance.blockpartition.solve checkpoint.checkpoint copy.Copy copy.Wait dependency.fork
+        dependency.join gpipe.verify_module microbatch.Batch microbatch.check microbatch.gather
+        microbatch.scatter phony.get_phony pipeline.clock_cycles stream.current_stream
+        stream.get_device stream.new_stream stream.record_stream stream.use_device
+        stream.use_stream stream.wait_stream
+    """
+    for name in names.split():
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(f"torchgpipe.{module}"), attribute)

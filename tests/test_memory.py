@@ -1,0 +1,138 @@
+"""Memory: how many bytes of activations are alive at once, counted by storages."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchgpipe import GPipe
+
+LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = 8, 32, 40, 24, 8
+
+
+class Activations(TorchDispatchMode):
+    """Counts the bytes of all storages made by operators within it, and their peak.
+
+    Parameters' gradients are left out: they are told by their size, which no activation has.
+    """
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.left_out = {parameter.untyped_storage().nbytes() for parameter in parameters}
+        self.alive = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        known = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in known and storage.nbytes() not in self.left_out:
+                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.bytes())
+        return output
+
+    def bytes(self):
+        self.alive = {key: x for key, x in self.alive.items() if not x[0].expired()}
+        return sum(size for _, size in self.alive.values())
+
+
+def transformer():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(LAYERS)
+        ]
+    )
+
+
+def step(model):
+    """The peak of a training step whose loss keeps nothing of its own, which is not the model's."""
+    input = torch.randn(ROWS, LENGTH, WIDTH)
+    with Activations(model.parameters()) as activations:
+        model(input).sum().backward()
+    return activations.peak
+
+
+def test_peak_of_a_transformer():
+    """Of eight micro-batches one is alive at a time, and of the others only the output."""
+    whole = step(transformer())
+    peaks = {
+        mode: step(GPipe(transformer(), [LAYERS], devices=["cpu"], chunks=CHUNKS, checkpoint=mode))
+        / whole
+        for mode in ("always", "except_last", "never")
+    }
+    assert 1 / CHUNKS <= peaks["always"] <= 0.14
+    assert 1 / CHUNKS <= peaks["except_last"] <= 0.14
+    assert 0.9 <= peaks["never"] <= 1.1, "what is not checkpointed is kept, and counted"
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_nothing_is_alive_after_a_step(checkpoint, device):
+    model = GPipe(
+        nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Tanh()) for _ in range(4)]),
+        [2, 2],
+        devices=[device] * 2,
+        chunks=3,
+        checkpoint=checkpoint,
+    )
+    refs = []
+
+    def watch(module, inputs, output):
+        refs.extend([weakref.ref(output), StorageWeakRef(output.untyped_storage())])
+
+    for layer in model:
+        layer.register_forward_hook(watch)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(torch.rand(6, 4, device=device)).sum()
+        loss.backward()
+        alive = [
+            ref
+            for ref in refs
+            if not (ref.expired() if isinstance(ref, StorageWeakRef) else ref() is None)
+        ]
+        assert alive == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_nothing_is_alive_after_a_failure(checkpoint):
+    class Fail(nn.Module):
+        def forward(self, x):
+            if x[0, 0] > 2:
+                raise KeyError
+            return x
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Fail())
+    for layer in layers[:2]:
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint)
+    refs = []
+    for layer in layers[:2]:
+        layer.register_forward_hook(
+            lambda module, inputs, output: refs.append(StorageWeakRef(output.untyped_storage()))
+        )
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(KeyError):
+            model(torch.arange(4.0)[:, None].expand(4, 4))
+        assert len(refs) > 4
+        assert [ref for ref in refs if not ref.expired()] == []
+    finally:
+        gc.enable()

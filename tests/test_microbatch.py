@@ -1,0 +1,125 @@
+"""Micro-batches: scatter and gather."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchgpipe import microbatch
+from torchgpipe.microbatch import Batch, gather, scatter
+
+rows = st.integers(0, 40)
+chunks = st.integers(1, 12)
+
+
+@given(rows, chunks)
+def test_sizes(rows, chunks):
+    sizes = [len(batch[0]) for batch in scatter(torch.empty(rows, 2), chunks)]
+    assert len(sizes) == max(1, min(rows, chunks))
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(rows, chunks, st.lists(st.lists(st.integers(0, 3), max_size=2), max_size=3))
+def test_gather_is_the_inverse_of_scatter(rows, chunks, shapes):
+    tensors = tuple(torch.rand(rows, *shape) for shape in shapes)
+    input = tensors or torch.rand(rows)
+    output = gather(scatter(input, chunks))
+    assert type(output) is type(input)
+    for x, y in zip(tensors or (input,), output if tensors else (output,)):
+        assert torch.equal(x, y)
+
+
+def test_five_in_four():
+    assert [len(batch[0]) for batch in scatter(torch.empty(5), 4)] == [2, 1, 1, 1]
+
+
+def test_empty_batch():
+    (batch,) = scatter((torch.empty(0, 3), torch.empty(0)), chunks=4)
+    assert [tuple(x.shape) for x in gather([batch])] == [(0, 3), (0,)]
+
+
+def test_scatter_shares_memory():
+    x = torch.zeros(4, 2)
+    assert [batch[0].data_ptr() for batch in scatter(x, 2)] == [x.data_ptr(), x[2:].data_ptr()]
+
+
+def test_micro_batch_may_be_changed_in_place():
+    x = torch.ones(4, requires_grad=True)
+    batches = scatter(x * 1, 2)
+    for batch in batches:
+        batch[0].mul_(2)
+    gather(batches).sum().backward()
+    assert x.grad.tolist() == [2] * 4
+
+
+def test_gradients_pass():
+    x = torch.rand(5, 2, requires_grad=True)
+    (gather(scatter(x, 3)) * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((5, 2), 2.0))
+
+
+def test_different_numbers_of_rows_are_an_error():
+    with pytest.raises(ValueError, match=r"same size in dimension 0.*\(4, 2\), \(3,\)"):
+        scatter((torch.empty(4, 2), torch.empty(3)), 2)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), (torch.empty(2), torch.tensor(1.0))])
+def test_nothing_to_split_is_an_error(value):
+    with pytest.raises(ValueError, match="must have a batch dimension"):
+        scatter(value, 2)
+
+
+def test_nothing_to_join_along_is_an_error():
+    with pytest.raises(ValueError, match="must have a batch dimension.*outside"):
+        gather([Batch(torch.tensor(1.0)), Batch(torch.tensor(2.0))])
+
+
+@pytest.mark.parametrize("other", [torch.empty(1), (torch.empty(1), torch.empty(1))])
+def test_outputs_of_different_structure_are_an_error(other):
+    with pytest.raises(ValueError, match=r"same number of tensors"):
+        gather([Batch((torch.empty(1),)), Batch(other)])
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, "NoneType"),
+        (1, "int"),
+        ([torch.empty(1)], "list"),
+        ({"x": torch.empty(1)}, "dict"),
+        ((), r"tuple of \(\)"),
+        ((torch.empty(1), 1), r"tuple of \(Tensor, int\)"),
+        (Point(torch.empty(1), torch.empty(1)), r"Point of \(Tensor, Tensor\)"),
+    ],
+)
+def test_other_values_are_an_error(value, kind):
+    for function in (microbatch.check, Batch, lambda value: scatter(value, 2)):
+        with pytest.raises(TypeError, match=rf"value: {kind}.*pack the tensors into a tuple"):
+            function(value)
+
+
+def test_check_passes_tensors():
+    microbatch.check(torch.empty(1))
+    microbatch.check((torch.empty(1), torch.nn.Parameter(torch.empty(1))))
+
+
+def test_batch():
+    a, b = torch.zeros(1), torch.ones(1, requires_grad=True)
+    alone, both = Batch(a), Batch((a, b))
+    assert alone.value is a
+    assert both.value == (a, b)
+    assert (alone.atomic, both.atomic) == (True, False)
+    assert (len(alone), len(both)) == (1, 2)
+    assert both[1] is b
+    assert list(both) == [a, b]
+    assert (alone.requires_grad, both.requires_grad) == (False, True)
+    assert alone.call(lambda x: (x, x)).atomic is False
+    assert alone.replace([b]).value is b
+    assert both.replace([b, a]).value == (b, a)
+    assert repr(alone) == "Batch(tensor([0.]))"

@@ -1,0 +1,97 @@
+"""Partitions: splitting, placing, and what is checked of them."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import CPUS
+from torchgpipe.partition import (
+    materialize,
+    split_module,
+    tensors,
+    verify_module,
+    verify_placement,
+    verify_sharing,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_layers_keep_their_names_and_order():
+    module = nn.Sequential(OrderedDict(a=nn.Linear(1, 2), b=nn.ReLU(), c=nn.Linear(2, 1)))
+    one, two = split_module(module, [1, 2], [CPU, CPU])
+    assert list(one._modules.items()) == [("a", module.a)]
+    assert list(two._modules.items()) == [("b", module.b), ("c", module.c)]
+    assert torch.equal(two(one(x := torch.rand(3, 1))), module(x))
+
+
+def test_a_layer_that_comes_twice():
+    relu = nn.ReLU()
+    partitions = split_module(nn.Sequential(relu, nn.Linear(1, 1), relu), [2, 1], [CPU, CPU])
+    assert [len(partition) for partition in partitions] == [2, 1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_flag(training):
+    module = nn.Sequential(nn.ReLU(), nn.ReLU()).train(training)
+    assert [p.training for p in split_module(module, [1, 1], [CPU, CPU])] == [training] * 2
+
+
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList(), [nn.Linear(1, 1)]])
+def test_other_modules_are_an_error(module):
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential.*nn\.Sequential\(\*layers\)"):
+        verify_module(module)
+
+
+def tied():
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    two.weight = one.weight
+    return nn.Sequential(one), nn.Sequential(two)
+
+
+def shared_buffer():
+    one, two = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
+    for partition in (one, two):
+        partition[0].register_buffer("table", buffer := getattr(one[0], "table", torch.ones(1)))
+    assert two[0].table is buffer
+    return one, two
+
+
+@pytest.mark.parametrize(("make", "name"), [(tied, "0.weight"), (shared_buffer, "0.table")])
+def test_tensor_on_two_devices_is_an_error(make, name):
+    partitions = make()
+    verify_sharing(partitions, [CPU, CPU])
+    with pytest.raises(ValueError, match=rf"\({name}: cpu:0, {name}: cpu:1\).*one partition"):
+        verify_sharing(partitions, CPUS[:2])
+
+
+def test_placement():
+    partitions = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.BatchNorm1d(2))]
+    verify_placement(partitions, [CPU, CPU])
+    partitions[1][0].running_var = partitions[1][0].running_var.to("meta")
+    message = r"partition 1: cpu, 0\.running_var: meta.*move the tensor back"
+    with pytest.raises(RuntimeError, match=message):
+        verify_placement(partitions, [CPU, CPU])
+
+
+def test_tensors_of_the_meta_device_are_made(device):
+    with torch.device("meta"):
+        layer = nn.BatchNorm1d(3)
+        partition = nn.Sequential(layer, nn.Linear(3, 3), nn.Linear(3, 3))
+    partition[2].weight = partition[1].weight
+    partition[1].bias = kept = nn.Parameter(torch.ones(3, device=device))
+    partition[2].bias.requires_grad_(False)
+    materialize(partition, device)
+    for name, tensor in tensors(partition):
+        assert tensor.device == device, name
+        made = name not in ("1.bias", "0.num_batches_tracked")
+        assert bool(tensor.isnan().any()) == made, name
+    assert partition[1].bias is kept
+    assert partition[2].weight is partition[1].weight
+    assert isinstance(partition[1].weight, nn.Parameter)
+    assert partition[1].weight.requires_grad
+    assert not partition[2].bias.requires_grad
+    assert layer.num_batches_tracked.item() == 0
+    assert not isinstance(layer.running_mean, nn.Parameter)

@@ -1,0 +1,183 @@
+"""The pipeline: the order of its cells, in forward and in backward, and what they compute."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.helpers import CPUS, Log, nodes, plain, reaches, run_pipeline
+from torchgpipe.pipeline import clock_cycles
+from torchgpipe.worker import Workers
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_clock_cycles(m, n):
+    cycles = list(clock_cycles(m, n))
+    when = {cell: k for k, cycle in enumerate(cycles) for cell in cycle}
+    assert sum(map(len, cycles)) == len(when) == m * n
+    assert set(when) == {(i, j) for i in range(m) for j in range(n)}
+    assert all(when[i, j] == i + j for i, j in when)
+
+
+def test_clock_cycles_of_the_picture():
+    assert list(clock_cycles(3, 3)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1), (0, 2)],
+        [(2, 1), (1, 2)],
+        [(2, 2)],
+    ]
+
+
+def test_cells_of_a_cycle_run_at_once():
+    """The two cells of the middle cycle wait for each other."""
+    barrier = threading.Barrier(2, timeout=10)
+
+    class Meet(nn.Module):
+        def __init__(self, j):
+            super().__init__()
+            self.j, self.i = j, -1
+
+        def forward(self, x):
+            self.i += 1
+            if self.i + self.j == 1:
+                barrier.wait()
+            return x
+
+    partitions = [nn.Sequential(Meet(0)), nn.Sequential(Meet(1))]
+    x = torch.rand(2, 1)
+    assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=2), x)
+
+
+devices = st.sampled_from([[CPU] * 3, CPUS[:3], [CPUS[0], CPUS[0], CPUS[1]], CPUS[:2] + CPUS[:1]])
+
+
+@given(devices, st.integers(1, 5), st.integers(0, 5), st.booleans())
+def test_backward_takes_the_micro_batches_in_reverse(devices, m, checkpointed, requires_grad):
+    log = []
+    partitions = [nn.Sequential(nn.Linear(1, 1), Log(j, log)) for j in range(3)]
+    for (linear, _), k in zip(partitions, range(3)):
+        nn.init.constant_(linear.weight, 1)
+        nn.init.constant_(linear.bias, k)
+    x = torch.arange(0.0, 10 * m, 10)[:, None].requires_grad_(requires_grad)
+    output = run_pipeline(partitions, devices, x, chunks=m, checkpointed=checkpointed)
+    output.sum().backward()
+    for j in range(3):
+        forward = [int(v // 10) for kind, name, v in log if (kind, name) == ("forward", j)]
+        backward = [int(v // 10) for kind, name, v in log if (kind, name) == ("backward", j)]
+        assert forward[:m] == list(range(m))
+        # Recomputation.
+        assert forward[m:] == list(reversed(range(min(m, checkpointed))))
+        assert backward == list(reversed(range(m)))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("checkpointed", [0, 3])
+@pytest.mark.parametrize("devices", [[CPU] * 2, CPUS[:2]], ids=["one device", "two devices"])
+def test_fence(devices, checkpointed, requires_grad):
+    """The graph itself orders backward, whatever autograd would do of its own accord."""
+    partitions = [nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))]
+    layers = {}
+    for j, partition in enumerate(partitions):
+
+        def hook(module, inputs, output, j=j):
+            layers[len([i for i, k in layers if k == j]), j] = output.grad_fn
+
+        partition.register_forward_hook(hook)
+    x = torch.rand(3, 1, requires_grad=requires_grad)
+    graph = nodes(run_pipeline(partitions, devices, x, chunks=3, checkpointed=checkpointed))
+
+    for i in (1, 2):
+        # [1] The gradient that leaves the layers leads to the micro-batch before.
+        assert reaches(graph, layers[i, 1], layers[i - 1, 1])
+        assert reaches(graph, layers[i, 0], layers[i - 1, 0]) == requires_grad
+        # [1'] Where none leaves the layers, the one that comes to them leads there, too.
+        joins = [
+            node
+            for node in graph
+            if node.name() == "JoinBackward"
+            and reaches(graph, node, layers[i, 0])
+            and not any(reaches(graph, node, layers[k, 1]) for k in range(3))
+        ]
+        assert requires_grad or any(reaches(graph, join, layers[i - 1, 0]) for join in joins)
+
+
+def mlp(j):
+    torch.manual_seed(j)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+
+@given(devices, st.integers(1, 4), st.integers(0, 4))
+def test_parity_on_threads(devices, chunks, checkpointed):
+    partitions = [mlp(j) for j in range(3)]
+    parameters = [p for partition in partitions for p in partition.parameters()]
+    x = torch.rand(5, 3, requires_grad=True)
+    leaves = [x, *parameters]
+
+    expected = plain(nn.Sequential(*partitions), x, chunks)
+    output = run_pipeline(partitions, devices, x, chunks=chunks, checkpointed=checkpointed)
+    assert torch.equal(expected, output)
+    for a, b in zip(
+        torch.autograd.grad(expected.square().sum(), leaves),
+        torch.autograd.grad(output.square().sum(), leaves),
+    ):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_frozen_partition_takes_no_part_in_backward():
+    log = []
+    partitions = [nn.Sequential(Log(0, log)), nn.Sequential(nn.Linear(1, 1), Log(1, log))]
+    run_pipeline(partitions, CPUS[:2], torch.rand(4, 1), chunks=4, checkpointed=4).sum().backward()
+    assert [kind for kind, name, _ in log if name == 0] == ["forward"] * 4
+    assert partitions[1][0].weight.grad is not None
+
+
+@pytest.mark.parametrize("devices", [[CPU] * 2, CPUS[:2]], ids=["one device", "two devices"])
+def test_exception_of_the_earliest_micro_batch(devices):
+    """Both cells of a cycle fail; the plain module would have come to micro-batch 0 first."""
+    barrier = threading.Barrier(len(set(devices)), timeout=10)
+
+    class Fail(nn.Module):
+        def __init__(self, name, at):
+            super().__init__()
+            self.name, self.at, self.calls = name, at, 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > self.at:
+                barrier.wait()
+                raise KeyError(self.name)
+            return x
+
+    partitions = [nn.Sequential(Fail("second", at=1)), nn.Sequential(Fail("first", at=0))]
+    expected = "first" if len(set(devices)) == 2 else "second"
+    with pytest.raises(KeyError, match=expected):
+        run_pipeline(partitions, devices, torch.rand(3, 1), chunks=3)
+    # The cells of the next cycle did not start.
+    assert [partition[0].calls for partition in partitions] == [2, 1 if expected == "first" else 0]
+
+
+def test_next_run_after_an_exception():
+    class Fail(nn.Module):
+        fail = True
+
+        def forward(self, x):
+            if self.fail:
+                raise KeyError
+            return x
+
+    layer = Fail()
+    partitions = [nn.Sequential(nn.Identity()), nn.Sequential(layer)]
+    workers = Workers(CPUS[:2])
+    x = torch.rand(3, 1)
+    for _ in range(3):
+        layer.fail = True
+        with pytest.raises(KeyError):
+            run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers)
+        layer.fail = False
+        assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers), x)

@@ -1,0 +1,117 @@
+"""Saving and loading: 0.0.7's keys, the plain module's, and those of any other balance."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+
+
+def layers(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2))
+
+
+BALANCES = [[4], [1, 3], [2, 2], [3, 1], [1, 1, 1, 1]]
+
+
+def wrapped(balance, seed=0):
+    return GPipe(layers(seed), balance, devices=["cpu"] * len(balance))
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.module.state_dict().values(), b.values()))
+
+
+def test_keys():
+    assert list(wrapped([1, 2, 1]).state_dict()) == [
+        "partitions.0.0.weight",
+        "partitions.0.0.bias",
+        "partitions.1.1.weight",
+        "partitions.1.1.bias",
+        "partitions.1.1.running_mean",
+        "partitions.1.1.running_var",
+        "partitions.1.1.num_batches_tracked",
+        "partitions.2.3.weight",
+        "partitions.2.3.bias",
+    ]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("source", BALANCES)
+@pytest.mark.parametrize("target", BALANCES)
+def test_any_balance(source, target, assign):
+    state = wrapped(source, seed=1).state_dict()
+    keys = list(state)
+    model = wrapped(target)
+    assert model.load_state_dict(state, assign=assign) == ([], [])
+    assert same(model, layers(seed=1).state_dict())
+    assert list(state) == keys, "the state dict that was given is as it was"
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_plain_module(balance):
+    state = layers(seed=1).state_dict()
+    model = wrapped(balance)
+    assert model.load_state_dict(state) == ([], [])
+    assert same(model, state)
+    layers().load_state_dict(model.module.state_dict())
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("plain", [False, True])
+def test_through_a_parent(balance, plain):
+    def parent(model):
+        return nn.ModuleDict({"head": nn.Linear(1, 1), "body": model})
+
+    source = parent(layers(seed=1) if plain else wrapped([1, 3], seed=1))
+    model = parent(wrapped(balance))
+    assert model.load_state_dict(source.state_dict()) == ([], [])
+    assert same(model["body"], layers(seed=1).state_dict())
+    assert torch.equal(model["head"].weight, source["head"].weight)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_missing_and_unexpected_keys(strict):
+    model = wrapped([2, 2])
+    state = layers().state_dict()
+    del state["0.weight"]
+    state["9.weight"] = torch.ones(1)
+    state["0.other"] = torch.ones(1)
+    if strict:
+        with pytest.raises(RuntimeError, match=r"Missing key.*partitions\.0\.0\.weight") as caught:
+            model.load_state_dict(state)
+        assert '"9.weight"' in str(caught.value)
+        assert '"partitions.0.0.other"' in str(caught.value)
+    else:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert missing == ["partitions.0.0.weight"]
+        assert sorted(unexpected) == ["9.weight", "partitions.0.0.other"]
+
+
+def test_layer_called_partitions():
+    """The plain keys of such a layer look like those of a wrapper."""
+    module = nn.Sequential()
+    module.add_module("partitions", nn.Linear(1, 1))
+    module.add_module("1", nn.Linear(1, 1))
+    state = {key: torch.full_like(x, 7) for key, x in module.state_dict().items()}
+    model = GPipe(module, [1, 1], devices=["cpu"] * 2)
+    assert model.load_state_dict(state) == ([], [])
+    assert model[0].weight.item() == 7
+    state = {key: torch.full_like(x, 8) for key, x in model.state_dict().items()}
+    assert model.load_state_dict(state) == ([], [])
+    assert model[0].weight.item() == 8
+    assert list(state) == [
+        "partitions.0.partitions.weight",
+        "partitions.0.partitions.bias",
+        "partitions.1.1.weight",
+        "partitions.1.1.bias",
+    ]
+
+
+def test_assigned_on_another_device_is_found():
+    model = wrapped([2, 2])
+    state = {key: value.to("meta") for key, value in layers().state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError, match=r"partition 0: cpu, 0\.weight: meta"):
+        model(torch.rand(2, 2))

@@ -1,0 +1,268 @@
+"""Workers: what they carry over, what comes back from them, and when they end."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers import CPUS
+from torchgpipe.context import Context
+from torchgpipe.worker import Worker, Workers
+
+A, B, C = CPUS[:3]
+
+
+class SpecialError(Exception):
+    """An exception that cannot be made again from its arguments."""
+
+    def __init__(self, *, reason):
+        super().__init__()
+        self.reason = reason
+
+
+def threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("torchgpipe")}
+
+
+def run(workers, *tasks):
+    workers.run(list(tasks), Context.capture())
+
+
+def raiser(error):
+    def task():
+        raise error
+
+    return task
+
+
+@pytest.fixture(params=[1, 2], ids=["caller", "threads"])
+def workers(request):
+    return Workers(CPUS[: request.param])
+
+
+def test_runs_everything(workers):
+    done = []
+    run(workers, (A, partial(done.append, 1)), (A, partial(done.append, 2)))
+    assert done == [1, 2]
+
+
+def test_caller_is_the_worker_of_a_single_device():
+    seen = []
+    run(Workers([A, A]), (A, lambda: seen.append(threading.current_thread())))
+    assert seen == [threading.current_thread()]
+
+
+def test_devices_run_at_once_each_on_its_own_thread():
+    workers = Workers(CPUS)
+    barrier = threading.Barrier(3, timeout=10)
+    seen = {}
+
+    def task(device):
+        barrier.wait()
+        seen.setdefault(device, set()).add(threading.current_thread())
+
+    for _ in range(3):
+        run(workers, *[(device, partial(task, device)) for device in (A, B, C)])
+    assert len(set.union(*seen.values())) == 3
+    assert all(len(used) == 1 for used in seen.values())
+
+
+def test_caller_s_modes_are_carried_over():
+    workers = Workers(CPUS)
+    seen = []
+
+    def look():
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    run(workers, (A, look))
+    with torch.no_grad(), torch.autocast("cpu"):
+        run(workers, (A, look))
+    run(workers, (A, look))
+    assert seen == [(True, False), (False, True), (True, False)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), SpecialError(reason="x"), StopIteration(1), SystemExit(3), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
+)
+def test_exception_is_the_same_object(workers, error):
+    with pytest.raises(type(error)) as caught:
+        run(workers, (A, raiser(error)))
+    assert caught.value is error
+    assert "task" in [entry.name for entry in caught.traceback]
+    # The next tasks run as ever.
+    done = []
+    run(workers, (A, partial(done.append, 1)))
+    assert done == [1]
+
+
+def test_of_several_exceptions_the_last_task_s_is_raised():
+    barrier = threading.Barrier(2, timeout=10)
+
+    def fail(error):
+        barrier.wait()
+        raise error
+
+    first, last = KeyError("first"), KeyError("last")
+    with pytest.raises(KeyError, match="last"):
+        run(Workers(CPUS), (A, partial(fail, first)), (B, partial(fail, last)))
+
+
+def test_nothing_starts_or_runs_after_an_exception():
+    workers = Workers(CPUS)
+    started, release = threading.Event(), threading.Event()
+    done = []
+
+    def fail():
+        started.wait(10)
+        threading.Timer(0.05, release.set).start()
+        raise KeyError
+
+    def slow():
+        started.set()
+        release.wait(10)
+        done.append("slow")
+
+    with pytest.raises(KeyError):
+        run(workers, (A, slow), (A, partial(done.append, "late")), (B, fail))
+    # What was running has ended; what was waiting has not started, and never will.
+    assert done == ["slow"]
+    run(workers, (A, partial(done.append, "next")))
+    assert done == ["slow", "next"]
+
+
+def test_exception_leaves_no_cycle(workers):
+    class Held:
+        pass
+
+    def fail():
+        held = Held()
+        refs.append(weakref.ref(held))
+        raise KeyError
+
+    refs = []
+    gc.disable()
+    try:
+        with pytest.raises(KeyError):
+            run(workers, (A, fail))
+        # pytest itself holds the exception until here.
+        assert [ref() for ref in refs] == [None]
+    finally:
+        gc.enable()
+
+
+def test_caller_that_is_interrupted():
+    workers = Workers(CPUS)
+    started, release = threading.Event(), threading.Event()
+    done = []
+
+    def interrupt():
+        started.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def slow():
+        started.set()
+        release.wait(10)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, (A, slow), (A, partial(done.append, "late")), (B, lambda: None))
+    release.set()
+    run(workers, (A, partial(done.append, "next")))
+    assert done == ["next"]
+
+
+def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
+    workers = Workers(CPUS)
+    release, done = threading.Event(), []
+    run(workers, (A, lambda: None), (B, lambda: None))
+    workers._workers[A].submit(release.wait, Future())
+
+    def submit(task, future):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers._workers[B], "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, (A, partial(done.append, "late")), (B, lambda: None))
+    release.set()
+    run(workers, (A, partial(done.append, "next")))
+    assert done == ["next"]
+
+
+def test_threads_end_with_their_workers():
+    before = threads()
+    workers = Workers(CPUS)
+    assert threads() == before, "threads start when they are needed"
+    run(workers, (A, lambda: None), (B, lambda: None))
+    started = threads() - before
+    assert len(started) == 2
+    del workers
+    for thread in started:
+        thread.join(10)
+    assert threads() == before
+
+
+def test_worker_holds_no_task_after_it():
+    class Task:
+        def __call__(self):
+            pass
+
+    worker, task = Worker("torchgpipe-test"), Task()
+    ref = weakref.ref(task)
+    first, second = Future(), Future()
+    worker.submit(task, first)
+    del task
+    worker.submit(lambda: None, second)
+    second.result(10)
+    assert ref() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forked_child_has_workers_of_its_own():
+    workers = Workers(CPUS)
+    run(workers, (A, lambda: None), (B, lambda: None))
+    child = os.fork()
+    if child == 0:
+        done = []
+        run(workers, (A, partial(done.append, 1)), (B, partial(done.append, 1)))
+        os._exit(len(done))
+    for _ in range(100):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 2
+
+
+@pytest.mark.parametrize("state", ["idle", "stuck"])
+def test_exit_is_prompt(state):
+    program = f"""
+import threading
+from concurrent.futures import Future
+from tests.helpers import CPUS
+from torchgpipe.context import Context
+from torchgpipe.worker import Workers
+workers = Workers(CPUS)
+workers.run([(CPUS[0], lambda: None), (CPUS[1], lambda: None)], Context.capture())
+if {state == "stuck"}:
+    workers._workers[CPUS[0]].submit(threading.Event().wait, Future())
+print("end")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -1,0 +1,3 @@
+"""Balancing: how many layers each partition takes."""
+
+__all__: list[str] = []

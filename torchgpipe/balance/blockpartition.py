@@ -1,0 +1,104 @@
+"""Block partition: a sequence of costs is cut into blocks so that the largest is smallest.
+
+Found exactly, by bisection over the size of the largest block. A bound is feasible if blocks
+filled greedily up to it are few enough. Each answer moves one end of the search to a size that
+a block really has, so the search ends at the optimum itself and not near it.
+
+Source: Pinar and Aykanat, Fast optimal load balancing algorithms for 1D partitioning (2004).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+from math import isfinite, lcm
+
+__all__ = ["solve"]
+
+
+def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
+    """Cuts a sequence into blocks of which the most costly one costs as little as possible.
+
+    Args:
+        costs: the cost of each layer, in any unit, finite and not negative.
+        partitions: how many blocks to make.
+
+    Returns:
+        The blocks, none of them empty, which in order make up the sequence. Among the optimal
+        solutions it is one whose cuts are near to equal shares.
+
+    Raises:
+        ValueError: there are fewer costs than blocks to make, or a cost is out of range.
+
+    Example::
+
+        >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
+        [[1, 2, 3, 4], [5, 6]]
+        >>> [len(block) for block in solve([1, 2, 3, 4, 5, 6], partitions=2)]
+        [4, 2]
+    """
+    n = len(costs)
+    if partitions < 1:
+        raise ValueError(
+            "partitions must be a positive integer "
+            f"(partitions: {partitions}); one partition takes all layers"
+        )
+    if n < partitions:
+        raise ValueError(
+            "there must be at least one layer for each partition "
+            f"(layers: {n}, partitions: {partitions}); use fewer partitions"
+        )
+    for k, cost in enumerate(costs):
+        if not (isfinite(cost) and cost >= 0):
+            raise ValueError(
+                f"costs must be finite and not negative (costs[{k}]: {cost}); "
+                "measure the layer again, or estimate its cost"
+            )
+
+    # In whole units, so that sums are exact.
+    exact = [Fraction(cost) for cost in costs]
+    unit = lcm(*[cost.denominator for cost in exact])
+    # sums[k] is the cost of the first k layers.
+    sums = [0, *accumulate(int(cost * unit) for cost in exact)]
+    bound = _smallest_bound(sums, partitions)
+
+    # earliest[k] is the first cut after which the blocks from k on can take the rest.
+    earliest = [n]
+    for _ in range(partitions):
+        earliest.append(bisect_left(sums, sums[earliest[-1]] - bound))
+    earliest.reverse()
+
+    blocks = []
+    start = 0
+    for k in range(1, partitions + 1):
+        first = max(earliest[k], start + 1)
+        last = min(bisect_right(sums, sums[start] + bound) - 1, n - (partitions - k))
+        # An equal share of what is left.
+        share = sums[start] + (sums[n] - sums[start]) // (partitions - k + 1)
+        stop = min(max(first, bisect_left(sums, share)), last)
+        blocks.append(list(costs[start:stop]))
+        start = stop
+    return blocks
+
+
+def _smallest_bound(sums: Sequence[int], partitions: int) -> int:
+    """The cost of the largest block of the best partition, by bisection."""
+    n = len(sums) - 1
+    low = max(-(-sums[n] // partitions), max(sums[k + 1] - sums[k] for k in range(n)))
+    high = sums[n]
+    while low < high:
+        bound = (low + high) // 2
+        start, largest, next_bound = 0, 0, high
+        for _ in range(partitions):
+            stop = bisect_right(sums, sums[start] + bound) - 1
+            largest = max(largest, sums[stop] - sums[start])
+            if stop == n:
+                high = largest
+                break
+            next_bound = min(next_bound, sums[stop + 1] - sums[start])
+            start = stop
+        else:
+            low = next_bound
+    return low

@@ -1,0 +1,245 @@
+"""Checkpointing: what a cell saves for backward is dropped, and computed again when it is due.
+
+The cell runs once, as always, and autograd records it as always; but each tensor that it saves
+for backward is exchanged for an empty :class:`Slot`. In backward, before the gradient of the
+micro-batch arrives, :class:`Recompute` runs the cell a second time, and the tensors that this
+run saves fill the slots in the same order. The second graph is thrown away.
+
+So there is one graph, the cell's own: parameters receive their gradients from it once,
+``torch.autograd.grad`` and double backward see what they see without checkpointing.
+
+::
+
+    forward:   input ── layers ── Recompute ── output
+                 │        ○ ○                            ○ slot
+                 └──── kept ────────┐
+                                    ↓
+    backward:  input ←─ layers ←─ Recompute ←─ gradient
+                          ● ●       │
+                           ↑        │
+                           └─ layers, again
+
+:class:`Recompute` lets the gradient through. On an accelerator it belongs to the copy stream, on
+which the gradient arrives, but it recomputes on the compute stream, which therefore does not
+wait for the gradient: only the host has to know that it is on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchgpipe.context import Context
+from torchgpipe.dependency import needs_backward, pass_on
+from torchgpipe.microbatch import Batch, TensorOrTensors
+from torchgpipe.rng import RNGState
+from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
+
+__all__ = ["is_checkpointing", "is_recomputing"]
+
+
+class _ThreadLocal(threading.local):
+    checkpointing = False
+    recomputing = False
+
+
+_thread_local = _ThreadLocal()
+
+
+def is_checkpointing() -> bool:
+    """Whether this thread runs a layer whose saved tensors are dropped, to be recomputed."""
+    return _thread_local.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether this thread runs a layer for the second time, within backward.
+
+    A layer that does something once per micro-batch, such as counting, asks this first::
+
+        class Counter(nn.Module):
+            count = 0
+
+            def forward(self, input):
+                if not is_recomputing():
+                    self.count += 1
+                return input
+    """
+    return _thread_local.recomputing
+
+
+@contextmanager
+def _flag(name: str) -> Iterator[None]:
+    previous = _thread_local.checkpointing, _thread_local.recomputing
+    _thread_local.checkpointing = _thread_local.recomputing = False
+    setattr(_thread_local, name, True)
+    try:
+        yield
+    finally:
+        _thread_local.checkpointing, _thread_local.recomputing = previous
+
+
+class Slot:
+    """The place of one saved tensor, empty until it is recomputed."""
+
+    __slots__ = ("tensor", "version")
+
+    tensor: Tensor | None
+
+    def __init__(self) -> None:
+        self.tensor = None
+
+    def fill(self, tensor: Tensor) -> None:
+        # Detached: without the recomputed graph. It still counts in-place changes with the tensor.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+
+class Checkpoint:
+    """One run of a function that can be repeated to obtain what it saved for backward.
+
+    Args:
+        function: what to run; a second run on the same input must save the same tensors.
+        context: the modes of the caller, for both runs.
+        stream: the stream on which it computes, for both runs.
+    """
+
+    def __init__(
+        self, function: Callable[[Batch], Batch], context: Context, stream: AbstractStream
+    ) -> None:
+        self.function = function
+        self.context = context
+        self.stream = stream
+        self.slots: list[Slot] = []
+        self.kept: tuple[Batch, list[bool], RNGState] | None = None
+
+    def forward(self, batch: Batch) -> Batch:
+        """Runs the function, saving nothing but its input.
+
+        Raises:
+            RuntimeError: the function changed its input in place.
+        """
+        versions = [tensor._version for tensor in batch]
+        rng = RNGState(get_device(self.stream))
+        with _flag("checkpointing"), saved_tensors_hooks(self._drop, self._unpack):
+            output = self.function(batch)
+        if versions != [tensor._version for tensor in batch]:
+            raise RuntimeError(
+                "under checkpointing, a partition must not change its input in place, since it "
+                "is computed again from this input; have its first layer compute out of place, "
+                "or clone the input there"
+            )
+        rng.forget_unused()
+        kept = batch.replace([tensor.detach() for tensor in batch])
+        requires_grad = [tensor.requires_grad for tensor in batch]
+        self.kept = kept, requires_grad, rng
+        return output
+
+    def attach(self, output: Batch) -> Batch:
+        """Lets the gradient of the output trigger the recomputation, on the current stream."""
+        if not needs_backward(output.tensors):
+            return output
+        return output.replace(Recompute.apply(self, *output))
+
+    def recompute(self) -> None:
+        """Fills the slots, unless that was done, and lets go of the input."""
+        if self.kept is None:
+            return
+        (batch, requires_grad, rng), self.kept = self.kept, None
+        # From here on, each slot is held by the node that saved it, and by nothing else.
+        slots, self.slots = iter(self.slots), []
+
+        def fill(tensor: Tensor) -> None:
+            slot = next(slots, None)
+            if slot is None:
+                raise _mismatch("more")
+            slot.fill(tensor)
+
+        with (
+            use_stream(self.stream),
+            self.context.entered(),
+            torch.enable_grad(),
+            rng.restored(),
+            _flag("recomputing"),
+            saved_tensors_hooks(fill, _not_saved),
+        ):
+            tensors = [x.detach().requires_grad_(r) for x, r in zip(batch, requires_grad)]
+            self.function(batch.replace(tensors))
+        if next(slots, None) is not None:
+            raise _mismatch("fewer")
+
+    def _drop(self, tensor: Tensor) -> Slot:
+        slot = Slot()
+        self.slots.append(slot)
+        return slot
+
+    def _unpack(self, slot: Slot) -> Tensor:
+        if slot.tensor is None:
+            # The gradient came another way than through the output.
+            self.recompute()
+        if slot.tensor is None:
+            raise RuntimeError(
+                "under checkpointing, a layer cannot run backward within its own forward, nor "
+                "can backward go on after a recomputation has failed; use checkpoint='never' "
+                "for such a layer, or run the forward again"
+            )
+        if slot.version != slot.tensor._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation (shape: {tuple(slot.tensor.shape)}, version: "
+                f"{slot.tensor._version}, expected version: {slot.version}); use the layer that "
+                "changes it out of place"
+            )
+        return slot.tensor
+
+
+class Recompute(torch.autograd.Function):
+    """Passes tensors on, and in backward recomputes: ``checkpoint, *tensors → *tensors``."""
+
+    @staticmethod
+    def forward(ctx: Any, checkpoint: Checkpoint, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.checkpoint = checkpoint
+        return pass_on(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.checkpoint.recompute()
+        return (None, *grads)
+
+
+def checkpoint(
+    function: Callable[[TensorOrTensors], TensorOrTensors], input: TensorOrTensors
+) -> TensorOrTensors:
+    """Runs a function without keeping what it saves for backward, which recomputes it.
+
+    Args:
+        function: takes and gives a tensor or a tuple of tensors.
+        input: a tensor or a tuple of tensors, on the device where the function computes.
+
+    Returns:
+        The output of the function.
+    """
+    batch = Batch(input)
+    if not torch.is_grad_enabled():
+        return function(input)
+    checkpointed = Checkpoint(
+        lambda batch: batch.call(function), Context.capture(), current_stream(batch[0].device)
+    )
+    return checkpointed.attach(checkpointed.forward(batch)).value
+
+
+def _not_saved(_: None) -> Tensor:
+    raise RuntimeError("a layer cannot run backward within its own forward under checkpointing")
+
+
+def _mismatch(which: str) -> RuntimeError:
+    return RuntimeError(
+        f"the recomputation saved {which} tensors for backward than the forward had saved; make "
+        "the layers compute the same from the same input whenever they run (is_recomputing() "
+        "tells the second run)"
+    )

@@ -1,0 +1,122 @@
+"""Fork and join: an edge of the autograd graph between tensors that have nothing in common.
+
+::
+
+    forward:   a ── Fork ── a'        backward:   a ←─ Fork ←─ a'
+                     │                                  ↑
+                   phony                              (None)
+                     │                                  │
+               b ── Join ── b'                    b ←─ Join ←─ b'
+
+What made ``a`` is differentiated only after what became of ``b'``. The gradient of the phony is
+None: it orders the two functions on the host, but makes no stream wait for another.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchgpipe.phony import get_phony
+
+__all__: list[str] = []
+
+#: A tensor, or a tuple of tensors.
+Value = TypeVar("Value", bound=Tensor | tuple[Tensor, ...])
+
+
+def fork(input: Value) -> tuple[Value, Tensor]:
+    """Branches a phony off the input.
+
+    Args:
+        input: a tensor or a tuple of tensors, on one device.
+
+    Returns:
+        The same values, and a phony. The backward of whatever made the input waits for the
+        backward of whatever the phony was joined to. Without a gradient to come there is
+        nothing to wait for: the input is returned as it is, and the phony requires no gradient.
+    """
+    tensors = as_tuple(input)
+    if not needs_backward(tensors):
+        return input, get_phony(tensors[0].device, requires_grad=False)
+    *outputs, phony = Fork.apply(*tensors)
+    return like(input, outputs), phony
+
+
+def join(input: Value, phony: Tensor) -> Value:
+    """Merges a phony into the input.
+
+    Args:
+        input: a tensor or a tuple of tensors.
+        phony: what :func:`fork` branched off.
+
+    Returns:
+        The same values. What the phony was branched off is differentiated after them. An input
+        without a gradient to come, or a phony without one, is returned as it is.
+    """
+    tensors = as_tuple(input)
+    if not (phony.requires_grad and needs_backward(tensors)):
+        return input
+    return like(input, Join.apply(phony, *tensors))
+
+
+class Fork(torch.autograd.Function):
+    """Passes tensors on, and branches off a phony: ``*tensors → *tensors, phony``."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = pass_on(ctx, tensors)
+        return (*outputs, get_phony(tensors[0].device, requires_grad=False).detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads[:-1]
+
+
+class Join(torch.autograd.Function):
+    """Passes tensors on, and merges a phony: ``phony, *tensors → *tensors``."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return pass_on(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads)
+
+
+def pass_on(ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Passes the last inputs of an autograd function on as its outputs, each sharing its memory.
+
+    Detached aliases, not views, so that a layer may change them in place. Those that needed no
+    gradient need none afterwards, and a gradient that is not there stays None.
+    """
+    outputs = tuple([tensor.detach() for tensor in tensors])
+    return keep_requires_grad(ctx, outputs)
+
+
+def keep_requires_grad(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Outputs of an autograd function need a gradient as its last inputs, one for one, did."""
+    ctx.set_materialize_grads(False)
+    needed = ctx.needs_input_grad[-len(outputs) :]
+    if not all(needed):
+        ctx.mark_non_differentiable(*[x for x, need in zip(outputs, needed) if not need])
+    return outputs
+
+
+def needs_backward(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether autograd is recording, and a gradient will be asked of one of the tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def as_tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of a value."""
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def like(value: Value, tensors: Any) -> Value:
+    """The tensors in the form of the value: alone, or as a tuple."""
+    result = tuple(tensors)
+    return result[0] if isinstance(value, Tensor) else result  # type: ignore[return-value]

@@ -1,0 +1,293 @@
+"""The wrapper: an :class:`nn.Sequential` in, one that trains over several devices out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import microbatch
+from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.partition import split_module, verify_module, verify_placement
+from torchgpipe.pipeline import Pipeline
+from torchgpipe.stream import CopyStreams, Device, accelerators, canonical_device
+from torchgpipe.worker import Workers
+
+__all__ = ["GPipe"]
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+class GPipe(nn.Module):
+    """Trains an :class:`nn.Sequential` by pipeline parallelism.
+
+    ::
+
+        model = GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)
+        output = model(input.to(model.devices[0]))
+        F.cross_entropy(output, target.to(model.devices[-1])).backward()
+
+    The layers are split into partitions, each on a device, and every mini-batch is split into
+    micro-batches, which flow through the partitions one behind the other. Checkpointing computes
+    each micro-batch again in backward instead of keeping its activations.
+
+    Args:
+        module: the layers. They are moved to the devices, not copied.
+        balance: how many layers each partition takes, in order.
+
+    Keyword Args:
+        devices: where the partitions sit, one device each; further ones are left alone. By
+            default all accelerators, and the CPU for all partitions if there are none.
+        chunks: how many micro-batches to make of a mini-batch; one with fewer rows makes as
+            many as it has rows. May be changed between steps.
+        checkpoint: ``'always'``, ``'except_last'`` (all micro-batches but the last) or
+            ``'never'``. Always off in eval mode and without grad. May be changed between steps.
+
+    Raises:
+        TypeError: the module is not an :class:`nn.Sequential`.
+        ValueError: balance, chunks or checkpoint are out of range, or a parameter would be
+            needed on two devices.
+        IndexError: there are fewer devices than partitions.
+
+    Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
+    """
+
+    #: How many layers each partition has.
+    balance: list[int]
+    #: The device of each partition. Inputs go to the first, outputs come from the last.
+    devices: list[torch.device]
+    #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.
+    partitions: nn.ModuleList
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int],
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+    ) -> None:
+        super().__init__()
+        verify_module(module)
+        self.balance = _checked_balance(balance, module)
+        self.devices = _checked_devices(devices, len(self.balance))
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self.training = module.training
+        self.partitions = nn.ModuleList(split_module(module, self.balance, self.devices))
+        self.partitions.training = module.training
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Makes what belongs to this object alone, and is neither copied nor pickled."""
+        self._copy_streams = CopyStreams()
+        self._workers = Workers(self.devices)
+        # Not as an attribute, which would register the layers a second time.
+        self.__dict__["_plain"] = nn.Sequential()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_copy_streams", "_workers", "_plain")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
+    @property
+    def chunks(self) -> int:
+        """How many micro-batches a mini-batch is split into, if it has as many rows."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        if not _is_positive_int(chunks):
+            raise ValueError(
+                "chunks must be a positive integer, the number of micro-batches "
+                f"(chunks: {chunks!r}); chunks=1 does without micro-batches"
+            )
+        self._chunks = chunks
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are checkpointed: ``always``, ``except_last`` or ``never``."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        if checkpoint not in CHECKPOINT_MODES:
+            raise ValueError(
+                "checkpoint must be one of 'always', 'except_last' and 'never' "
+                f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
+            )
+        self._checkpoint = checkpoint
+
+    @property
+    def module(self) -> nn.Sequential:
+        """The plain :class:`nn.Sequential` of the same layers, as it was before wrapping.
+
+        ``module.state_dict()`` has the keys of the model that was wrapped, whatever the balance.
+        """
+        layers = {
+            name: layer
+            for partition in self.partitions
+            for name, layer in partition._modules.items()
+        }
+        plain: nn.Sequential = self.__dict__["_plain"]
+        if plain._modules != layers:
+            plain = self.__dict__["_plain"] = nn.Sequential(OrderedDict(layers))  # type: ignore[arg-type]
+        plain.training = self.training
+        return plain
+
+    def train(self, mode: bool = True) -> GPipe:
+        super().train(mode)
+        self.__dict__["_plain"].training = mode
+        return self
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self.module)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer by its index in the module that was wrapped; negative ones count from the end."""
+        return self.module[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers, in order."""
+        return iter(self.module)
+
+    def cuda(self, device: Device | None = None) -> NoReturn:
+        """Always raises :exc:`TypeError`: each partition stays on its device."""
+        raise _moving_denied()
+
+    def cpu(self) -> NoReturn:
+        """Always raises :exc:`TypeError`: each partition stays on its device."""
+        raise _moving_denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Changes dtype or memory format, as :meth:`nn.Module.to` does.
+
+        Raises:
+            TypeError: a device is among the arguments.
+        """
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            raise _moving_denied()
+        return super().to(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
+        # What a parent's .to(device), .cuda() and the like call, instead of those above.
+        for device in dict.fromkeys(self.devices):
+            if fn(torch.empty(0, device=device)).device != device:
+                raise _moving_denied()
+        super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Here and not in load_state_dict(), which a parent does not call.
+        partition_of = {
+            name: j for j, layers in enumerate(self.partitions) for name in layers._modules
+        }
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            path = key[len(prefix) :].split(".")
+            if path[0] == "partitions" and len(path) > 2:
+                # The keys of any balance, this one's included.
+                path = path[2:]
+            if path[0] in partition_of:
+                name = ".".join(["partitions", str(partition_of[path[0]]), *path])
+                state_dict[prefix + name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        """Runs the layers, micro-batch by micro-batch.
+
+        Args:
+            input: a tensor or a tuple of tensors on ``devices[0]``, all with the same size in
+                dimension 0, which is split into micro-batches.
+
+        Returns:
+            What the last layer returns for the micro-batches, joined along dimension 0, on
+            ``devices[-1]``.
+
+        Raises:
+            TypeError: the input, or what passes between partitions, is neither a tensor nor a
+                tuple of tensors.
+            ValueError: the input is on another device, or its tensors differ in their first size.
+            RuntimeError: a parameter or buffer was moved to another device.
+        """
+        microbatch.check(input)
+        if not self.devices:
+            return input
+        self._check_input(input)
+        partitions: Any = self.partitions
+        verify_placement(partitions, self.devices)
+
+        batches = microbatch.scatter(input, self.chunks)
+        m = len(batches)
+        recorded = self.training and torch.is_grad_enabled()
+        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+        Pipeline(
+            partitions,
+            self.devices,
+            batches,
+            checkpoint_stop=checkpointed if recorded else 0,
+            copy_streams=self._copy_streams,
+            workers=self._workers,
+        ).run()
+        return microbatch.gather(batches)
+
+    def _check_input(self, input: TensorOrTensors) -> None:
+        for tensor in microbatch.Batch(input):
+            if tensor.device != self.devices[0]:
+                raise ValueError(
+                    "the input must be on the device of the first partition "
+                    f"(first partition: {self.devices[0]}, input: {tensor.device}); "
+                    "pass input.to(model.devices[0])"
+                )
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
+    sizes = list(balance)
+    if not all(_is_positive_int(size) for size in sizes):
+        raise ValueError(
+            "balance must be positive integers, the number of layers in each partition "
+            f"(balance: {sizes}); leave a partition without layers out"
+        )
+    if sum(sizes) != len(module):
+        raise ValueError(
+            "balance must add up to the number of layers "
+            f"(balance: {sizes}, sum: {sum(sizes)}, layers: {len(module)}); "
+            "give every layer to one partition"
+        )
+    return sizes
+
+
+def _checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
+    found: Sequence[Device]
+    if devices is not None:
+        found = list(devices)
+    else:
+        found = accelerators() or [torch.device("cpu")] * partitions
+    if len(found) < partitions:
+        raise IndexError(
+            "there must be a device for each partition "
+            f"(partitions: {partitions}, devices: {[str(device) for device in found]}); "
+            "use fewer partitions, or name a device several times"
+        )
+    return [canonical_device(device) for device in found[:partitions]]
+
+
+def _moving_denied() -> TypeError:
+    return TypeError(
+        "the partitions of a GPipe must stay on their devices, so it cannot be moved; move the "
+        "module before wrapping it, or choose the places with GPipe(..., devices=[...])"
+    )

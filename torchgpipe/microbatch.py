@@ -1,0 +1,155 @@
+"""Micro-batches: a mini-batch is scattered into them, and their outputs are gathered again.
+
+Nested structures stop here: everything below a :class:`Batch` sees a flat tuple of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+TensorOrTensors: TypeAlias = Tensor | Tensors
+
+
+class Batch:
+    """One micro-batch on its way through the partitions: a tensor, or a tuple of tensors.
+
+    Args:
+        value: what a layer takes and gives.
+
+    Raises:
+        TypeError: the value is neither a tensor nor a plain tuple of tensors.
+    """
+
+    __slots__ = ("atomic", "tensors")
+
+    def __init__(self, value: TensorOrTensors) -> None:
+        check(value)
+        #: Whether the value is a tensor alone.
+        self.atomic = isinstance(value, Tensor)
+        #: The tensors of the value.
+        self.tensors: Tensors = (value,) if isinstance(value, Tensor) else value
+
+    @property
+    def value(self) -> TensorOrTensors:
+        """The micro-batch as layers see it."""
+        return self.tensors[0] if self.atomic else self.tensors
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient will be asked of one of the tensors."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    def call(self, function: Callable[[Any], Any]) -> Batch:
+        """The micro-batch that a layer makes of this one."""
+        return Batch(function(self.value))
+
+    def replace(self, tensors: Sequence[Tensor]) -> Batch:
+        """The same micro-batch with other tensors."""
+        return Batch(tensors[0] if self.atomic else tuple(tensors))
+
+    def __repr__(self) -> str:
+        return f"Batch({self.value!r})"
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+
+def check(value: object) -> None:
+    """Checks that a value can pass between partitions.
+
+    Raises:
+        TypeError: the value is neither a tensor nor a plain tuple of at least one tensor.
+    """
+    if isinstance(value, Tensor):
+        return
+    # Not a named tuple either: it would come out as a plain one.
+    if type(value) is tuple and value and all(isinstance(x, Tensor) for x in value):
+        return
+    kind = type(value).__name__
+    if isinstance(value, tuple):
+        kind += f" of ({', '.join(type(x).__name__ for x in value)})"
+    raise TypeError(
+        "the input and the output of a partition must be a tensor, or a plain tuple of tensors "
+        f"(value: {kind}); pack the tensors into a tuple, or move the split so that both layers "
+        "are in one partition"
+    )
+
+
+def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
+    """Splits a mini-batch into micro-batches along dimension 0.
+
+    Args:
+        input: a tensor, or a tuple of tensors, of shapes ``(rows, ...)`` with the same ``rows``.
+        chunks: how many micro-batches to make, at least 1.
+
+    Returns:
+        ``min(rows, chunks)`` micro-batches, but one of an empty mini-batch. Their sizes differ by
+        at most one row, the larger ones first.
+
+    Raises:
+        TypeError: the input is neither a tensor nor a plain tuple of tensors.
+        ValueError: a tensor has no dimension to split, or their numbers of rows differ.
+    """
+    batch = Batch(input)
+    sizes = [tuple(tensor.shape) for tensor in batch]
+    if not all(sizes):
+        raise ValueError(
+            "every input tensor must have a batch dimension, since dimension 0 is split into "
+            f"micro-batches (shapes: {sizes}); give it one with unsqueeze(0)"
+        )
+    if len({size[0] for size in sizes}) > 1:
+        raise ValueError(
+            "all input tensors must have the same size in dimension 0, since each micro-batch "
+            f"takes the same rows of all (shapes: {sizes}); expand the smaller ones"
+        )
+
+    rows = sizes[0][0]
+    m = max(1, min(rows, chunks))
+    size, larger = divmod(rows, m)
+    batches = []
+    start = 0
+    for i in range(m):
+        length = size + (i < larger)
+        # narrow() and not split(), whose views may not be changed in place.
+        batches.append(batch.replace([x.narrow(0, start, length) for x in batch]))
+        start += length
+    return batches
+
+
+def gather(outputs: Sequence[Batch]) -> TensorOrTensors:
+    """Joins the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
+
+    Raises:
+        ValueError: the micro-batches differ in their number of tensors, or a tensor has no
+            dimension 0 to join along.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first.value
+    forms = [(batch.atomic, len(batch)) for batch in outputs]
+    if len(set(forms)) > 1:
+        raise ValueError(
+            "the outputs of all micro-batches must have the same number of tensors "
+            f"(numbers of tensors: {[len(batch) for batch in outputs]}); "
+            "make the last layer return the same structure whatever the batch size"
+        )
+    if any(tensor.dim() == 0 for tensor in first):
+        raise ValueError(
+            "every output tensor must have a batch dimension, since the micro-batches are joined "
+            f"along dimension 0 (shapes: {[tuple(tensor.shape) for tensor in first]}); give it "
+            "one with unsqueeze(0), or compute a loss outside of the wrapped model"
+        )
+    return first.replace([torch.cat(tensors) for tensors in zip(*outputs)]).value

@@ -1,0 +1,132 @@
+"""The idea: micro-batches flow through the partitions in clock cycles.
+
+The cell ``(i, j)`` computes micro-batch ``i`` in partition ``j``. In clock cycle ``k`` all cells
+with ``i + j = k`` are computed at once, each on its own device::
+
+            k (i,j) (i,j) (i,j)
+          ----- ----- ----- -----
+              0 (0,0)
+              1 (1,0) (0,1)
+              2 (2,0) (1,1) (0,2)
+              3       (2,1) (1,2)
+              4             (2,2)
+
+Backward is autograd's. It starts from the last output, and would be free to take the micro-batches
+of a partition in any order. A phony from each to the next holds it to the reverse of forward: a
+micro-batch is differentiated when the one after it has been, in the same partition (in backward,
+read the arrows the other way)::
+
+            cell (i-1, j)                   cell (i, j)
+
+                  │                              │
+                  │                    ┌──────→ Join [1]
+                  │                    │         │
+                layers               phony     layers
+                  │                    │         │
+                 Fork [2] ─────────────┘        Fork ─────→ ...
+                  │                              │
+
+An input that needs no gradient, as data does, has no gradient whose arrival could be waited for.
+There the join is behind the layers [1']: a micro-batch begins to be differentiated when the one
+after it has begun, which autograd then finishes first, since among what is ready it takes what was
+recorded last.
+
+Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.cell import Cell
+from torchgpipe.context import Context
+from torchgpipe.microbatch import Batch
+from torchgpipe.stream import CopyStreams, current_stream
+from torchgpipe.worker import Workers
+
+__all__: list[str] = []
+
+
+def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
+    """Generates, for each clock cycle, the cells ``(i, j)`` that can be computed at once.
+
+    Args:
+        m: the number of micro-batches.
+        n: the number of partitions.
+    """
+    for k in range(m + n - 1):
+        yield [(k - j, j) for j in range(max(1 + k - m, 0), min(1 + k, n))]
+
+
+class Pipeline:
+    """One forward of all micro-batches through all partitions.
+
+    Args:
+        partitions: the layers, partition by partition.
+        devices: the device of each partition.
+        batches: the micro-batches; each is replaced by its output.
+        checkpoint_stop: how many micro-batches, from the first, are computed under checkpointing.
+        copy_streams: where the streams between the devices come from.
+        workers: what computes the cells of a clock cycle.
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[nn.Sequential],
+        devices: Sequence[torch.device],
+        batches: list[Batch],
+        *,
+        checkpoint_stop: int,
+        copy_streams: CopyStreams,
+        workers: Workers,
+    ) -> None:
+        self.partitions = partitions
+        self.devices = devices
+        self.batches = batches
+        self.checkpoint_stop = checkpoint_stop
+        self.copy_streams = copy_streams
+        self.workers = workers
+        self.context = Context.capture()
+        self.streams = [current_stream(device) for device in devices]
+        #: What the next micro-batch in each partition depends on.
+        self.phonies: list[Tensor | None] = [None for _ in devices]
+
+    def run(self) -> None:
+        """Computes all cells, clock cycle by clock cycle."""
+        for cycle in clock_cycles(len(self.batches), len(self.partitions)):
+            tasks = [(self.devices[j], partial(self.step, i, j)) for i, j in cycle]
+            self.workers.run(tasks, self.context)
+
+    def step(self, i: int, j: int) -> None:
+        """Computes a cell, between the two ends of the fence that orders backward."""
+        cell = self.cell(i, j)
+        batch = cell.arrive(self.batches[i])
+        if batch.requires_grad:
+            batch = cell.join(batch, self.phonies[j])  # [1]
+            batch = cell.compute(batch)
+        else:
+            batch = cell.compute(batch)
+            batch = cell.join(batch, self.phonies[j])  # [1']
+        if i + 1 < len(self.batches):
+            batch, self.phonies[j] = cell.fork(batch)  # [2]
+        self.batches[i] = batch
+
+    def cell(self, i: int, j: int) -> Cell:
+        """The cell of micro-batch ``i`` in partition ``j``."""
+        arrives = j > 0 and self.devices[j - 1] != self.devices[j]
+        departs = j + 1 < len(self.devices) and self.devices[j + 1] != self.devices[j]
+        return Cell(
+            i,
+            j,
+            self.partitions[j],
+            stream=self.streams[j],
+            copy_stream=self.copy_streams.get(i, self.streams[j]),
+            prev_stream=self.copy_streams.get(i, self.streams[j - 1]) if arrives else None,
+            departs=departs,
+            context=self.context,
+            checkpoint=i < self.checkpoint_stop,
+        )

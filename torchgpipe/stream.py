@@ -1,0 +1,155 @@
+"""Devices and their streams, for every accelerator that PyTorch knows.
+
+This is the only module that names :mod:`torch.accelerator`, :class:`torch.Stream` and
+:class:`torch.Event`. Everything else speaks of an :data:`AbstractStream`, which on a device that
+has streams (CUDA and ROCm, XPU, a PrivateUse1 backend) is a :class:`torch.Stream`, and on the
+others, where whatever was issued before is done, a :class:`CPUStream`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+#: Devices whose work is done in the order of the host: there is nothing to wait for.
+STREAMLESS = ("cpu", "meta", "mps")
+
+
+@dataclass(frozen=True)
+class CPUStream:
+    """The one stream of a device that has none: all its operations are no-ops."""
+
+    device: torch.device
+
+
+AbstractStream: TypeAlias = torch.Stream | CPUStream
+Device: TypeAlias = torch.device | int | str
+
+
+def accelerators() -> list[torch.device]:
+    """All accelerators of this process, in the order of their indices; none gives ``[]``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+
+
+def device_types() -> tuple[str, ...]:
+    """The types of device that this process can compute on: the CPU, and its accelerator's."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def canonical_device(device: Device) -> torch.device:
+    """The device as tensors name it: accelerators with an index, the CPU without one."""
+    device = torch.device(device)
+    if device.type in STREAMLESS:
+        return torch.device("cpu") if device.type == "cpu" else device
+    if device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def new_stream(device: torch.device) -> AbstractStream:
+    """A stream of the device's pool; after enough of them (32 on CUDA) they alias."""
+    if device.type in STREAMLESS:
+        return CPUStream(device)
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> AbstractStream:
+    """The stream on which this thread issues work for the device."""
+    if device.type in STREAMLESS:
+        return CPUStream(device)
+    return torch.accelerator.current_stream(device)
+
+
+def get_device(stream: AbstractStream) -> torch.device:
+    """The device of a stream."""
+    return stream.device
+
+
+class use_stream:
+    """Makes a stream, and its device, the current one of this thread within a ``with`` block.
+
+    Unlike :class:`torch.Stream` itself, which keeps what it has to restore in the stream, one
+    stream may be used by several threads at once, and within itself.
+    """
+
+    def __init__(self, stream: AbstractStream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if isinstance(self.stream, torch.Stream):
+            self.device_index = torch.accelerator.current_device_index()
+            self.previous = torch.accelerator.current_stream(self.stream.device)
+            torch.accelerator.set_stream(self.stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(self.stream, torch.Stream):
+            torch.accelerator.set_stream(self.previous)
+            torch.accelerator.set_device_index(self.device_index)
+
+
+def use_device(device: torch.device) -> use_stream:
+    """Makes a device the current one of this thread within a ``with`` block."""
+    return use_stream(current_stream(device))
+
+
+def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
+    """Work issued on ``source`` from now on starts after all that ``target`` was given so far.
+
+    Where the waiting side is the CPU, the host itself waits.
+    """
+    if not isinstance(target, torch.Stream):
+        return
+    if isinstance(source, torch.Stream):
+        source.wait_stream(target)
+    else:
+        target.synchronize()
+
+
+def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
+    """Keeps the tensor's memory, once freed, from reuse until ``stream`` is past this point.
+
+    Needed wherever a tensor is used on a stream other than the one it was allocated on.
+    """
+    if isinstance(stream, torch.Stream) and tensor.device == stream.device:
+        tensor.record_stream(stream)
+
+
+class CopyStreams:
+    """The copy streams of a wrapper: one for each micro-batch on each device, made once.
+
+    A copy stream is never the compute stream, which it would delay. The pool of a device is
+    finite, so copy streams of different micro-batches may be the same: copies of the one then
+    also wait for those of the other, and nothing else changes.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, int], AbstractStream] = {}
+
+    def get(self, i: int, compute_stream: AbstractStream) -> AbstractStream:
+        """The copy stream of micro-batch ``i`` on the device of a compute stream."""
+        device = compute_stream.device
+        if device.type in STREAMLESS:
+            return compute_stream
+        stream = self._streams.get((device, i))
+        if stream is None or stream == compute_stream:
+            stream = new_stream(device)
+            if stream == compute_stream:
+                # The caller's own stream is from the same pool; the next one is another.
+                stream = new_stream(device)
+            self._streams[device, i] = stream
+        return stream
