@@ -178,6 +178,15 @@ def test_random_numbers_are_repeated(device):
         assert torch.equal(first, second)
 
 
+def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatch):
+    """So several accelerators recompute side by side."""
+    monkeypatch.setattr("torchgpipe.rng._cpu_generator", None)
+    x = torch.ones(2, device=device, requires_grad=True)
+    checkpoint(lambda x: x * x, x).sum().backward()
+    with pytest.raises((AttributeError, TypeError)):
+        checkpoint(lambda x: x * torch.rand(2).to(x.device), x).sum().backward()
+
+
 @pytest.mark.parametrize("outer", [False, True])
 def test_autocast_is_repeated(device, outer):
     linear = nn.Linear(2, 2).to(device)
@@ -250,6 +259,32 @@ def test_input_is_let_go_by_the_recomputation(device):
         gc.enable()
 
 
+def test_second_graph_is_thrown_away(device):
+    """Nothing of it is alive when backward comes to the layers: not even its input."""
+    alive = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            alive.append(input() is not None)
+            return grad
+
+    gc.disable()
+    try:
+        x = torch.ones(2, device=device, requires_grad=True) * 1
+        input = weakref.ref(x.untyped_storage())
+        output = checkpoint(lambda x: Look.apply((x * 2).exp()), x)
+        del x
+        output.sum().backward()
+    finally:
+        gc.enable()
+    assert alive == [False]
+
+
 def test_graph_that_is_dropped_leaves_nothing(device):
     gc.disable()
     try:
@@ -319,17 +354,32 @@ def test_failed_recomputation(device):
         output.backward()
 
 
-def test_other_checkpointing_within(device, model, input):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_other_checkpointing_within(device, model, input, use_reentrant):
     def function(x):
-        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
 
     leaves = [input, *model.parameters()]
     torch.manual_seed(1)
     expected = torch.autograd.grad(model(input).sum(), leaves)
     torch.manual_seed(1)
-    actual = torch.autograd.grad(checkpoint(function, input).sum(), leaves)
-    for a, b in zip(expected, actual):
-        assert torch.equal(a, b)
+    checkpoint(function, input).sum().backward()
+    for a, b in zip(expected, leaves):
+        assert torch.equal(a, b.grad)
+
+
+def test_second_run_of_one_within(device):
+    """What runs for the first time within a second run is a second run, too."""
+    seen = []
+
+    def inner(x):
+        seen.append((is_checkpointing(), is_recomputing()))
+        return x * x
+
+    x = torch.ones(1, device=device, requires_grad=True)
+    checkpoint(lambda x: checkpoint(inner, x), x).backward()
+    assert seen[0] == (True, False)
+    assert all(recomputing for _, recomputing in seen[1:])
 
 
 def test_within_itself(device, model, input):

@@ -88,6 +88,19 @@ def calls(monkeypatch):
     return log
 
 
+@pytest.mark.parametrize(("kind", "non_blocking"), [("cpu", False), ("meta", True)])
+def test_copy_to_the_cpu_blocks(kind, non_blocking):
+    """The host reads what is on the CPU without waiting for anything."""
+
+    class Fake:
+        def to(self, device, **arguments):
+            return device, arguments
+
+    target = torch.device(kind)
+    moved = copy._move([Fake(), None], CPU, CPUStream(target))
+    assert moved == [(target, {"non_blocking": non_blocking}), None]
+
+
 def test_wait_hands_over_in_both_directions(calls):
     x = torch.ones(1, requires_grad=True)
     y, z = Wait.apply("a", "b", x * 1, x * 2)

@@ -8,9 +8,8 @@ pytest.importorskip("tqdm")
 from examples import digits
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_digits(capsys, checkpoint):
-    status = digits.main(["--epochs", "1", "--lr", "0.003", "--checkpoint", checkpoint])
+def test_digits(capsys):
+    status = digits.main(["--epochs", "1", "--checkpoint", "always"])
     assert status == 1, "one epoch is not enough for 97 %"
     assert "Not as it should be" in capsys.readouterr().out
 

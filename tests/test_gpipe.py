@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import plain
+from tests.helpers import CPUS, plain
 from torchgpipe import GPipe, gpipe, is_checkpointing
+from torchgpipe.context import Context
+from torchgpipe.worker import Workers
 
 
 def layers(*sizes):
@@ -75,6 +77,19 @@ def test_checkpoint(model, checkpoint):
 def test_too_few_devices():
     with pytest.raises(IndexError, match=r"partitions: 2, devices: \['cpu'\].*several times"):
         GPipe(layers(1, 1, 1), [1, 1], devices=["cpu"])
+
+
+@pytest.mark.parametrize("devices", ["cpu", torch.device("cpu")])
+def test_devices_that_are_not_a_sequence(devices):
+    with pytest.raises(TypeError, match=r"devices: .*pass \['cpu'\] \* 2"):
+        GPipe(layers(1, 1, 1), [1, 1], devices=devices)
+
+
+def test_numbers_of_numpy():
+    np = pytest.importorskip("numpy")
+    model = GPipe(layers(1, 1, 1), np.array([1, 1]), devices=["cpu"] * 2, chunks=np.int64(2))
+    assert (model.balance, model.chunks) == ([1, 1], 2)
+    assert {type(x) for x in [*model.balance, model.chunks]} == {int}
 
 
 def test_further_devices_are_left_alone():
@@ -395,6 +410,16 @@ def test_copies(duplicate, stepped, model, input):
     twin(input).sum().backward()
     twin.chunks = 1
     assert model.chunks == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_workers_and_streams_of_their_own(duplicate):
+    model = GPipe(layers(1, 1), [1], devices=["cpu"])
+    model._workers = Workers(CPUS)
+    model._workers.run([(device, list) for device in CPUS], Context.capture())
+    twin = duplicate(model)
+    assert twin._workers is not model._workers
+    assert twin._copy_streams is not model._copy_streams
 
 
 def test_nothing_holds_a_wrapper():

@@ -41,6 +41,11 @@ def test_empty_batch():
     assert [tuple(x.shape) for x in gather([batch])] == [(0, 3), (0,)]
 
 
+def test_gathering_one_copies_nothing():
+    x = torch.rand(3)
+    assert gather([Batch(x)]) is x
+
+
 def test_scatter_shares_memory():
     x = torch.zeros(4, 2)
     assert [batch[0].data_ptr() for batch in scatter(x, 2)] == [x.data_ptr(), x[2:].data_ptr()]

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import DEVICES
 from tests.helpers import CPUS
 from torchgpipe.partition import (
-    materialize,
+    place,
     split_module,
     tensors,
     verify_module,
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 def test_layers_keep_their_names_and_order():
     module = nn.Sequential(OrderedDict(a=nn.Linear(1, 2), b=nn.ReLU(), c=nn.Linear(2, 1)))
-    one, two = split_module(module, [1, 2], [CPU, CPU])
+    one, two = split_module(module, [1, 2])
     assert list(one._modules.items()) == [("a", module.a)]
     assert list(two._modules.items()) == [("b", module.b), ("c", module.c)]
     assert torch.equal(two(one(x := torch.rand(3, 1))), module(x))
@@ -29,14 +30,14 @@ def test_layers_keep_their_names_and_order():
 
 def test_a_layer_that_comes_twice():
     relu = nn.ReLU()
-    partitions = split_module(nn.Sequential(relu, nn.Linear(1, 1), relu), [2, 1], [CPU, CPU])
+    partitions = split_module(nn.Sequential(relu, nn.Linear(1, 1), relu), [2, 1])
     assert [len(partition) for partition in partitions] == [2, 1]
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_training_flag(training):
     module = nn.Sequential(nn.ReLU(), nn.ReLU()).train(training)
-    assert [p.training for p in split_module(module, [1, 1], [CPU, CPU])] == [training] * 2
+    assert [p.training for p in split_module(module, [1, 1])] == [training] * 2
 
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList(), [nn.Linear(1, 1)]])
@@ -83,7 +84,7 @@ def test_tensors_of_the_meta_device_are_made(device):
     partition[2].weight = partition[1].weight
     partition[1].bias = kept = nn.Parameter(torch.ones(3, device=device))
     partition[2].bias.requires_grad_(False)
-    materialize(partition, device)
+    place([partition], [device])
     for name, tensor in tensors(partition):
         assert tensor.device == device, name
         made = name not in ("1.bias", "0.num_batches_tracked")
@@ -95,3 +96,20 @@ def test_tensors_of_the_meta_device_are_made(device):
     assert not partition[2].bias.requires_grad
     assert layer.num_batches_tracked.item() == 0
     assert not isinstance(layer.running_mean, nn.Parameter)
+
+
+@pytest.mark.parametrize("target", ["meta", *DEVICES], ids=str)
+@pytest.mark.parametrize("source", ["cpu", "meta"])
+def test_what_is_shared_stays_shared(source, target):
+    """Also where moving makes new tensors, as between the CPU and the meta device."""
+    one, two, three = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    two.weight = three.weight = one.weight
+    two.running_mean = three.running_mean = one.running_mean
+    partitions = [nn.Sequential(one, two).to(source), nn.Sequential(three).to(source)]
+    for layer in (two, three):
+        layer.weight, layer.running_mean = one.weight, one.running_mean
+    place(partitions, [torch.device(target)] * 2)
+    assert one.weight.device.type == torch.device(target).type
+    assert one.weight is two.weight is three.weight
+    assert one.running_mean is two.running_mean is three.running_mean
+    assert one.bias is not two.bias

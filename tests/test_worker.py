@@ -10,6 +10,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,6 +264,11 @@ if {state == "stuck"}:
 print("end")
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import Context
-from torchgpipe.dependency import needs_backward, pass_on
+from torchgpipe.dependency import pass_on
 from torchgpipe.microbatch import Batch, TensorOrTensors
 from torchgpipe.rng import RNGState
 from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
@@ -75,13 +75,12 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def _flag(name: str) -> Iterator[None]:
-    previous = _thread_local.checkpointing, _thread_local.recomputing
-    _thread_local.checkpointing = _thread_local.recomputing = False
+    previous = getattr(_thread_local, name)
     setattr(_thread_local, name, True)
     try:
         yield
     finally:
-        _thread_local.checkpointing, _thread_local.recomputing = previous
+        setattr(_thread_local, name, previous)
 
 
 class Slot:
@@ -116,7 +115,7 @@ class Checkpoint:
         self.context = context
         self.stream = stream
         self.slots: list[Slot] = []
-        self.kept: tuple[Batch, list[bool], RNGState] | None = None
+        self.kept: tuple[Batch, RNGState] | None = None
 
     def forward(self, batch: Batch) -> Batch:
         """Runs the function, saving nothing but its input.
@@ -135,22 +134,18 @@ class Checkpoint:
                 "or clone the input there"
             )
         rng.forget_unused()
-        kept = batch.replace([tensor.detach() for tensor in batch])
-        requires_grad = [tensor.requires_grad for tensor in batch]
-        self.kept = kept, requires_grad, rng
+        self.kept = batch, rng
         return output
 
     def attach(self, output: Batch) -> Batch:
         """Lets the gradient of the output trigger the recomputation, on the current stream."""
-        if not needs_backward(output.tensors):
-            return output
         return output.replace(Recompute.apply(self, *output))
 
     def recompute(self) -> None:
         """Fills the slots, unless that was done, and lets go of the input."""
         if self.kept is None:
             return
-        (batch, requires_grad, rng), self.kept = self.kept, None
+        (batch, rng), self.kept = self.kept, None
         # From here on, each slot is held by the node that saved it, and by nothing else.
         slots, self.slots = iter(self.slots), []
 
@@ -163,13 +158,14 @@ class Checkpoint:
         with (
             use_stream(self.stream),
             self.context.entered(),
-            torch.enable_grad(),
             rng.restored(),
             _flag("recomputing"),
             saved_tensors_hooks(fill, _not_saved),
         ):
-            tensors = [x.detach().requires_grad_(r) for x, r in zip(batch, requires_grad)]
-            self.function(batch.replace(tensors))
+            again = batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
+            # Its memory is from here on the second run's alone.
+            del batch
+            self.function(again)
         if next(slots, None) is not None:
             raise _mismatch("fewer")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe import microbatch
 from torchgpipe.microbatch import TensorOrTensors
-from torchgpipe.partition import split_module, verify_module, verify_placement
+from torchgpipe.partition import place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.stream import CopyStreams, Device, accelerators, canonical_device
 from torchgpipe.worker import Workers
@@ -47,7 +48,7 @@ class GPipe(nn.Module):
             ``'never'``. Always off in eval mode and without grad. May be changed between steps.
 
     Raises:
-        TypeError: the module is not an :class:`nn.Sequential`.
+        TypeError: the module is not an :class:`nn.Sequential`, or devices not a sequence.
         ValueError: balance, chunks or checkpoint are out of range, or a parameter would be
             needed on two devices.
         IndexError: there are fewer devices than partitions.
@@ -78,7 +79,9 @@ class GPipe(nn.Module):
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.training = module.training
-        self.partitions = nn.ModuleList(split_module(module, self.balance, self.devices))
+        partitions = split_module(module, self.balance)
+        place(partitions, self.devices)
+        self.partitions = nn.ModuleList(partitions)
         self.partitions.training = module.training
         self._prepare()
 
@@ -109,7 +112,7 @@ class GPipe(nn.Module):
                 "chunks must be a positive integer, the number of micro-batches "
                 f"(chunks: {chunks!r}); chunks=1 does without micro-batches"
             )
-        self._chunks = chunks
+        self._chunks = int(chunks)
 
     @property
     def checkpoint(self) -> str:
@@ -252,7 +255,7 @@ class GPipe(nn.Module):
 
 
 def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 def _checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
@@ -268,11 +271,17 @@ def _checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]
             f"(balance: {sizes}, sum: {sum(sizes)}, layers: {len(module)}); "
             "give every layer to one partition"
         )
-    return sizes
+    return [int(size) for size in sizes]
 
 
 def _checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
     found: Sequence[Device]
+    if isinstance(devices, (str, torch.device)):
+        raise TypeError(
+            "devices must be a sequence with a device for each partition "
+            f"(devices: {devices!r}); for one that all share, pass [{str(devices)!r}] * "
+            f"{partitions}"
+        )
     if devices is not None:
         found = list(devices)
     else:

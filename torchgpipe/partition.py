@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +26,14 @@ def verify_module(module: nn.Module) -> None:
         )
 
 
-def split_module(
-    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
-) -> list[nn.Sequential]:
-    """Splits a sequential module into partitions, and moves each to its device.
+def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    """Splits a sequential module into partitions.
 
-    A layer keeps its name, and the partition the training flag of the module. Tensors on the
-    meta device are made on the partition's device, filled with NaN (integers with zero), so
-    that weights that are never loaded cannot pass for loaded ones.
+    Layers keep their names, and partitions take the training flag of the module.
 
     Args:
         module: the layers.
         balance: how many layers each partition takes.
-        devices: where each partition goes.
-
-    Raises:
-        ValueError: a parameter or buffer would be needed on two devices.
     """
     layers = iter(module._modules.items())
     partitions = []
@@ -48,12 +41,39 @@ def split_module(
         partition = nn.Sequential(OrderedDict(next(layers) for _ in range(size)))
         partition.training = module.training
         partitions.append(partition)
-
-    verify_sharing(partitions, devices)
-    for partition, device in zip(partitions, devices):
-        materialize(partition, device)
-        partition.to(device)
     return partitions
+
+
+def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Moves each partition to its device.
+
+    Tensors of the meta device are made there, filled with NaN (integers with zero), so that
+    weights that are never loaded cannot pass for loaded ones. What is shared stays shared.
+
+    Raises:
+        ValueError: a parameter or buffer is shared by partitions on different devices.
+    """
+    verify_sharing(partitions, devices)
+    before = [
+        (table, name, tensor)
+        for partition in partitions
+        for table in tables(partition)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    for partition, device in zip(partitions, devices):
+        partition._apply(partial(_moved, device))
+    # To some devices tensors are moved by making new ones, for each place where they are held.
+    moved: dict[Tensor, Tensor | None] = {}
+    for table, name, tensor in before:
+        table[name] = moved.setdefault(tensor, table[name])
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    if not tensor.is_meta or device.type == "meta":
+        return tensor.to(device)
+    made = torch.empty_like(tensor, device=device)
+    return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
 
 
 def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
@@ -90,22 +110,6 @@ def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.de
                         f"(partition {j}: {device}, {name}: {tensor.device}); move the tensor "
                         "back, or wrap the module anew with other devices"
                     )
-
-
-def materialize(partition: nn.Module, device: torch.device) -> None:
-    """Gives memory on the device to the tensors that have none, keeping shared ones shared."""
-    made: dict[Tensor, Tensor] = {}
-    for table in tables(partition):
-        for name, tensor in table.items():
-            if tensor is None or not tensor.is_meta:
-                continue
-            if tensor not in made:
-                value = torch.empty_like(tensor, device=device, requires_grad=False)
-                value.fill_(torch.nan if value.is_floating_point() or value.is_complex() else 0)
-                if isinstance(tensor, nn.Parameter):
-                    value = nn.Parameter(value, tensor.requires_grad)
-                made[tensor] = value
-            table[name] = made[tensor]
 
 
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
