@@ -1,5 +1,7 @@
 """What several tests are made of."""
 
+import sys
+
 import torch
 from torch import nn
 
@@ -80,3 +82,11 @@ def reaches(graph, start, end):
             seen.add(node)
             waiting += graph[node]
     return False
+
+
+def note_of(error):
+    """The note that was added to an exception."""
+    if sys.version_info >= (3, 11):
+        (note,) = error.__notes__
+        return note
+    return error.__cause__.args[0]

@@ -1,12 +1,12 @@
 """A cell: its lanes, its copies, its checkpoint, and what it says of an error."""
 
-import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers import note_of
 from torchgpipe import cell as cell_module
 from torchgpipe import checkpoint as checkpoint_module
 from torchgpipe import copy as copy_module
@@ -17,6 +17,7 @@ from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import Fork, Join
 from torchgpipe.microbatch import Batch
+from torchgpipe.state import LayersState
 from torchgpipe.stream import CPUStream
 
 CPU = torch.device("cpu")
@@ -34,7 +35,9 @@ def make(layers, **changes):
         "context": Context.capture(),
         "checkpoint": False,
     }
-    return Cell(**{**arguments, **changes})
+    arguments.update(changes)
+    arguments["state"] = LayersState(arguments["layers"]) if arguments["checkpoint"] else None
+    return Cell(**arguments)
 
 
 def names(tensor):
@@ -137,13 +140,6 @@ def test_output_that_cannot_pass_names_the_cell():
     with pytest.raises(TypeError, match="value: list") as caught:
         make(List()).compute(Batch(torch.ones(1)))
     assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
-
-
-def note_of(error):
-    if sys.version_info >= (3, 11):
-        (note,) = error.__notes__
-        return note
-    return error.__cause__.args[0]
 
 
 def test_note_before_python_3_11(monkeypatch):

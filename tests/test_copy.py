@@ -81,41 +81,70 @@ def test_without_grad(function, streams, device):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is asked of the streams ``'a'`` and ``'b'``, in order."""
+    """What is asked of the streams ``'compute'``, the current one, and ``'copy'``, in order."""
     log = []
     monkeypatch.setattr(copy, "wait_stream", lambda a, b: log.append(("wait", a, b)))
     monkeypatch.setattr(copy, "record_stream", lambda x, s: log.append(("record", x.item(), s)))
+    monkeypatch.setattr(copy, "get_device", lambda stream: torch.device("cpu"))
+    monkeypatch.setattr(copy, "current_stream", lambda device: "compute")
     return log
 
 
-@pytest.mark.parametrize(("kind", "non_blocking"), [("cpu", False), ("meta", True)])
-def test_copy_to_the_cpu_blocks(kind, non_blocking):
-    """The host reads what is on the CPU without waiting for anything."""
+@pytest.mark.parametrize(
+    ("source", "target", "non_blocking"),
+    [("meta", "meta", True), ("meta", "cpu", False), ("cpu", "meta", False), ("cpu", "cpu", False)],
+)
+def test_copies_from_and_to_the_cpu_block(source, target, non_blocking):
+    """The host reads and writes what is on the CPU without waiting for anything."""
 
     class Fake:
         def to(self, device, **arguments):
             return device, arguments
 
-    target = torch.device(kind)
-    moved = copy._move([Fake(), None], CPU, CPUStream(target))
+    source, target = torch.device(source), torch.device(target)
+    moved = copy._move([Fake(), None], CPUStream(source), CPUStream(target))
     assert moved == [(target, {"non_blocking": non_blocking}), None]
 
 
 def test_wait_hands_over_in_both_directions(calls):
     x = torch.ones(1, requires_grad=True)
-    y, z = Wait.apply("a", "b", x * 1, x * 2)
-    assert calls == [("wait", "b", "a"), ("record", 1, "b"), ("record", 2, "b")]
+    y, z = Wait.apply("copy", "compute", x * 1, x * 2)
+    assert calls == [
+        ("wait", "compute", "copy"),
+        ("record", 1, "compute"),
+        ("record", 2, "compute"),
+    ]
     calls.clear()
     (y * 3 + z * 4).backward()
-    assert calls == [("wait", "a", "b"), ("record", 3, "a"), ("record", 4, "a")]
+    assert calls == [("wait", "copy", "compute"), ("record", 3, "copy"), ("record", 4, "copy")]
 
 
 def test_wait_records_no_missing_gradient(calls):
     x = torch.ones(1, requires_grad=True)
-    y, _ = Wait.apply("a", "b", x * 1, x * 2)
+    y, _ = Wait.apply("copy", "compute", x * 1, x * 2)
     calls.clear()
     y.backward()
-    assert calls == [("wait", "a", "b"), ("record", 1, "a")]
+    assert calls == [("wait", "copy", "compute"), ("record", 1, "copy")]
+
+
+@pytest.mark.parametrize("departs", [False, True])
+def test_what_leaves_the_compute_stream_is_a_clone(calls, departs):
+    """It may be changed there while it is copied, and recording does not help against that."""
+    streams = ("compute", "copy") if departs else ("copy", "compute")
+    x = torch.ones(1, requires_grad=True)
+    left = []
+    x.register_hook(left.append)
+    (y,) = Wait.apply(*streams, x)
+    grad = torch.ones(1)
+    y.backward(grad)
+    assert (y.data_ptr() == x.data_ptr()) == (not departs)
+    assert (left[0].data_ptr() == grad.data_ptr()) == departs
+
+
+def test_a_device_without_streams_clones_nothing():
+    x = torch.ones(1, requires_grad=True)
+    (y,) = Wait.apply(CPU, CPU, x)
+    assert y.data_ptr() == x.data_ptr()
 
 
 def test_copy_runs_on_the_streams_of_both_devices(monkeypatch):

@@ -11,8 +11,9 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
-from tests.helpers import CPUS, plain
+from tests.helpers import CPUS, note_of, plain
 from torchgpipe import GPipe, gpipe, is_checkpointing
 from torchgpipe.context import Context
 from torchgpipe.worker import Workers
@@ -313,6 +314,49 @@ def test_partition_that_starts_in_place(device, checkpoint):
     else:
         with pytest.raises(RuntimeError, match="must not change its input in place"):
             model(AddOne())(x)
+
+
+# Between a forward and its backward.
+
+
+@pytest.fixture
+def always(device):
+    """A checkpointed model that computes something else in eval mode."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return GPipe(module, [2, 1], devices=[device] * 2, chunks=2, checkpoint="always")
+
+
+def test_parameter_changed_in_place_is_an_error(always, input):
+    loss = always(input).sum()
+    with torch.no_grad():
+        always[1].bias.add_(1)
+    with pytest.raises(RuntimeError, match="must not be changed in place") as caught:
+        loss.backward()
+    assert note_of(caught.value) == "raised in partition 0, micro-batch 1"
+
+
+def test_switched_to_eval_mode(always, input):
+    reference = copy.deepcopy(always.module)
+    plain(reference, input, 2).square().sum().backward()
+    loss = always(input).square().sum()
+    always.eval()
+    loss.backward()
+    assert not any(module.training for module in always.modules())
+    for p, q in zip(reference.parameters(), always.parameters()):
+        assert torch.allclose(p.grad, q.grad)
+
+
+def test_functional_call(always, input):
+    """The parameters that it replaces are back in their places before backward begins."""
+    replaced = {name: torch.rand_like(p) for name, p in always.named_parameters()}
+    gradients = []
+    for mode in ("never", "always"):
+        always.checkpoint = mode
+        leaves = {name: p.clone().requires_grad_() for name, p in replaced.items()}
+        output = functional_call(always, leaves, (input,))
+        gradients.append(torch.autograd.grad(output.square().sum(), list(leaves.values())))
+    for a, b in zip(*gradients):
+        assert torch.equal(a, b)
 
 
 # It stays where it is.

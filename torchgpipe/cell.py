@@ -35,7 +35,7 @@ from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
-from torchgpipe.norm import statistics_kept
+from torchgpipe.state import LayersState
 from torchgpipe.stream import AbstractStream, use_stream
 
 __all__: list[str] = []
@@ -55,7 +55,8 @@ class Cell:
             previous partition sits on the same device.
         departs: whether the next partition sits on another device.
         context: the modes of the caller.
-        checkpoint: whether to compute under checkpointing.
+        state: what the layers are made of, for a step that checkpoints any micro-batch.
+        checkpoint: whether to compute this one under checkpointing.
     """
 
     i: int
@@ -66,6 +67,7 @@ class Cell:
     prev_stream: AbstractStream | None
     departs: bool
     context: Context
+    state: LayersState | None
     checkpoint: bool
 
     def arrive(self, batch: Batch) -> Batch:
@@ -111,11 +113,12 @@ class Cell:
         return batch.replace(tensors), phony
 
     def _run(self, batch: Batch) -> Batch:
-        if self.checkpoint and _starts_in_place(self.layers):
-            # The second run needs the input as it was for the first.
+        if self.state is not None and _starts_in_place(self.layers):
+            # A second run needs the input as it was for the first, and micro-batches may be
+            # views of the same memory.
             batch = batch.replace([tensor.clone() for tensor in batch])
         try:
-            with statistics_kept(self.layers) if is_recomputing() else nullcontext():
+            with self.state.restored() if self.state and is_recomputing() else nullcontext():
                 return batch.call(self.layers)
         except BaseException as error:
             add_note(error, f"raised in partition {self.j}, micro-batch {self.i}")

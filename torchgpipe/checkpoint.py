@@ -27,6 +27,7 @@ wait for the gradient: only the host has to know that it is on its way.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ from torchgpipe.context import Context
 from torchgpipe.dependency import pass_on
 from torchgpipe.microbatch import Batch, TensorOrTensors
 from torchgpipe.rng import RNGState
+from torchgpipe.state import version_of
 from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
 
 __all__ = ["is_checkpointing", "is_recomputing"]
@@ -86,17 +88,24 @@ def _flag(name: str) -> Iterator[None]:
 class Slot:
     """The place of one saved tensor, empty until it is recomputed."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("dtype", "shape", "tensor", "version")
 
     tensor: Tensor | None
 
-    def __init__(self) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
         self.tensor = None
 
     def fill(self, tensor: Tensor) -> None:
+        if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            raise _mismatch(
+                f"shape {tuple(tensor.shape)} of {tensor.dtype}",
+                f"shape {tuple(self.shape)} of {self.dtype}",
+            )
         # Detached: without the recomputed graph. It still counts in-place changes with the tensor.
         self.tensor = tensor.detach()
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
 
 class Checkpoint:
@@ -115,7 +124,7 @@ class Checkpoint:
         self.context = context
         self.stream = stream
         self.slots: list[Slot] = []
-        self.kept: tuple[Batch, RNGState] | None = None
+        self.kept: tuple[Batch, list[int], RNGState] | None = None
 
     def forward(self, batch: Batch) -> Batch:
         """Runs the function, saving nothing but its input.
@@ -123,18 +132,18 @@ class Checkpoint:
         Raises:
             RuntimeError: the function changed its input in place.
         """
-        versions = [tensor._version for tensor in batch]
+        versions = [version_of(tensor) for tensor in batch]
         rng = RNGState(get_device(self.stream))
         with _flag("checkpointing"), saved_tensors_hooks(self._drop, self._unpack):
             output = self.function(batch)
-        if versions != [tensor._version for tensor in batch]:
+        if versions != [version_of(tensor) for tensor in batch]:
             raise RuntimeError(
                 "under checkpointing, a partition must not change its input in place, since it "
                 "is computed again from this input; have its first layer compute out of place, "
                 "or clone the input there"
             )
         rng.forget_unused()
-        self.kept = batch, rng
+        self.kept = batch, versions, rng
         return output
 
     def attach(self, output: Batch) -> Batch:
@@ -142,18 +151,30 @@ class Checkpoint:
         return output.replace(Recompute.apply(self, *output))
 
     def recompute(self) -> None:
-        """Fills the slots, unless that was done, and lets go of the input."""
+        """Fills the slots, unless that was done, and lets go of the input.
+
+        Raises:
+            RuntimeError: the input was changed in place since, or the function saves otherwise
+                than it did.
+        """
         if self.kept is None:
             return
-        (batch, rng), self.kept = self.kept, None
+        (batch, versions, rng), self.kept = self.kept, None
+        if versions != [version_of(tensor) for tensor in batch]:
+            raise RuntimeError(
+                "under checkpointing, the input of a partition must not be changed in place "
+                "between a forward and its backward, which computes the forward again "
+                f"(versions: {[version_of(tensor) for tensor in batch]}, expected versions: "
+                f"{versions}); change a clone of it, or change it after backward"
+            )
         # From here on, each slot is held by the node that saved it, and by nothing else.
-        slots, self.slots = iter(self.slots), []
+        slots, self.slots = deque(self.slots), []
+        expected = len(slots)
 
         def fill(tensor: Tensor) -> None:
-            slot = next(slots, None)
-            if slot is None:
-                raise _mismatch("more")
-            slot.fill(tensor)
+            if not slots:
+                raise _mismatch(f"more than {expected} saved", f"{expected} saved")
+            slots.popleft().fill(tensor)
 
         with (
             use_stream(self.stream),
@@ -166,11 +187,11 @@ class Checkpoint:
             # Its memory is from here on the second run's alone.
             del batch
             self.function(again)
-        if next(slots, None) is not None:
-            raise _mismatch("fewer")
+        if slots:
+            raise _mismatch(f"{expected - len(slots)} saved", f"{expected} saved")
 
     def _drop(self, tensor: Tensor) -> Slot:
-        slot = Slot()
+        slot = Slot(tensor)
         self.slots.append(slot)
         return slot
 
@@ -184,11 +205,11 @@ class Checkpoint:
                 "can backward go on after a recomputation has failed; use checkpoint='never' "
                 "for such a layer, or run the forward again"
             )
-        if slot.version != slot.tensor._version:
+        if slot.version != version_of(slot.tensor):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation (shape: {tuple(slot.tensor.shape)}, version: "
-                f"{slot.tensor._version}, expected version: {slot.version}); use the layer that "
+                f"{version_of(slot.tensor)}, expected version: {slot.version}); use the layer that "
                 "changes it out of place"
             )
         return slot.tensor
@@ -233,9 +254,9 @@ def _not_saved(_: None) -> Tensor:
     raise RuntimeError("a layer cannot run backward within its own forward under checkpointing")
 
 
-def _mismatch(which: str) -> RuntimeError:
+def _mismatch(actual: str, expected: str) -> RuntimeError:
     return RuntimeError(
-        f"the recomputation saved {which} tensors for backward than the forward had saved; make "
-        "the layers compute the same from the same input whenever they run (is_recomputing() "
-        "tells the second run)"
+        "a recomputation must save the same tensors for backward as the forward "
+        f"(recomputation: {actual}, forward: {expected}); make the layers compute the same from "
+        "the same input whenever they run (is_recomputing() tells the second run)"
     )

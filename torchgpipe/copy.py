@@ -15,6 +15,11 @@ Both do in backward what they do in forward, in the opposite direction. :class:`
 tensors over from one stream to another; it is the only place where they change streams on one
 device, and so the only one that records them.
 
+What leaves the compute stream leaves as a clone, since the compute stream goes on while the copy
+is made and may change the original: autograd adds a gradient that several functions share to the
+next one *in place* as soon as nobody else on the host holds it, and a layer may return the same
+buffer each time. Recording a tensor on a stream only keeps it from being freed.
+
 An autograd function belongs to the stream that was current when it was applied: the autograd
 engine makes that stream wait for the gradient. So :class:`Copy` is to be applied with the copy
 stream of the receiving device current, and :class:`Wait` with the compute stream current. Were
@@ -31,7 +36,14 @@ import torch
 from torch import Tensor
 
 from torchgpipe.dependency import keep_requires_grad, pass_on
-from torchgpipe.stream import AbstractStream, get_device, record_stream, use_stream, wait_stream
+from torchgpipe.stream import (
+    AbstractStream,
+    current_stream,
+    get_device,
+    record_stream,
+    use_stream,
+    wait_stream,
+)
 
 __all__: list[str] = []
 
@@ -72,30 +84,35 @@ class Wait(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.prev_stream = prev_stream
         ctx.next_stream = next_stream
-        _hand_over(tensors, prev_stream, next_stream)
-        return pass_on(ctx, tensors)
+        return pass_on(ctx, tuple(_hand_over(tensors, prev_stream, next_stream)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        _hand_over(grads, ctx.next_stream, ctx.prev_stream)
-        return (None, None, *grads)
+        return (None, None, *_hand_over(grads, ctx.next_stream, ctx.prev_stream))
 
 
 def _move(
     tensors: Sequence[Any], prev_stream: AbstractStream, next_stream: AbstractStream
 ) -> list[Any]:
     device = get_device(next_stream)
-    # To the CPU, a copy that does not block would be read before it has arrived.
-    non_blocking = device.type != "cpu"
+    # The host reads what is on the CPU, and writes it, without waiting for any stream.
+    non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
     # A copy between two devices is ordered after, and before, the current streams of both.
     with use_stream(prev_stream), use_stream(next_stream):
         return [x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors]
 
 
 def _hand_over(
-    tensors: Sequence[Tensor | None], prev_stream: AbstractStream, next_stream: AbstractStream
-) -> None:
+    tensors: Sequence[Any], prev_stream: AbstractStream, next_stream: AbstractStream
+) -> Sequence[Any]:
+    if prev_stream == next_stream:
+        # A device without streams: what was issued before is done.
+        return tensors
+    if prev_stream == current_stream(get_device(prev_stream)):
+        # The compute stream, as Wait is applied there.
+        tensors = [x if x is None else x.clone() for x in tensors]
     wait_stream(next_stream, prev_stream)
     for tensor in tensors:
         if tensor is not None:
             record_stream(tensor, next_stream)
+    return tensors

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torchgpipe.cell import Cell
 from torchgpipe.context import Context
 from torchgpipe.microbatch import Batch
+from torchgpipe.state import LayersState
 from torchgpipe.stream import CopyStreams, current_stream
 from torchgpipe.worker import Workers
 
@@ -91,6 +92,7 @@ class Pipeline:
         self.copy_streams = copy_streams
         self.workers = workers
         self.context = Context.capture()
+        self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
         self.streams = [current_stream(device) for device in devices]
         #: What the next micro-batch in each partition depends on.
         self.phonies: list[Tensor | None] = [None for _ in devices]
@@ -128,5 +130,6 @@ class Pipeline:
             prev_stream=self.copy_streams.get(i, self.streams[j - 1]) if arrives else None,
             departs=departs,
             context=self.context,
+            state=self.states[j],
             checkpoint=i < self.checkpoint_stop,
         )

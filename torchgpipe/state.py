@@ -1,0 +1,100 @@
+"""What the layers are made of in a step: a second run finds it as the first did, and leaves it so.
+
+Between a forward and its backward a layer can be switched to eval mode, its parameters replaced
+(``torch.func.functional_call`` puts them back as soon as the forward is over) or changed in place.
+And a second run must not count twice in the running statistics of a norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__: list[str] = []
+
+_MISSING: Any = object()
+
+
+class LayersState:
+    """The training flags, parameters and buffers that layers have now.
+
+    Args:
+        layers: a partition.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        self._flags: list[tuple[nn.Module, bool]] = []
+        self._tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        self._norms: list[nn.Module] = []
+        for module in layers.modules():
+            self._flags.append((module, module.training))
+            for name, parameter in module._parameters.items():
+                self._tensors.append((module._parameters, name, parameter))
+                if parameter is not None:
+                    self._versions.append((parameter, version_of(parameter)))
+            for name, buffer in module._buffers.items():
+                self._tensors.append((module._buffers, name, buffer))
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                self._norms.append(module)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restores what there was within a ``with`` block, and then what there was before it.
+
+        Meanwhile torch's own norms update running statistics of undefined value: in training
+        mode, the only one in which they update them, neither their output nor their gradient
+        depends on them.
+
+        Raises:
+            RuntimeError: a parameter has been changed in place.
+        """
+        for parameter, version in self._versions:
+            if version_of(parameter) != version:
+                raise RuntimeError(
+                    "under checkpointing, parameters must not be changed in place between a "
+                    "forward and its backward, which computes the forward again (shape: "
+                    f"{tuple(parameter.shape)}, version: {version_of(parameter)}, expected "
+                    f"version: {version}); run backward before optimizer.step()"
+                )
+        flags = [(module, module.training) for module, _ in self._flags]
+        tensors = [(table, name, table.get(name, _MISSING)) for table, name, _ in self._tensors]
+        try:
+            _set_flags(self._flags)
+            _set_tensors(self._tensors)
+            for norm in self._norms:
+                for name, buffer in norm._buffers.items():
+                    if name in ("running_mean", "running_var") and buffer is not None:
+                        norm._buffers[name] = torch.empty_like(buffer)
+                    elif name == "num_batches_tracked" and buffer is not None:
+                        # Divided by, so of a defined value.
+                        norm._buffers[name] = buffer.clone()
+            yield
+        finally:
+            _set_tensors(tensors)
+            _set_flags(flags)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; not counted for those made in inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _set_flags(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in flags:
+        # Setting an attribute of a module is slow.
+        if module.training != training:
+            module.training = training
+
+
+def _set_tensors(tensors: list[tuple[dict[str, Any], str, Any]]) -> None:
+    for table, name, tensor in tensors:
+        if tensor is not _MISSING:
+            table[name] = tensor
+        else:
+            table.pop(name, None)
