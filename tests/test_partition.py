@@ -46,6 +46,44 @@ def test_other_modules_are_an_error(module):
         verify_module(module)
 
 
+class Subclass(nn.Sequential):
+    """As libraries derive them, to fill them in the constructor."""
+
+
+class Forward(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def changed(change):
+    module = nn.Sequential(nn.Linear(1, 1))
+    change(module)
+    return module
+
+
+def test_subclasses_that_add_nothing_are_fine():
+    verify_module(Subclass(nn.Linear(1, 1)))
+    verify_module(nn.Sequential(Forward(nn.Linear(1, 1))))
+
+
+@pytest.mark.parametrize(
+    ("module", "own"),
+    [
+        (Forward(), "a forward"),
+        (changed(lambda m: setattr(m, "forward", lambda x: x)), "a forward"),
+        (changed(lambda m: m.register_parameter("p", nn.Parameter(torch.ones(1)))), "parameters"),
+        (changed(lambda m: m.register_buffer("b", torch.ones(1))), "buffers"),
+        (changed(lambda m: m.register_forward_hook(print)), "hooks"),
+        (changed(lambda m: m.register_full_backward_hook(print)), "hooks"),
+        (changed(lambda m: m.register_load_state_dict_post_hook(print)), "hooks"),
+        (changed(lambda m: setattr(m, "_compiled_call_impl", print)), r"compile\(\)"),
+    ],
+)
+def test_what_would_be_lost_is_an_error(module, own):
+    with pytest.raises(TypeError, match=rf"own: {own}\); give it to a layer"):
+        verify_module(module)
+
+
 def tied():
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = one.weight

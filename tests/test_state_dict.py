@@ -109,6 +109,30 @@ def test_layer_called_partitions():
     ]
 
 
+class Versioned(nn.Linear):
+    _version = 7
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.loaded = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("balance", [None, [1, 2], [2, 1], [3]])
+def test_layers_learn_the_version_of_what_they_load(balance):
+    def layers():
+        return nn.Sequential(Versioned(1, 1), nn.ReLU(), nn.Sequential(Versioned(1, 1)))
+
+    def source():
+        return layers() if balance is None else GPipe(layers(), balance, devices=["cpu"] * 3)
+
+    state = source().state_dict()
+    keys = list(state._metadata)
+    model = GPipe(layers(), [1, 1, 1], devices=["cpu"] * 3)
+    assert model.load_state_dict(state) == ([], [])
+    assert (model[0].loaded, model[2][0].loaded) == (7, 7)
+    assert list(state._metadata) == keys
+
+
 def test_assigned_on_another_device_is_found():
     model = wrapped([2, 2])
     state = {key: value.to("meta") for key, value in layers().state_dict().items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -48,7 +48,8 @@ class GPipe(nn.Module):
             ``'never'``. Always off in eval mode and without grad. May be changed between steps.
 
     Raises:
-        TypeError: the module is not an :class:`nn.Sequential`, or devices not a sequence.
+        TypeError: the module is not an :class:`nn.Sequential`, or more than its layers; or
+            devices is not a sequence.
         ValueError: balance, chunks or checkpoint are out of range, or a parameter would be
             needed on two devices.
         IndexError: there are fewer devices than partitions.
@@ -193,18 +194,37 @@ class GPipe(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # Here and not in load_state_dict(), which a parent does not call.
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        for key, own in zip(keys, self._own_keys([key[len(prefix) :] for key in keys])):
+            state_dict[prefix + own] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads the keys of the plain module, and those of any balance."""
+        versions = getattr(state_dict, "_metadata", None)
+        if versions is not None:
+            # In what version the layers were saved; there is no way to it through a parent.
+            state_dict = OrderedDict(state_dict)
+            state_dict._metadata = dict(  # type: ignore[attr-defined]
+                zip(self._own_keys(versions), versions.values())
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _own_keys(self, keys: Iterable[str]) -> list[str]:
+        """What the keys of the plain module, or of another balance, are called here."""
         partition_of = {
             name: j for j, layers in enumerate(self.partitions) for name in layers._modules
         }
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            path = key[len(prefix) :].split(".")
+        own = []
+        for key in keys:
+            path = key.split(".")
             if path[0] == "partitions" and len(path) > 2:
-                # The keys of any balance, this one's included.
                 path = path[2:]
             if path[0] in partition_of:
-                name = ".".join(["partitions", str(partition_of[path[0]]), *path])
-                state_dict[prefix + name] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+                path = ["partitions", str(partition_of[path[0]]), *path]
+                key = ".".join(path)
+            own.append(key)
+        return own
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """Runs the layers, micro-batch by micro-batch.

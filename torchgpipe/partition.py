@@ -13,16 +13,31 @@ __all__: list[str] = []
 
 
 def verify_module(module: nn.Module) -> None:
-    """Checks that a module can be partitioned.
+    """Checks that a module is made of nothing but layers in a sequence.
 
     Raises:
-        TypeError: the module is not an :class:`nn.Sequential`.
+        TypeError: the module is not an :class:`nn.Sequential`, or it has something besides its
+            layers that the partitions would be without.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             "module must be an nn.Sequential, since its layers are what is distributed over the "
             f"partitions (module: {type(module).__name__}); pass nn.Sequential(*layers) with "
             "the layers in the order in which forward calls them"
+        )
+    own = {
+        "a forward": getattr(module.forward, "__func__", None) is not nn.Sequential.forward,
+        "parameters": module._parameters,
+        "buffers": module._buffers,
+        "hooks": any(value for key, value in vars(module).items() if key.endswith("_hooks")),
+        "compile()": module._compiled_call_impl,
+    }
+    found = [name for name, has in own.items() if has]
+    if found:
+        raise TypeError(
+            "module must have nothing of its own besides its layers, since the partitions would "
+            f"be without it (module: {type(module).__name__}, own: {', '.join(found)}); give it "
+            "to a layer, and pass nn.Sequential(*module)"
         )
 
 
