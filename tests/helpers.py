@@ -7,6 +7,7 @@ from torch import nn
 
 from torchgpipe.microbatch import gather, scatter
 from torchgpipe.pipeline import Pipeline
+from torchgpipe.skip.layout import inspect_skip_layout
 from torchgpipe.stream import CopyStreams
 from torchgpipe.worker import Workers
 
@@ -27,6 +28,7 @@ def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, worker
         devices,
         batches,
         checkpoint_stop=checkpointed,
+        skip_layout=inspect_skip_layout(partitions),
         copy_streams=CopyStreams(),
         workers=workers or Workers(devices),
     ).run()

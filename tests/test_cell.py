@@ -16,7 +16,7 @@ from torchgpipe.checkpoint import Recompute
 from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import Fork, Join
-from torchgpipe.microbatch import Batch
+from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.state import LayersState
 from torchgpipe.stream import CPUStream
 
@@ -30,8 +30,8 @@ def make(layers, **changes):
         "layers": nn.Sequential(layers),
         "stream": CPUStream(CPU),
         "copy_stream": CPUStream(CPU),
-        "prev_stream": None,
-        "departs": False,
+        "arriving": {},
+        "departing": [],
         "context": Context.capture(),
         "checkpoint": False,
     }
@@ -54,15 +54,15 @@ class Double(nn.Module):
         return x.mul(2)
 
 
-@pytest.mark.parametrize("prev_stream", [None, CPUStream(CPU)])
-@pytest.mark.parametrize("departs", [False, True])
+@pytest.mark.parametrize("arriving", [{}, {VALUE: CPUStream(CPU)}])
+@pytest.mark.parametrize("departing", [[], [VALUE]])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_graph(prev_stream, departs, checkpoint):
+def test_graph(arriving, departing, checkpoint):
     x = torch.ones(2, requires_grad=True)
-    cell = make(Double(), prev_stream=prev_stream, departs=departs, checkpoint=checkpoint)
+    cell = make(Double(), arriving=arriving, departing=departing, checkpoint=checkpoint)
     batch = cell.compute(cell.arrive(Batch(x)))
-    arrival = ["Copy", "Wait"] if prev_stream else []
-    departure = ["Wait"] * departs + ["Recompute"] * checkpoint
+    arrival = ["Copy", "Wait"] if arriving else []
+    departure = ["Wait"] * len(departing) + ["Recompute"] * checkpoint
     assert [*arrival, "MulBackward0", *departure] == [
         name for name in reversed(names(batch[0])) if "AccumulateGrad" not in name
     ]
@@ -80,7 +80,8 @@ def test_fork_and_join():
 
 
 def test_structure_is_kept():
-    cell = make(nn.Identity(), prev_stream=CPUStream(CPU), departs=True, checkpoint=True)
+    crossing = {"arriving": {VALUE: CPUStream(CPU)}, "departing": [VALUE]}
+    cell = make(nn.Identity(), **crossing, checkpoint=True)
     x = torch.ones(2, requires_grad=True)
     for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
         output, phony = cell.fork(cell.compute(cell.arrive(batch)))
@@ -220,8 +221,8 @@ def test_lanes(lanes, applied):
         Layer(),
         stream=Lane("compute"),
         copy_stream=Lane("copy"),
-        prev_stream=Lane("prev"),
-        departs=True,
+        arriving={VALUE: Lane("prev")},
+        departing=[VALUE],
         checkpoint=True,
     )
     phony = torch.empty(0, requires_grad=True)

@@ -203,14 +203,14 @@ def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
 def test_threads_end_with_their_workers():
     before = threads()
     workers = Workers(CPUS)
-    assert threads() == before, "threads start when they are needed"
+    assert threads() <= before, "threads start when they are needed"
     run(workers, (A, lambda: None), (B, lambda: None))
     started = threads() - before
     assert len(started) == 2
     del workers
     for thread in started:
         thread.join(10)
-    assert threads() == before
+    assert threads() <= before
 
 
 def test_worker_holds_no_task_after_it():

@@ -2,19 +2,19 @@
 
 ::
 
-    batch (i, j-1)
-         │
-       Copy            arrive      if partition j-1 sits on another device
-         │
-       Wait            compute
-         │
-      layers                       under checkpointing, what they save is dropped
-         │
-       Wait                        if partition j+1 sits on another device
-         │
-     Recompute                     under checkpointing
-         │
-    batch (i, j)
+    batch (i, j-1)     skips
+         │               │
+       Copy            Copy        arrive      what comes from another device
+         │               │
+       Wait            Wait        compute
+         │               │
+         └──── layers ───┘                     under checkpointing, what they save is dropped
+         ┌───────┴───────┐
+       Wait            Wait                    what goes to another device
+         │               │
+         └── Recompute ──┘                     under checkpointing
+         │               │
+    batch (i, j)       skips
 
 The layers and Wait belong to the device's compute stream, everything else to the copy stream of
 the micro-batch. The autograd engine lets a stream wait whenever it hands a gradient from one
@@ -25,8 +25,10 @@ nowhere before.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -35,6 +37,7 @@ from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.state import LayersState
 from torchgpipe.stream import AbstractStream, use_stream
 
@@ -51,9 +54,9 @@ class Cell:
         layers: the partition.
         stream: the stream on which the layers compute.
         copy_stream: the stream on which the micro-batch arrives at the device and leaves it.
-        prev_stream: the copy stream that it leaves the previous device on, or None if the
-            previous partition sits on the same device.
-        departs: whether the next partition sits on another device.
+        arriving: the parts of the micro-batch that come from another device, and the copy
+            stream that they leave it on.
+        departing: the parts of the output that go to another device.
         context: the modes of the caller.
         state: what the layers are made of, for a step that checkpoints any micro-batch.
         checkpoint: whether to compute this one under checkpointing.
@@ -64,18 +67,19 @@ class Cell:
     layers: nn.Sequential
     stream: AbstractStream
     copy_stream: AbstractStream
-    prev_stream: AbstractStream | None
-    departs: bool
+    arriving: Mapping[Hashable, AbstractStream]
+    departing: Collection[Hashable]
     context: Context
     state: LayersState | None
     checkpoint: bool
 
     def arrive(self, batch: Batch) -> Batch:
-        """Copies the output of the previous partition to this one's device."""
-        if self.prev_stream is None:
-            return batch
-        with use_stream(self.copy_stream):
-            return batch.replace(Copy.apply(self.prev_stream, self.copy_stream, *batch))
+        """Copies what comes from other devices to this one."""
+        if self.arriving:
+            with use_stream(self.copy_stream):
+                for part, stream in self.arriving.items():
+                    batch = batch.map(partial(Copy.apply, stream, self.copy_stream), [part])
+        return batch
 
     def compute(self, batch: Batch) -> Batch:
         """Runs the layers.
@@ -85,15 +89,17 @@ class Cell:
         """
         checkpoint = None
         with use_stream(self.stream):
-            if self.prev_stream is not None:
-                batch = batch.replace(Wait.apply(self.copy_stream, self.stream, *batch))
+            if self.arriving:
+                arrive = partial(Wait.apply, self.copy_stream, self.stream)
+                batch = batch.map(arrive, self.arriving)
             if self.checkpoint:
                 checkpoint = Checkpoint(self._run, self.context, self.stream)
                 batch = checkpoint.forward(batch)
             else:
                 batch = self._run(batch)
-            if self.departs:
-                batch = batch.replace(Wait.apply(self.stream, self.copy_stream, *batch))
+            if self.departing:
+                depart = partial(Wait.apply, self.stream, self.copy_stream)
+                batch = batch.map(depart, self.departing)
         if checkpoint is not None:
             with use_stream(self.copy_stream):
                 batch = checkpoint.attach(batch)
@@ -119,7 +125,9 @@ class Cell:
             batch = batch.replace([tensor.clone() for tensor in batch])
         try:
             with self.state.restored() if self.state and is_recomputing() else nullcontext():
-                return batch.call(self.layers)
+                tracker = SkipTracker(batch.skips)
+                with use_skip_tracker(tracker):
+                    return Batch(self.layers(batch.value), tracker.tensors)
         except BaseException as error:
             add_note(error, f"raised in partition {self.j}, micro-batch {self.i}")
             raise

@@ -14,6 +14,7 @@ from torchgpipe import microbatch
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.partition import place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
+from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.stream import CopyStreams, Device, accelerators, canonical_device
 from torchgpipe.worker import Workers
 
@@ -48,8 +49,8 @@ class GPipe(nn.Module):
             ``'never'``. Always off in eval mode and without grad. May be changed between steps.
 
     Raises:
-        TypeError: the module is not an :class:`nn.Sequential`, or more than its layers; or
-            devices is not a sequence.
+        TypeError: the module is not an :class:`nn.Sequential`, or more than its layers; skips
+            are not stashed and popped in pairs; or devices is not a sequence.
         ValueError: balance, chunks or checkpoint are out of range, or a parameter would be
             needed on two devices.
         IndexError: there are fewer devices than partitions.
@@ -75,6 +76,7 @@ class GPipe(nn.Module):
     ) -> None:
         super().__init__()
         verify_module(module)
+        verify_skippables(module)
         self.balance = _checked_balance(balance, module)
         self.devices = _checked_devices(devices, len(self.balance))
         self.chunks = chunks
@@ -90,11 +92,12 @@ class GPipe(nn.Module):
         """Makes what belongs to this object alone, and is neither copied nor pickled."""
         self._copy_streams = CopyStreams()
         self._workers = Workers(self.devices)
+        self._skip_layout = inspect_skip_layout(list(self.partitions))
         # Not as an attribute, which would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_copy_streams", "_workers", "_plain")
+        own = ("_copy_streams", "_workers", "_skip_layout", "_plain")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -259,6 +262,7 @@ class GPipe(nn.Module):
             self.devices,
             batches,
             checkpoint_stop=checkpointed if recorded else 0,
+            skip_layout=self._skip_layout,
             copy_streams=self._copy_streams,
             workers=self._workers,
         ).run()

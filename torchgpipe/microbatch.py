@@ -5,7 +5,9 @@ Nested structures stop here: everything below a :class:`Batch` sees a flat tuple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
@@ -16,30 +18,53 @@ __all__: list[str] = []
 Tensors: TypeAlias = tuple[Tensor, ...]
 TensorOrTensors: TypeAlias = Tensor | Tensors
 
+#: The key of the value among the parts of a micro-batch.
+VALUE = None
+
 
 class Batch:
-    """One micro-batch on its way through the partitions: a tensor, or a tuple of tensors.
+    """One micro-batch at the entrance of a partition, or at its exit.
 
     Args:
-        value: what a layer takes and gives.
+        value: what a layer takes and gives: a tensor, or a tuple of tensors.
+        skips: what passes by layers, by some key each.
 
     Raises:
         TypeError: the value is neither a tensor nor a plain tuple of tensors.
     """
 
-    __slots__ = ("atomic", "tensors")
+    __slots__ = ("atomic", "parts")
 
-    def __init__(self, value: TensorOrTensors) -> None:
+    def __init__(
+        self, value: TensorOrTensors, skips: Mapping[Any, Tensor | None] | None = None
+    ) -> None:
         check(value)
         #: Whether the value is a tensor alone.
         self.atomic = isinstance(value, Tensor)
-        #: The tensors of the value.
-        self.tensors: Tensors = (value,) if isinstance(value, Tensor) else value
+        #: The tensors of the value, and of each skip.
+        self.parts: dict[Any, Tensors] = {VALUE: (value,) if isinstance(value, Tensor) else value}
+        for key, tensor in (skips or {}).items():
+            self.parts[key] = () if tensor is None else (tensor,)
 
     @property
     def value(self) -> TensorOrTensors:
         """The micro-batch as layers see it."""
-        return self.tensors[0] if self.atomic else self.tensors
+        value = self.parts[VALUE]
+        return value[0] if self.atomic else value
+
+    @property
+    def skips(self) -> dict[Any, Tensor | None]:
+        """What passes by layers."""
+        return {
+            key: tensors[0] if tensors else None
+            for key, tensors in self.parts.items()
+            if key is not VALUE
+        }
+
+    @property
+    def tensors(self) -> Tensors:
+        """All tensors: those of the value, then those of the skips."""
+        return tuple(chain.from_iterable(self.parts.values()))
 
     @property
     def requires_grad(self) -> bool:
@@ -50,9 +75,26 @@ class Batch:
         """The micro-batch that a layer makes of this one."""
         return Batch(function(self.value))
 
-    def replace(self, tensors: Sequence[Tensor]) -> Batch:
+    def with_skips(self, skips: Mapping[Any, Tensor | None]) -> Batch:
+        """The same value beside other skips."""
+        return Batch(self.value, skips)
+
+    def replace(self, tensors: Iterable[Tensor]) -> Batch:
         """The same micro-batch with other tensors."""
-        return Batch(tensors[0] if self.atomic else tuple(tensors))
+        return self.map(lambda *_: tensors, self.parts)
+
+    def map(self, function: Callable[..., Iterable[Tensor]], parts: Iterable[Any]) -> Batch:
+        """The same micro-batch, some parts replaced by what a function of their tensors gives."""
+        chosen = {key: self.parts[key] for key in parts}
+        found = tuple(chain.from_iterable(chosen.values()))
+        if not found:
+            return self
+        tensors = iter(function(*found))
+        batch = copy(self)
+        batch.parts = self.parts | {
+            key: tuple(islice(tensors, len(old))) for key, old in chosen.items()
+        }
+        return batch
 
     def __repr__(self) -> str:
         return f"Batch({self.value!r})"

@@ -38,13 +38,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.cell import Cell
 from torchgpipe.context import Context
-from torchgpipe.microbatch import Batch
+from torchgpipe.microbatch import VALUE, Batch
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.namespace import Skip
 from torchgpipe.state import LayersState
 from torchgpipe.stream import CopyStreams, current_stream
 from torchgpipe.worker import Workers
@@ -71,6 +74,7 @@ class Pipeline:
         devices: the device of each partition.
         batches: the micro-batches; each is replaced by its output.
         checkpoint_stop: how many micro-batches, from the first, are computed under checkpointing.
+        skip_layout: which skips lead past partitions.
         copy_streams: where the streams between the devices come from.
         workers: what computes the cells of a clock cycle.
     """
@@ -82,6 +86,7 @@ class Pipeline:
         batches: list[Batch],
         *,
         checkpoint_stop: int,
+        skip_layout: SkipLayout,
         copy_streams: CopyStreams,
         workers: Workers,
     ) -> None:
@@ -89,6 +94,7 @@ class Pipeline:
         self.devices = devices
         self.batches = batches
         self.checkpoint_stop = checkpoint_stop
+        self.skip_layout = skip_layout
         self.copy_streams = copy_streams
         self.workers = workers
         self.context = Context.capture()
@@ -96,6 +102,8 @@ class Pipeline:
         self.streams = [current_stream(device) for device in devices]
         #: What the next micro-batch in each partition depends on.
         self.phonies: list[Tensor | None] = [None for _ in devices]
+        #: Of each micro-batch, what was stashed and not popped yet.
+        self.skips: list[dict[Skip, Tensor | None]] = [{} for _ in batches]
 
     def run(self) -> None:
         """Computes all cells, clock cycle by clock cycle."""
@@ -106,7 +114,8 @@ class Pipeline:
     def step(self, i: int, j: int) -> None:
         """Computes a cell, between the two ends of the fence that orders backward."""
         cell = self.cell(i, j)
-        batch = cell.arrive(self.batches[i])
+        popped = {skip: self.skips[i].pop(skip) for skip in self.skip_layout.popped[j]}
+        batch = cell.arrive(self.batches[i].with_skips(popped))
         if batch.requires_grad:
             batch = cell.join(batch, self.phonies[j])  # [1]
             batch = cell.compute(batch)
@@ -115,20 +124,27 @@ class Pipeline:
             batch = cell.join(batch, self.phonies[j])  # [1']
         if i + 1 < len(self.batches):
             batch, self.phonies[j] = cell.fork(batch)  # [2]
-        self.batches[i] = batch
+        self.skips[i].update(batch.skips)
+        self.batches[i] = batch.with_skips({})
 
     def cell(self, i: int, j: int) -> Cell:
         """The cell of micro-batch ``i`` in partition ``j``."""
-        arrives = j > 0 and self.devices[j - 1] != self.devices[j]
-        departs = j + 1 < len(self.devices) and self.devices[j + 1] != self.devices[j]
+        n = len(self.partitions)
+        # Skips first, since they have been ready for longer.
+        sources: dict[Any, int] = {**self.skip_layout.popped[j], VALUE: j - 1} if j > 0 else {}
+        targets: dict[Any, int] = {**self.skip_layout.stashed[j], VALUE: j + 1} if j + 1 < n else {}
         return Cell(
             i,
             j,
             self.partitions[j],
             stream=self.streams[j],
             copy_stream=self.copy_streams.get(i, self.streams[j]),
-            prev_stream=self.copy_streams.get(i, self.streams[j - 1]) if arrives else None,
-            departs=departs,
+            arriving={
+                part: self.copy_streams.get(i, self.streams[k])
+                for part, k in sources.items()
+                if self.devices[k] != self.devices[j]
+            },
+            departing=[part for part, k in targets.items() if self.devices[k] != self.devices[j]],
             context=self.context,
             state=self.states[j],
             checkpoint=i < self.checkpoint_stop,

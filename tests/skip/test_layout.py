@@ -1,0 +1,99 @@
+"""Where skips lead, and the faults that are found before anything runs."""
+
+import pytest
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.skip import Namespace, skippable, verify_skippables
+from torchgpipe.skip.layout import inspect_skip_layout
+
+
+def layer(stash=(), pop=()):
+    class Layer(nn.Module):
+        pass
+
+    return skippable(stash=stash, pop=pop)(Layer)()
+
+
+def layout(*layers, balance):
+    layers = iter(layers)
+    return inspect_skip_layout([nn.Sequential(*[next(layers) for _ in range(k)]) for k in balance])
+
+
+A, B = (None, "a"), (None, "b")
+
+
+def test_between_partitions():
+    found = layout(
+        layer(["a", "b"]), nn.ReLU(), layer(pop=["b"]), layer(pop=["a"]), balance=[1, 2, 1]
+    )
+    assert found.stashed == [{A: 2, B: 1}, {}, {}]
+    assert found.popped == [{}, {B: 0}, {A: 0}]
+
+
+def test_within_a_partition():
+    found = layout(layer(["a"]), layer(pop=["a"]), nn.ReLU(), balance=[2, 1])
+    assert found.stashed == found.popped == [{}, {}]
+
+
+def test_layers_within_layers():
+    nested = nn.Sequential(nn.Sequential(layer(["a"])), nn.ReLU())
+    found = layout(nested, layer(pop=["a"]), balance=[1, 1])
+    assert found.stashed == [{A: 1}, {}]
+    verify_skippables(nn.Sequential(nested, layer(pop=["a"])))
+
+
+def test_namespaces_are_kept_apart():
+    one, two = Namespace(), Namespace()
+    layers = [layer(["a"]).isolate(one), layer(["a"]).isolate(two)]
+    layers += [layer(pop=["a"]).isolate(one), layer(pop=["a"]).isolate(two)]
+    found = layout(*layers, balance=[1, 1, 1, 1])
+    assert found.stashed == [{(one, "a"): 2}, {(two, "a"): 3}, {}, {}]
+    verify_skippables(nn.Sequential(*layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "faults"),
+    [
+        ([layer(["a"])], ["0 stashes 'a', which no layer pops"]),
+        ([layer(pop=["a"])], ["0 pops 'a', which no layer before it stashes"]),
+        (
+            [layer(pop=["a"]), layer(["a"])],
+            ["0 pops 'a', which no layer before it stashes"],
+        ),
+        (
+            [layer(["a"]), layer(["a"]), layer(pop=["a"])],
+            ["1 stashes 'a', which 0 has stashed before"],
+        ),
+        (
+            [layer(["a"]), nn.Sequential(layer(pop=["a"])), layer(pop=["a"])],
+            ["2 pops 'a', which 1.0 has popped before"],
+        ),
+        (
+            [layer(["a"]), layer(["a", "b"]), layer(pop=["c"])],
+            [
+                "1 stashes 'a', which 0 has stashed before",
+                "2 pops 'c', which no layer before it stashes",
+                "0 stashes 'a', which no layer pops",
+                "1 stashes 'b', which no layer pops",
+            ],
+        ),
+    ],
+)
+def test_every_fault_is_listed(layers, faults):
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(nn.Sequential(*layers))
+    first, *lines = str(caught.value).split("\n")
+    assert f"faults: {len(faults)}" in first
+    assert lines == [f"- {fault}" for fault in faults]
+
+
+def test_fault_names_the_namespace():
+    ns = Namespace()
+    with pytest.raises(TypeError, match="'a' in <Namespace"):
+        verify_skippables(nn.Sequential(layer(["a"]).isolate(ns), layer(pop=["a"])))
+
+
+def test_wrapper_verifies():
+    with pytest.raises(TypeError, match="must be stashed by one layer"):
+        GPipe(nn.Sequential(layer(["a"])), [1], devices=["cpu"])

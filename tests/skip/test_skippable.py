@@ -1,0 +1,231 @@
+"""Skippable layers by themselves: what they yield, what is checked, and that they stay layers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe.skip import Namespace, pop, skippable, stash
+from torchgpipe.skip.skippable import skips
+from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+
+
+@skippable(stash=["x"])
+class Stash(nn.Module):
+    """Stashes what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, input):
+        yield stash("x", input)
+        return self.linear(input)
+
+
+@skippable(pop=["x"])
+class Add(nn.Module):
+    def forward(self, input):
+        x = yield pop("x")
+        return input + x
+
+
+def layer(body, **declared):
+    """A layer with a forward given as a function of its input."""
+
+    class Layer(nn.Module):
+        def forward(self, input):
+            return body(input)
+
+    return skippable(**declared)(Layer)()
+
+
+def test_unwrapped():
+    model = nn.Sequential(Stash(), nn.Tanh(), Add())
+    x = torch.rand(3, 2)
+    assert torch.equal(model(x), model[0].linear(x).tanh() + x)
+    assert current_skip_tracker().tensors == {}
+
+
+def test_is_the_same_class():
+    assert Stash.__doc__ == "Stashes what it gets."
+    assert type(Stash()).__name__ == "Stash"
+    assert list(Stash().state_dict()) == ["linear.weight", "linear.bias"]
+    model = nn.Sequential(Stash().isolate(ns := Namespace()), Add().isolate(ns))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        x = torch.rand(3, 2)
+        assert torch.equal(twin(x), model(x))
+
+
+def test_old_style_super():
+    @skippable(stash=["x"])
+    class Old(nn.Module):
+        def __init__(self):
+            super(Old, self).__init__()  # noqa: UP008 - as it was written in 2019
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, input):
+            yield stash("x", input)
+            return input
+
+    assert isinstance(Old().linear, nn.Linear)
+
+
+def test_state_of_torchgpipe_0_0_7_loads():
+    """It kept the layer below "module"."""
+    state = {f"0.module.{key}": value for key, value in Stash().state_dict().items()}
+    model = nn.Sequential(Stash())
+    assert model.load_state_dict(state) == ([], [])
+    assert torch.equal(model[0].linear.weight, state["0.module.linear.weight"])
+
+
+def test_layer_with_a_module_of_its_own_loads():
+    @skippable(stash=["x"])
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+        def forward(self, input):
+            yield stash("x", input)
+            return input
+
+    assert Layer().load_state_dict(Layer().state_dict()) == ([], [])
+
+
+def test_isolate():
+    one, two = Namespace(), Namespace()
+    x = torch.rand(3, 2)
+    model = nn.Sequential(
+        Stash().isolate(one), Stash().isolate(two), Stash(), Add().isolate(one), Add(), Add()
+    )
+    model[5].isolate(two, only=["x"])
+    a = model[0].linear(x)
+    b = model[1].linear(a)
+    expected = model[2].linear(b) + x + b + a
+    assert torch.allclose(model(x), expected)
+    assert skips(model[0]) == ([(one, "x")], [])
+    assert skips(model[4]) == ([], [(None, "x")])
+
+
+def test_isolate_leaves_the_class_and_the_other_names_alone():
+    both = layer(lambda x: x, stash=["a"], pop=["b"])
+    ns = Namespace()
+    assert both.isolate(ns, only=["b"]) is both
+    assert skips(both) == ([(None, "a")], [(ns, "b")])
+    assert skips(Stash()) == ([(None, "x")], [])
+    with pytest.raises(ValueError, match=r"name: 'c', declared: \['a', 'b'\]"):
+        both.isolate(ns, only=["c"])
+
+
+def test_namespaces():
+    ns = Namespace()
+    assert ns == copy.deepcopy(ns) == pickle.loads(pickle.dumps(ns))
+    assert ns != Namespace()
+    assert len({ns, copy.copy(ns), Namespace()}) == 2
+    assert repr(ns).startswith("<Namespace ")
+
+
+def test_none_is_stashed():
+    def put(x):
+        yield stash("x", None)
+        return x
+
+    def get(x):
+        y = yield pop("x")
+        assert y is None
+        return x
+
+    model = nn.Sequential(layer(put, stash=["x"]), layer(get, pop=["x"]))
+    assert model(1) == 1
+
+
+def test_plain_forward():
+    assert layer(lambda x: x + 1)(1) == 2
+
+
+@pytest.mark.parametrize("argument", ["stash", "pop"])
+@pytest.mark.parametrize("names", ["name", [1]])
+def test_names_that_are_none(argument, names):
+    with pytest.raises(TypeError, match=rf"{argument} must be a collection of names.*write"):
+        skippable(**{argument: names})
+
+
+def test_one_name_for_both():
+    with pytest.raises(ValueError, match=r"names: \['x'\]"):
+        skippable(stash=["x", "y"], pop=["x"])
+
+
+def yielding(*asked):
+    def body(x):
+        for one in asked:
+            yield one  # noqa: UP028 - a tuple takes nothing that is sent
+        return x
+
+    return body
+
+
+def run(body, **declared):
+    with use_skip_tracker(SkipTracker({(None, "p"): torch.ones(1)})):
+        return layer(body, **declared)(torch.ones(1))
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([stash("s", ONE), stash("t", ONE)], r"can stash only what .*name: 't', declared: \['s'\]"),
+        ([stash("s", ONE), stash("s", ONE)], r"can stash at most once in a run .*name: 's'"),
+        ([pop("q")], r"can pop only what it declares .*name: 'q', declared: \['p'\]"),
+        ([stash("s", ONE)], r"must pop all that it declares.*missing: \['p'\]"),
+        ([pop("p")], r"must stash all that it declares.*missing: \['s'\].*stash None"),
+    ],
+)
+def test_what_was_not_declared(asked, message):
+    with pytest.raises(RuntimeError, match=message):
+        run(yielding(*asked), stash=["s"], pop=["p"])
+
+
+def test_plain_forward_that_should_have_stashed():
+    with pytest.raises(RuntimeError, match=r"missing: \['s'\]"):
+        run(lambda x: x, stash=["s"])
+
+
+def test_pop_before_stash():
+    with pytest.raises(RuntimeError, match="must be stashed by an earlier layer.*skip: 'x'"):
+        Add()(torch.ones(1))
+
+
+@pytest.mark.parametrize("value", [1, [ONE], "x"])
+def test_other_values(value):
+    with pytest.raises(TypeError, match="must be a tensor or None.*name: 's'"):
+        run(yielding(stash("s", value)), stash=["s"])
+    with pytest.raises(TypeError, match=r"must yield stash\(name, tensor\) or pop\(name\)"):
+        run(yielding(value))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt()], ids=repr)
+def test_layer_that_raises(error):
+    def body(x):
+        yield stash("s", x)
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        run(body, stash=["s"])
+    assert caught.value is error
+    assert caught.traceback[-1].name == "body"
+
+
+def test_layer_may_catch_what_is_raised_within():
+    def body(x):
+        try:
+            raise KeyError
+        except KeyError:
+            y = yield pop("p")
+        return x + y
+
+    assert run(body, pop=["p"]).item() == 2

@@ -1,0 +1,86 @@
+"""Where each skip is stashed and where it is popped, found before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from torchgpipe.skip.namespace import Skip, describe
+from torchgpipe.skip.skippable import skips
+
+__all__ = ["verify_skippables"]
+
+
+class SkipLayout:
+    """Which skips lead from which partition to which other one.
+
+    Args:
+        partitions: the number of partitions.
+        ends: for each skip, the partition that stashes it and the one that pops it.
+    """
+
+    def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
+        #: For each partition, the skips that it stashes for another one, and where that is.
+        self.stashed: list[dict[Skip, int]] = [{} for _ in range(partitions)]
+        #: For each partition, the skips that it pops from another one, and where that is.
+        self.popped: list[dict[Skip, int]] = [{} for _ in range(partitions)]
+        for skip, (source, target) in ends.items():
+            if source != target:
+                self.stashed[source][skip] = target
+                self.popped[target][skip] = source
+
+
+def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
+    """Finds the partitions between which skips lead."""
+    source: dict[Skip, int] = {}
+    ends: dict[Skip, tuple[int, int]] = {}
+    for j, partition in enumerate(partitions):
+        for layer in partition.modules():
+            stashed, popped = skips(layer)
+            source.update(dict.fromkeys(stashed, j))
+            ends.update({skip: (source[skip], j) for skip in popped})
+    return SkipLayout(len(partitions), ends)
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Checks that every skip is stashed once, and popped once by a later layer.
+
+    Args:
+        module: the layers; skippable ones may be anywhere within them.
+
+    Raises:
+        TypeError: it is not so; the message lists every fault.
+    """
+    faults: list[str] = []
+    stashed: dict[Skip, str] = {}
+    popped: dict[Skip, str] = {}
+    for child, layer in module._modules.items():
+        for path, submodule in [] if layer is None else layer.named_modules(prefix=child):
+            stashes, pops = skips(submodule)
+            for skip in pops:
+                if skip in popped:
+                    faults.append(
+                        f"{path} pops {describe(skip)}, which {popped[skip]} has popped before"
+                    )
+                elif skip not in stashed:
+                    faults.append(f"{path} pops {describe(skip)}, which no layer before it stashes")
+                popped.setdefault(skip, path)
+            for skip in stashes:
+                if skip in stashed:
+                    faults.append(
+                        f"{path} stashes {describe(skip)}, which {stashed[skip]} has stashed before"
+                    )
+                stashed.setdefault(skip, path)
+    faults += [
+        f"{path} stashes {describe(skip)}, which no layer pops"
+        for skip, path in stashed.items()
+        if skip not in popped
+    ]
+    if faults:
+        raise TypeError(
+            "every skip must be stashed by one layer and popped by one that comes later "
+            f"(faults: {len(faults)}); declare both ends with @skippable, and put layers of one "
+            "class into namespaces with isolate(Namespace()):\n"
+            + "\n".join(f"- {fault}" for fault in faults)
+        )

@@ -1,0 +1,229 @@
+"""Skippable layers: their ``forward`` is a generator that stashes tensors, and pops them.
+
+::
+
+    @skippable(stash=["features"])
+    class Encode(nn.Module):
+        def forward(self, input):
+            features = self.convolution(input)
+            yield stash("features", features)
+            return self.pool(features)
+
+    @skippable(pop=["features"])
+    class Decode(nn.Module):
+        def forward(self, input):
+            features = yield pop("features")
+            return torch.cat([self.upsample(input), features], dim=1)
+
+Such layers are used like any other, in a plain :class:`nn.Sequential` as well as wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from torchgpipe.skip.namespace import Namespace, Skip
+from torchgpipe.skip.tracker import current_skip_tracker
+
+__all__ = ["skippable", "stash", "pop"]
+
+Layer = TypeVar("Layer", bound=type[nn.Module])
+
+
+@dataclass(frozen=True)
+class stash:
+    """Stashes a tensor: ``yield stash(name, tensor)``.
+
+    Args:
+        name: a name that the layer declared.
+        tensor: what the layer that pops this name gets; None is a value, too.
+    """
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True)
+class pop:
+    """Pops what was stashed: ``tensor = yield pop(name)``.
+
+    Args:
+        name: a name that the layer declared.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The names that a class of layers declares."""
+
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
+    """Declares what layers of a class stash and pop; their ``forward`` may be a generator then.
+
+    The class stays the same one, with the same parameters, and gets a method ``isolate``.
+
+    Args:
+        stash: the names that every run of the layer stashes, once each.
+        pop: the names that every run of the layer pops, once each.
+
+    Raises:
+        TypeError: the names are not a collection of strings.
+        ValueError: one name is both stashed and popped.
+    """
+    declared = Declared(_names("stash", stash), _names("pop", pop))
+    both = set(declared.stash) & set(declared.pop)
+    if both:
+        raise ValueError(
+            "a layer must not stash a skip under the name by which it pops one "
+            f"(names: {sorted(both)}); stash it under a new name"
+        )
+
+    def decorate(cls: Layer) -> Layer:
+        forward = cls.forward
+
+        @wraps(forward)
+        def drive(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _drive(self, declared, forward(self, *args, **kwargs))
+
+        load = cls._load_from_state_dict
+
+        @wraps(load)
+        def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+            # torchgpipe 0.0.7 kept the layer below another one.
+            if "module" not in self._modules:
+                for key in [key for key in state if key.startswith(f"{prefix}module.")]:
+                    state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
+            load(self, state, prefix, *args)
+
+        added = {
+            "forward": drive,
+            "isolate": isolate,
+            "skips_declared": declared,
+            "_load_from_state_dict": load_either,
+        }
+        for name, value in added.items():
+            setattr(cls, name, value)
+        return cls
+
+    return decorate
+
+
+def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
+    """Puts skips of this layer into a namespace, apart from those of the same name elsewhere.
+
+    Args:
+        self: the layer, of which this is a method.
+        ns: the namespace; the layer at the other end is put into it as well.
+
+    Keyword Args:
+        only: the names to put there, by default all.
+
+    Returns:
+        The layer itself.
+
+    Raises:
+        ValueError: a name was not declared.
+    """
+    declared = (*self.skips_declared.stash, *self.skips_declared.pop)
+    names = declared if only is None else _names("only", only)
+    for name in names:
+        if name not in declared:
+            raise ValueError(
+                "only names that the layer declared can be isolated "
+                f"(name: {name!r}, declared: {list(declared)}); declare it in @skippable(...)"
+            )
+    self.skip_namespaces = {**namespaces(self), **dict.fromkeys(names, ns)}
+    return self
+
+
+def namespaces(layer: nn.Module) -> dict[str, Namespace]:
+    """The namespaces of the names that were isolated."""
+    found: dict[str, Namespace] = layer.__dict__.get("skip_namespaces", {})
+    return found
+
+
+def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
+    """What a layer stashes and what it pops; nothing if it is not skippable."""
+    declared: Declared | None = getattr(type(layer), "skips_declared", None)
+    if declared is None:
+        return [], []
+    spaces = namespaces(layer)
+    return (
+        [(spaces.get(name), name) for name in declared.stash],
+        [(spaces.get(name), name) for name in declared.pop],
+    )
+
+
+def _drive(layer: nn.Module, declared: Declared, output: Any) -> Any:
+    """Runs the generator of a layer, and checks that it did what was declared."""
+    spaces = namespaces(layer)
+    tracker = current_skip_tracker()
+    due = {stash: set(declared.stash), pop: set(declared.pop)}
+    # A forward that does nothing of the kind may be a plain function.
+    if isinstance(output, Generator):
+        sent = None
+        while True:
+            try:
+                asked = output.send(sent)
+            except StopIteration as stop:
+                output = stop.value
+                break
+            if not isinstance(asked, (stash, pop)):
+                raise TypeError(
+                    "a skippable layer must yield stash(name, tensor) or pop(name) "
+                    f"(layer: {type(layer).__name__}, yielded: {type(asked).__name__}); "
+                    "return what the layer gives"
+                )
+            if asked.name not in due[type(asked)]:
+                raise _undeclared(layer, declared, asked)
+            due[type(asked)].remove(asked.name)
+            skip = (spaces.get(asked.name), asked.name)
+            sent = None
+            if isinstance(asked, pop):
+                sent = tracker.load(skip)
+            elif asked.tensor is None or isinstance(asked.tensor, Tensor):
+                tracker.save(skip, asked.tensor)
+            else:
+                raise TypeError(
+                    "what is stashed must be a tensor or None "
+                    f"(layer: {type(layer).__name__}, name: {asked.name!r}, value: "
+                    f"{type(asked.tensor).__name__}); stash several tensors under a name each"
+                )
+    for kind, names in due.items():
+        if names:
+            raise RuntimeError(
+                f"a layer must {kind.__name__} all that it declares, in every run "
+                f"(layer: {type(layer).__name__}, missing: {sorted(names)}); stash None if there "
+                "is nothing to stash, and pop what is not needed, too"
+            )
+    return output
+
+
+def _undeclared(layer: nn.Module, declared: Declared, asked: stash | pop) -> RuntimeError:
+    kind = type(asked).__name__
+    names = getattr(declared, kind)
+    rule = "at most once in a run" if asked.name in names else "only what it declares"
+    return RuntimeError(
+        f"a layer can {kind} {rule} (layer: {type(layer).__name__}, name: {asked.name!r}, "
+        f"declared: {list(names)}); use a name of its own in @skippable({kind}=[...]) for each"
+    )
+
+
+def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    found = names if isinstance(names, str) else tuple(names)
+    if isinstance(found, str) or not all(isinstance(name, str) for name in found):
+        raise TypeError(
+            f"{argument} must be a collection of names ({argument}: {names!r}); "
+            f'write {argument}=["name"]'
+        )
+    return found
