@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torchgpipe import GPipe
+from torchgpipe.balance.storages import LiveStorages
 
 LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = 8, 32, 40, 24, 8
 
 
-class Activations(TorchDispatchMode):
+class Activations(LiveStorages):
     """Counts the bytes of all storages made by operators within it, and their peak.
 
     Parameters' gradients are left out: they are told by their size, which no activation has.
@@ -24,27 +23,12 @@ class Activations(TorchDispatchMode):
     def __init__(self, parameters):
         super().__init__()
         self.left_out = {parameter.untyped_storage().nbytes() for parameter in parameters}
-        self.alive = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        output = operator(*args, **(kwargs or {}))
-        known = {
-            tensor.untyped_storage()._cdata
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, torch.Tensor)
-        }
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in known and storage.nbytes() not in self.left_out:
-                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.bytes())
+    def __torch_dispatch__(self, *arguments):
+        output = super().__torch_dispatch__(*arguments)
+        self.peak = max(self.peak, sum(x for x in self.sizes() if x not in self.left_out))
         return output
-
-    def bytes(self):
-        self.alive = {key: x for key, x in self.alive.items() if not x[0].expired()}
-        return sum(size for _, size in self.alive.values())
 
 
 def transformer():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import microbatch
+from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, one_mini_batch
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.partition import place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
@@ -47,10 +48,13 @@ class GPipe(nn.Module):
             many as it has rows. May be changed between steps.
         checkpoint: ``'always'``, ``'except_last'`` (all micro-batches but the last) or
             ``'never'``. Always off in eval mode and without grad. May be changed between steps.
+        deferred_batch_norm: whether batch normalisations update their running statistics once
+            per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or more than its layers; skips
-            are not stashed and popped in pairs; or devices is not a sequence.
+            are not stashed and popped in pairs; devices is not a sequence; or a batch
+            normalisation cannot be deferred.
         ValueError: balance, chunks or checkpoint are out of range, or a parameter would be
             needed on two devices.
         IndexError: there are fewer devices than partitions.
@@ -73,6 +77,7 @@ class GPipe(nn.Module):
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         verify_module(module)
@@ -85,6 +90,8 @@ class GPipe(nn.Module):
         partitions = split_module(module, self.balance)
         place(partitions, self.devices)
         self.partitions = nn.ModuleList(partitions)
+        if deferred_batch_norm:
+            DeferredBatchNorm.convert_deferred_batch_norm(self.partitions)
         self.partitions.training = module.training
         self._prepare()
 
@@ -92,12 +99,13 @@ class GPipe(nn.Module):
         """Makes what belongs to this object alone, and is neither copied nor pickled."""
         self._copy_streams = CopyStreams()
         self._workers = Workers(self.devices)
+        self._norms = deferred_batch_norms(self.partitions)
         self._skip_layout = inspect_skip_layout(list(self.partitions))
         # Not as an attribute, which would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_copy_streams", "_workers", "_skip_layout", "_plain")
+        own = ("_copy_streams", "_workers", "_norms", "_skip_layout", "_plain")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -257,7 +265,7 @@ class GPipe(nn.Module):
         m = len(batches)
         recorded = self.training and torch.is_grad_enabled()
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
-        Pipeline(
+        pipeline = Pipeline(
             partitions,
             self.devices,
             batches,
@@ -265,7 +273,9 @@ class GPipe(nn.Module):
             skip_layout=self._skip_layout,
             copy_streams=self._copy_streams,
             workers=self._workers,
-        ).run()
+        )
+        with one_mini_batch(self._norms, m):
+            pipeline.run()
         return microbatch.gather(batches)
 
     def _check_input(self, input: TensorOrTensors) -> None:

@@ -9,6 +9,7 @@ others, where whatever was issued before is done, a :class:`CPUStream`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from types import TracebackType
 from typing import TypeAlias
 
@@ -127,6 +128,40 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     """
     if isinstance(stream, torch.Stream) and tensor.device == stream.device:
         tensor.record_stream(stream)
+
+
+class Stopwatch:
+    """Measures how long a device works on what is issued between a start and a stop.
+
+    By the events of the device's current stream, where it has streams, and by the clock elsewhere.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = current_stream(device)
+
+    def start(self) -> None:
+        """Starts, or starts again."""
+        if isinstance(self._stream, torch.Stream):
+            self._event = torch.Event(self._stream.device, enable_timing=True)
+            self._event.record(self._stream)
+        else:
+            self._time = perf_counter()
+
+    def stop(self) -> float:
+        """The seconds since the start, when all that was issued since is done."""
+        if not isinstance(self._stream, torch.Stream):
+            return perf_counter() - self._time
+        event = torch.Event(self._stream.device, enable_timing=True)
+        event.record(self._stream)
+        event.synchronize()
+        return float(self._event.elapsed_time(event)) / 1000
+
+
+def memory_allocated(device: torch.device) -> int | None:
+    """The bytes of an accelerator's memory that tensors occupy; None where nobody counts them."""
+    if device.type in STREAMLESS:
+        return None
+    return torch.accelerator.memory_allocated(device)
 
 
 class CopyStreams:

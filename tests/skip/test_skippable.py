@@ -160,8 +160,8 @@ def test_one_name_for_both():
 
 def yielding(*asked):
     def body(x):
-        for one in asked:
-            yield one  # noqa: UP028 - a tuple takes nothing that is sent
+        for one in asked:  # noqa: UP028 - a tuple takes nothing that is sent
+            yield one
         return x
 
     return body

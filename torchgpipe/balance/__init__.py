@@ -1,3 +1,99 @@
-"""Balancing: how many layers each partition takes."""
+"""Balancing: how many layers each partition takes, by what they cost.
 
-__all__: list[str] = []
+::
+
+    balance = balance_by_time(len(devices), module, sample)
+    model = GPipe(module, balance, devices=devices, chunks=8)
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchgpipe import microbatch
+from torchgpipe.balance import blockpartition
+from torchgpipe.balance.profile import profile_layers
+from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.stream import Device
+
+__all__ = ["balance_by_time", "balance_by_size"]
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+    progress: bool = False,
+) -> list[int]:
+    """Balances by the time that each layer takes for forward and backward.
+
+    The slowest partition sets the pace of a pipeline; with this balance it is as fast as it can
+    be. Times are those of one device, so the devices should be alike.
+
+    Args:
+        partitions: how many partitions to make.
+        module: the layers.
+        sample: an input of the size of a micro-batch, on any device.
+
+    Keyword Args:
+        timeout: how many seconds to measure. Each layer is run at least twice.
+        device: where to measure: by default the first accelerator, or the CPU if there is none.
+        progress: whether to show a progress bar.
+
+    Returns:
+        How many layers each partition takes, for ``GPipe(module, balance)``.
+
+    Raises:
+        ValueError: there are fewer layers than partitions.
+        ImportError: a progress bar was asked for, and tqdm is not installed.
+    """
+    found = profile_layers(module, sample, timeout=timeout, device=device, progress=progress)
+    return _balance([layer.forward + layer.backward for layer in found.layers], partitions)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: TensorOrTensors,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+    progress: bool = False,
+) -> list[int]:
+    """Balances by the memory that each layer takes in training.
+
+    The cost of a layer is what it keeps of one micro-batch for backward, its output included, and
+    its parameters times ``param_scale``.
+
+    Args:
+        partitions: how many partitions to make.
+        module: the layers.
+        input: an input of the size of a mini-batch, on any device.
+
+    Keyword Args:
+        chunks: how many micro-batches are made of the mini-batch.
+        param_scale: how many times the memory of a parameter it takes to train it, itself and its
+            gradient included: 2 for SGD, 3 with momentum, 4 for Adam.
+        device: where to measure: by default the first accelerator, or the CPU if there is none.
+        progress: whether to show a progress bar.
+
+    Returns:
+        How many layers each partition takes, for ``GPipe(module, balance)``.
+
+    Raises:
+        ValueError: there are fewer layers than partitions.
+        ImportError: a progress bar was asked for, and tqdm is not installed.
+    """
+    sample = microbatch.scatter(input, chunks)[0].value
+    found = profile_layers(module, sample, timeout=0, device=device, progress=progress)
+    return _balance(
+        [layer.activations + layer.parameters * param_scale for layer in found.layers], partitions
+    )
+
+
+def _balance(costs: list[float], partitions: int) -> list[int]:
+    return [len(block) for block in blockpartition.solve(costs, partitions)]

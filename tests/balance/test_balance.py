@@ -1,0 +1,90 @@
+"""Balancing by profiling."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.balance import balance_by_size, balance_by_time
+
+
+class Sleep(nn.Module):
+    """Takes a known time, a third of it in forward and the rest in backward."""
+
+    def __init__(self, milliseconds):
+        super().__init__()
+        self.seconds = milliseconds / 1000
+
+    def forward(self, x):
+        return SleepFunction.apply(x, self.seconds)
+
+
+class SleepFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds * 2 / 3)
+        return grad, None
+
+
+@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([3, 3, 3, 3, 30], [4, 1]),
+        ([30, 3, 3, 3, 3], [1, 4]),
+        ([3, 3, 30, 3, 3], [2, 1, 2]),
+        ([10, 30, 6, 6, 6], [1, 1, 3]),
+    ],
+)
+def test_by_time_finds_the_optimum(costs, expected, attempt):
+    """The costs are so far apart that a busy machine does not change which balance is best."""
+    module = nn.Sequential(*[Sleep(cost) for cost in costs])
+    sample = torch.rand(2, 1, requires_grad=True)
+    found = balance_by_time(len(expected), module, sample, timeout=0.2, device="cpu")
+    assert found == expected
+
+
+def test_by_size():
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(5)] + [nn.Linear(8, 40, bias=False)]
+    module = nn.Sequential(*layers)
+    x = torch.rand(1, 8)
+    # The parameters of the last layer are as large as those of the other five together.
+    assert balance_by_size(2, module, x, param_scale=100, device="cpu") == [5, 1]
+    # And so is its output.
+    many = torch.rand(1000, 8)
+    assert balance_by_size(2, module, many, param_scale=0, device="cpu") == [5, 1]
+
+
+def test_by_size_of_a_micro_batch():
+    """Of many rows the activations matter, of a single one the parameters."""
+    module = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(64, 64))
+    x = torch.rand(512, 64)
+    assert balance_by_size(2, module, x, chunks=1, device="cpu") == [2, 2]
+    assert balance_by_size(2, module, x, chunks=512, device="cpu") == [3, 1]
+
+
+@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+def test_is_a_balance(balance, device):
+    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(5)]).to(device)
+    x = torch.rand(4, 3)
+    for partitions in (1, 2, 5):
+        found = balance(partitions, module, x, device=device)
+        assert len(found) == partitions
+        GPipe(module, found, devices=[device] * partitions)
+    with pytest.raises(ValueError, match="layers: 5, partitions: 6"):
+        balance(6, module, x, device=device)
+
+
+def test_default_device(monkeypatch):
+    used = []
+    monkeypatch.setattr("torchgpipe.balance.profile.accelerators", lambda: used.append(1) or [])
+    assert balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(1)) == [1]
+    assert used == [1]

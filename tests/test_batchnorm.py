@@ -1,0 +1,262 @@
+"""Deferred batch normalisation: running statistics as of whole mini-batches."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchgpipe import GPipe
+from torchgpipe.batchnorm import DeferredBatchNorm, Moments
+
+convert = DeferredBatchNorm.convert_deferred_batch_norm
+
+NORMS = {nn.BatchNorm1d: (3,), nn.BatchNorm2d: (3, 4, 4), nn.BatchNorm3d: (3, 2, 2, 2)}
+
+
+def close(a, b):
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def batch(kind, rows, device, seed=0):
+    """Far from what a norm makes of it, so that what is lost of it shows."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, *NORMS[kind], generator=generator) * 3 + 10).to(device)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.floats(-100, 100))
+def test_moments(sizes, offset):
+    x = torch.randn(sum(sizes), 2, dtype=torch.double) + offset
+
+    def moments(x):
+        return Moments(len(x), x.mean(0), (x - x.mean(0)).square().sum(0))
+
+    first, *rest = [moments(part) for part in x.split(sizes)]
+    for other in rest:
+        first = first.merged(other)
+    assert first.size == len(x)
+    assert torch.allclose(first.mean, moments(x).mean)
+    assert torch.allclose(first.squares, moments(x).squares)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_statistics_of_the_mini_batch(kind, affine, momentum, checkpoint, device):
+    """Over several steps, with as many micro-batches as are asked for in each."""
+    plain = kind(3, affine=affine, momentum=momentum).to(device)
+    model = GPipe(
+        nn.Sequential(copy.deepcopy(plain), nn.Tanh()),
+        [1, 1],
+        devices=[device] * 2,
+        chunks=4,
+        checkpoint=checkpoint,
+        deferred_batch_norm=True,
+    )
+    for step, (rows, chunks) in enumerate([(16, 8), (9, 3), (11, 4), (4, 2), (8, 4)]):
+        model.chunks = chunks
+        x = batch(kind, rows, device, step).requires_grad_()
+        plain(x)
+        model(x).sum().backward()
+        for name, buffer in plain.named_buffers():
+            assert close(buffer, dict(model[0].named_buffers())[name]), (step, name)
+    assert model[0].num_batches_tracked.item() == 5
+    plain.eval(), model.eval()
+    x = batch(kind, 6, device)
+    assert close(plain(x).tanh(), model(x))
+
+
+@pytest.mark.parametrize("rows", [4, 6, 7])
+def test_fewer_micro_batches_than_chunks(rows):
+    """Each of them has to have more than one row for a norm, as here of length 2."""
+    plain = nn.BatchNorm1d(3)
+    model = GPipe(
+        nn.Sequential(copy.deepcopy(plain)),
+        [1],
+        devices=["cpu"],
+        chunks=64,
+        deferred_batch_norm=True,
+    )
+    x = torch.rand(rows, 3, 2)
+    plain(x), model(x)
+    assert close(plain.running_mean, model[0].running_mean)
+    assert close(plain.running_var, model[0].running_var)
+    assert model[0].num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_normalises_micro_batches(kind, device):
+    """Output and gradients are those of the plain norm on the micro-batches."""
+    plain = kind(3).to(device)
+    model = GPipe(
+        nn.Sequential(copy.deepcopy(plain)),
+        [1],
+        devices=[device],
+        chunks=2,
+        checkpoint="always",
+        deferred_batch_norm=True,
+    )
+    x = batch(kind, 8, device)
+    expected = torch.cat([plain(part) for part in x.chunk(2)])
+    output = model(x)
+    assert torch.equal(expected, output)
+    expected.square().sum().backward()
+    output.square().sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters()):
+        assert close(p.grad, q.grad)
+
+
+def test_outside_of_a_wrapper(device):
+    plain = nn.BatchNorm1d(3).to(device)
+    deferred = convert(copy.deepcopy(plain))
+    for step in range(3):
+        x = batch(nn.BatchNorm1d, 8, device, step)
+        assert torch.equal(plain(x), deferred(x))
+        for a, b in zip(plain.buffers(), deferred.buffers()):
+            assert close(a, b)
+
+
+def test_step_after_a_failure():
+    class Fail(nn.Module):
+        fail = True
+
+        def forward(self, x):
+            if self.fail and x[0, 0] > 0:
+                raise KeyError
+            return x
+
+    plain = nn.BatchNorm1d(1)
+    fail = Fail()
+    model = GPipe(
+        nn.Sequential(copy.deepcopy(plain), fail),
+        [1, 1],
+        devices=["cpu"] * 2,
+        chunks=3,
+        deferred_batch_norm=True,
+    )
+    x = torch.randn(9, 1) * 5
+    with pytest.raises(KeyError):
+        model(x)
+    assert model[0].num_batches_tracked.item() == 0
+    fail.fail = False
+    model(x), plain(x)
+    assert close(model[0].running_var, plain.running_var)
+    # And by itself.
+    with torch.no_grad():
+        model.module(x), plain(x)
+    assert close(model[0].running_mean, plain.running_mean)
+
+
+def test_empty_mini_batch():
+    model = GPipe(nn.Sequential(nn.BatchNorm2d(3)), [1], devices=["cpu"], deferred_batch_norm=True)
+    model(torch.empty(0, 3, 2, 2))
+    assert model[0].running_mean.tolist() == [0, 0, 0]
+
+
+def test_micro_batch_of_a_single_value_is_torch_s_error():
+    model = GPipe(
+        nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], chunks=2, deferred_batch_norm=True
+    )
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(torch.rand(2, 3))
+
+
+def test_dimensions_are_checked():
+    with pytest.raises(ValueError, match="expected 4D input"):
+        convert(nn.BatchNorm2d(3))(torch.rand(2, 3))
+
+
+# Conversion.
+
+
+def test_conversion_keeps_everything():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3, eps=1e-3, momentum=0.3)
+            self.other = nn.Sequential(nn.BatchNorm1d(2, affine=False).eval(), nn.ReLU())
+
+    block = Block()
+    norm = block.norm
+    calls = []
+    norm.register_forward_hook(lambda *args: calls.append("hook"))
+    norm.tag = "mine"
+    keys, parameters = list(block.state_dict()), list(block.named_parameters())
+    assert convert(block) is block
+    assert isinstance(block.norm, DeferredBatchNorm)
+    assert isinstance(block.other[0], DeferredBatchNorm)
+    assert list(block.state_dict()) == keys
+    assert [(name, id(p)) for name, p in block.named_parameters()] == [
+        (name, id(p)) for name, p in parameters
+    ]
+    assert (block.norm.training, block.other[0].training) == (True, False)
+    assert (block.norm.eps, block.norm.momentum, block.norm.tag) == (1e-3, 0.3, "mine")
+    block.norm(torch.rand(2, 3, 2, 2))
+    assert calls == ["hook"]
+    assert list(block.state_dict()) == keys
+    assert convert(block.norm) is block.norm
+
+
+def test_shared_norm_stays_shared():
+    norm = nn.BatchNorm1d(2)
+    model = convert(nn.Sequential(norm, nn.Sequential(norm)))
+    assert model[0] is model[1][0]
+
+
+def test_without_statistics_there_is_nothing_to_defer():
+    norm = nn.BatchNorm1d(2, track_running_stats=False)
+    assert convert(norm) is norm
+
+
+class Custom(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input) + 1
+
+
+class Derived(nn.BatchNorm1d):
+    pass
+
+
+@pytest.mark.parametrize("norm", [nn.SyncBatchNorm(2), nn.LazyBatchNorm1d(), Custom(2)])
+def test_others_are_an_error(norm):
+    name = type(norm).__name__
+    with pytest.raises(TypeError, match=rf"can be deferred \(layer: {name}\); replace"):
+        GPipe(nn.Sequential(nn.Sequential(norm)), [1], devices=["cpu"], deferred_batch_norm=True)
+
+
+def test_derived_classes_that_compute_the_same():
+    assert isinstance(convert(Derived(2)), DeferredBatchNorm)
+
+
+def test_only_if_asked_for():
+    model = GPipe(nn.Sequential(nn.BatchNorm1d(2)), [1], devices=["cpu"])
+    assert type(model[0]) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(duplicate):
+    model = GPipe(
+        nn.Sequential(nn.BatchNorm1d(2)), [1], devices=["cpu"], chunks=2, deferred_batch_norm=True
+    )
+    model(torch.rand(4, 2))
+    twin = duplicate(model)
+    x = torch.rand(4, 2)
+    model(x), twin(x)
+    assert twin[0].num_batches_tracked.item() == 2
+    for a, b in zip(model.buffers(), twin.buffers()):
+        assert torch.equal(a, b)
+
+
+def test_state_of_torchgpipe_0_0_7_loads():
+    state = {
+        f"partitions.0.{key}": x for key, x in nn.Sequential(nn.BatchNorm1d(2)).state_dict().items()
+    }
+    keys = set(state)
+    state |= {"partitions.0.0.sum": torch.zeros(2), "partitions.0.0.sum_squares": torch.zeros(2)}
+    model = GPipe(nn.Sequential(nn.BatchNorm1d(2)), [1], devices=["cpu"], deferred_batch_norm=True)
+    assert set(model.state_dict()) == keys
+    assert model.load_state_dict(state) == ([], [])

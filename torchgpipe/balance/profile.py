@@ -1,0 +1,243 @@
+"""Profiling: what each layer of a sequential module costs, in time and in memory.
+
+One layer at a time is copied to the device and run there, so a model may be larger than it. The
+model itself is left alone, and so are its buffers, its gradients and the random numbers to come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from itertools import chain
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe.balance.storages import LiveStorages
+from torchgpipe.microbatch import VALUE, Batch, TensorOrTensors
+from torchgpipe.partition import place
+from torchgpipe.rng import RNGState
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.stream import (
+    Device,
+    Stopwatch,
+    accelerators,
+    canonical_device,
+    memory_allocated,
+    use_device,
+)
+
+__all__ = ["LayerProfile", "Profile", "layerwise_sandbox", "profile_layers"]
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What one layer costs."""
+
+    name: str
+    """Its name in the module, and its class."""
+    forward: float
+    """Seconds, the median of several runs."""
+    backward: float
+    """Seconds, the median of several runs; 0 if nothing in it needs a gradient."""
+    parameters: int
+    """Bytes of its parameters."""
+    activations: int
+    """Bytes that its forward leaves behind: what it keeps for backward, and its output."""
+    output: int
+    """Bytes of its output alone."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the layers of a module cost on a device, as a table."""
+
+    device: str
+    """Where it was measured."""
+    layers: tuple[LayerProfile, ...]
+    """A row for each layer."""
+
+    def __str__(self) -> str:
+        titles = ["layer", "forward ms", "backward ms", "parameters", "activations", "output"]
+        rows = [
+            [
+                layer.name,
+                f"{1000 * layer.forward:.3f}",
+                f"{1000 * layer.backward:.3f}",
+                *map(_bytes, (layer.parameters, layer.activations, layer.output)),
+            ]
+            for layer in self.layers
+        ]
+        widths = [max(map(len, column)) for column in zip(titles, *rows)]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *[x.rjust(w) for x, w in zip(row[1:], widths[1:])]])
+            for row in [titles, *rows]
+        )
+
+    def to_json(self) -> str:
+        """The table as JSON, times in seconds and sizes in bytes."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The table that :meth:`to_json` wrote."""
+        found = json.loads(text)
+        return cls(found["device"], tuple([LayerProfile(**layer) for layer in found["layers"]]))
+
+
+def layerwise_sandbox(
+    module: nn.Sequential, device: torch.device
+) -> Iterator[tuple[str, nn.Module]]:
+    """Generates a copy of each layer on a device, and its name; one at a time should be held."""
+    for name, layer in module._modules.items():
+        assert layer is not None
+        sandbox = deepcopy(layer)
+        for parameter in sandbox.parameters():
+            parameter.grad = None
+        place([sandbox], [device])
+        yield name, sandbox
+        del sandbox
+
+
+def profile_layers(
+    module: nn.Sequential,
+    sample: TensorOrTensors,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+    progress: bool = False,
+) -> Profile:
+    """Measures what each layer costs.
+
+    Args:
+        module: the layers.
+        sample: an input of the size of a micro-batch, on any device.
+
+    Keyword Args:
+        timeout: how many seconds to measure. Each layer is run at least twice.
+        device: where to measure: by default the first accelerator, or the CPU if there is none.
+        progress: whether to show a progress bar.
+
+    Returns:
+        A row for each layer. Print it, or keep it with :meth:`Profile.to_json`.
+
+    Raises:
+        ImportError: a progress bar was asked for, and tqdm is not installed.
+    """
+    where = canonical_device(device) if device is not None else default_device()
+    end = monotonic() + timeout
+    found = []
+    with use_device(where), RNGState(where).restored(), torch.enable_grad():
+        batch = _leaves(Batch(sample).map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
+        layers = layerwise_sandbox(module, where)
+        for k, (name, layer) in enumerate(_shown(layers, len(module)) if progress else layers):
+            sandbox = Sandbox(layer, batch, where)
+            for _ in range(2):
+                # The first time is a warm-up, which may allocate what stays.
+                activations = sandbox.activations()
+            share = (end - monotonic()) / (len(module) - k)
+            forward, backward = sandbox.times(monotonic() + share)
+            batch = sandbox.output
+            found.append(
+                LayerProfile(
+                    f"{name} ({type(layer).__name__})",
+                    forward,
+                    backward,
+                    sum(parameter.nbytes for parameter in layer.parameters()),
+                    activations,
+                    sum(tensor.nbytes for tensor in batch.parts[VALUE]),
+                )
+            )
+    return Profile(str(where), tuple(found))
+
+
+class Sandbox:
+    """A copy of a layer that is run on one input, again and again.
+
+    Args:
+        layer: the copy.
+        batch: its input, and beside it all skips that were stashed before and not popped.
+        device: where they are.
+    """
+
+    def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
+        self.layer = layer
+        self.batch = batch
+        self.device = device
+        self.stopwatch = Stopwatch(device)
+        #: The input of the next layer.
+        self.output = batch
+
+    def activations(self) -> int:
+        """Runs the layer; the bytes that its forward leaves behind."""
+        batch = self._input()
+        before = memory_allocated(self.device)
+        if before is not None:
+            output = self._forward(batch)
+            return (memory_allocated(self.device) or 0) - before
+        with LiveStorages() as storages:
+            output = self._forward(batch)
+        size: int = sum(storages.sizes())
+        del output
+        return size
+
+    def times(self, end: float) -> tuple[float, float]:
+        """Runs the layer until the time is over, and once at least; the median times it takes."""
+        forward: list[float] = []
+        backward: list[float] = []
+        while not forward or monotonic() < end:
+            batch = self._input()
+            self.stopwatch.start()
+            output = self._forward(batch)
+            forward.append(self.stopwatch.stop())
+            # What passes by the layer is not differentiated here.
+            parts = [output.parts[key] for key in output.parts if key not in self.batch.skips]
+            outputs = [x for x in chain(*parts) if x.requires_grad]
+            if outputs:
+                gradients = [torch.ones_like(x) for x in outputs]
+                self.stopwatch.start()
+                torch.autograd.backward(outputs, gradients)
+                backward.append(self.stopwatch.stop())
+            self.layer.zero_grad()
+        self.output = _leaves(output)
+        return median(forward), median(backward) if backward else 0.0
+
+    def _input(self) -> Batch:
+        # Not leaves themselves, which a layer could not change in place.
+        return self.batch.replace([x.clone() for x in _leaves(self.batch)])
+
+    def _forward(self, batch: Batch) -> Batch:
+        tracker = SkipTracker(batch.skips)
+        with use_skip_tracker(tracker):
+            return Batch(self.layer(batch.value), tracker.tensors)
+
+
+def default_device() -> torch.device:
+    """Where to measure if nobody says: the first accelerator, or the CPU."""
+    return [*accelerators(), torch.device("cpu")][0]
+
+
+def _leaves(batch: Batch) -> Batch:
+    """The same values without what they were computed from."""
+    return batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
+
+
+def _bytes(size: int) -> str:
+    unit = max(0, (size.bit_length() - 1) // 10)
+    return f"{size / 1024**unit:.{min(unit, 1)}f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][unit]}"
+
+
+def _shown(layers: Iterable[Any], total: int) -> Iterable[Any]:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError(
+            "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
+        ) from error
+    shown: Iterable[Any] = tqdm(layers, desc="profile", total=total, unit="layer")
+    return shown
