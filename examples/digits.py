@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,29 +24,59 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from torchgpipe import GPipe
-from torchgpipe.balance.blockpartition import solve
+from torchgpipe.balance import balance_by_time
+from torchgpipe.skip import Namespace, pop, skippable, stash
 
 PARTITIONS = 4
 BATCH = 96
 
 
-def convolutional() -> nn.Sequential:
-    """A small convolutional network with group normalisation."""
+def convolution(inputs: int, outputs: int) -> nn.Sequential:
+    """A convolution with group normalisation."""
+    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(layer, nn.GroupNorm(8, outputs), nn.ReLU())
 
-    def block(inputs: int, outputs: int) -> list[nn.Module]:
-        convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        return [convolution, nn.GroupNorm(8, outputs), nn.ReLU()]
 
+@skippable(stash=["features"])
+class Down(nn.Module):
+    """Computes features, stashes them as fine as they are, and passes them on at half the size."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.convolution = convolution(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Iterator[stash]:
+        features = self.convolution(x)
+        yield stash("features", features)
+        return F.max_pool2d(features, 2)
+
+
+@skippable(pop=["features"])
+class Up(nn.Module):
+    """Joins what comes from the coarser level with the features of this one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.convolution = convolution(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Iterator[pop]:
+        features = yield pop("features")
+        return self.convolution(torch.cat([F.interpolate(x, scale_factor=2), features], dim=1))
+
+
+def unet() -> nn.Sequential:
+    """A small U-Net: the finer the features, the longer the way that they skip."""
+    fine, coarse = Namespace(), Namespace()
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
-        *block(1, 32),
-        *block(32, 32),
-        nn.MaxPool2d(2),
-        *block(32, 64),
-        *block(64, 64),
+        Down(1, 32).isolate(fine),
+        Down(32, 64).isolate(coarse),
+        convolution(64, 64),
+        Up(64 + 64, 64).isolate(coarse),
+        Up(64 + 32, 32).isolate(fine),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(64, 10),
+        nn.Linear(32, 10),
     )
 
 
@@ -85,12 +115,6 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     split = train_test_split(images / 16, digits, test_size=0.2, random_state=0, stratify=digits)
     x, test_x, y, test_y = map(torch.as_tensor, split)
     return x, y, test_x, test_y
-
-
-def balance(module: nn.Sequential) -> list[int]:
-    """As many layers for each partition as make the parameters even."""
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in module]
-    return [len(block) for block in solve(sizes, PARTITIONS)]
 
 
 def places() -> list[torch.device]:
@@ -143,9 +167,12 @@ def train(name: str, make: Callable[[], nn.Sequential], options: argparse.Namesp
     # In double precision: training amplifies the rounding of single precision beyond any bound.
     module, devices = make().double(), places()
     plain = copy.deepcopy(module).to(devices[0])
+    x, y, test_x, test_y = data()
+    sample = x[: BATCH // options.chunks]
+    balance = balance_by_time(PARTITIONS, module, sample, device=devices[0])
     model = GPipe(
         module,
-        balance(module),
+        balance,
         devices=devices,
         chunks=options.chunks,
         checkpoint=options.checkpoint,
@@ -155,7 +182,6 @@ def train(name: str, make: Callable[[], nn.Sequential], options: argparse.Namesp
         f"{', '.join(map(str, model.devices))}; {options.chunks} micro-batches, "
         f"checkpoint={options.checkpoint!r}"
     )
-    x, y, test_x, test_y = data()
     x, test_x = x.to(devices[0]), test_x.to(devices[0])
     batches = -(-len(x) // BATCH)
     models = [model, plain]
@@ -206,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Trains both models; returns 0 if both trained as they should."""
     options = parser().parse_args(arguments)
     results = [
-        train("convolutional", convolutional, options),
+        train("U-Net", unet, options),
         train("transformer", transformer, options),
     ]
     if all(result.is_right() for result in results):
