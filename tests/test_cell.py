@@ -1,6 +1,7 @@
 """A cell: its lanes, its copies, its checkpoint, and what it says of an error."""
 
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -143,13 +144,54 @@ def test_output_that_cannot_pass_names_the_cell():
     assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
 
 
+def test_exception_that_takes_no_note():
+    @dataclass(frozen=True)
+    class FrozenError(Exception):
+        code: int
+
+    error = FrozenError(3)
+
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(FrozenError) as caught:
+        make(Fail()).compute(Batch(torch.ones(1)))
+    assert caught.value is error
+
+
+def test_exception_that_is_raised_again_bears_one_note():
+    error = KeyError("x")
+    for _ in range(3):
+        add_note(error, "where")
+    assert note_of(error) == "where"
+
+
+@pytest.mark.parametrize("change", ["shape", "in place"])
+def test_our_own_errors_name_the_cell(change):
+    class Change(nn.Module):
+        def forward(self, x):
+            if change == "in place":
+                return x.mul_(2)
+            return x.sin().sin() if is_recomputing() else x.sin()
+
+    with pytest.raises(RuntimeError) as caught:
+        make(Change(), checkpoint=True).compute(Batch(torch.ones(1, requires_grad=True) * 1))[
+            0
+        ].backward()
+    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
+
+
 def test_note_before_python_3_11(monkeypatch):
     monkeypatch.setattr(cell_module.sys, "version_info", (3, 10, 0))
     error = KeyError("x")
     error.__cause__ = cause = ValueError("why")
+    error.__context__ = context = TypeError("while")
+    add_note(error, "where")
     add_note(error, "where")
     assert error.__cause__.args == ("where",)
     assert error.__cause__.__cause__ is cause
+    assert error.__cause__.__context__ is context
 
 
 class Lane(CPUStream):

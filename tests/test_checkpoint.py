@@ -159,6 +159,18 @@ def test_flags(device):
 
     checkpoint(function, torch.ones(1, device=device, requires_grad=True)).backward()
     assert seen == [(True, False), (False, True)]
+
+
+def test_flags_after_a_checkpoint_within(device):
+    seen = []
+
+    def function(x):
+        y = checkpoint(torch.sin, x)
+        seen.append((is_checkpointing(), is_recomputing()))
+        return y
+
+    checkpoint(function, torch.ones(1, device=device, requires_grad=True)).backward()
+    assert seen == [(True, False), (False, True)]
     assert (is_checkpointing(), is_recomputing()) == (False, False)
 
 

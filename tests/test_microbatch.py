@@ -82,6 +82,45 @@ def test_nothing_to_join_along_is_an_error():
         gather([Batch(torch.tensor(1.0)), Batch(torch.tensor(2.0))])
 
 
+def test_every_output_has_something_to_join_along():
+    both = Batch((torch.ones(1), torch.tensor(1.0)))
+    with pytest.raises(ValueError, match="must have a batch dimension"):
+        gather([both, both])
+
+
+def test_one_tensor_in_several_places():
+    x, y = torch.rand(4, 2), torch.rand(4)
+    first, second = scatter((x, y, x), 2)
+    assert first.value[0] is first.value[2]
+    assert len(first) == 2
+    double = second.map(lambda *tensors: [2 * tensor for tensor in tensors], [None])
+    assert double.value[0] is double.value[2]
+    assert all(map(torch.equal, gather([first, second]), (x, y, x)))
+
+
+def test_parts():
+    x, y = torch.rand(2), torch.rand(3)
+    batch = Batch(x, {"a": y, "b": None, "c": x})
+    assert batch.tensors == (x, y)
+    assert batch.skips == {"a": y, "b": None, "c": x}
+    assert batch.map(lambda y: [y * 0], ["a"]).skips["a"].tolist() == [0, 0, 0]
+    assert batch.map(pytest.fail, ["b"]) is batch
+    twice = batch.map(lambda x: [x + x], [None, "c"])
+    assert twice.value is twice.skips["c"]
+    assert batch.value is x
+    assert batch.with_skips({}).skips == {}
+
+
+def test_shared_memory():
+    x = torch.rand(2, 2)
+    assert not Batch(x).shares_memory
+    assert not Batch((x, x.clone())).shares_memory
+    assert not Batch((x, x)).shares_memory
+    assert Batch((x, x[:, :1])).shares_memory
+    assert Batch(x, {"a": x.detach()}).shares_memory
+    assert Batch((x, x[:, :1])).map(lambda *xs: [x.clone() for x in xs], [None]).shares_memory
+
+
 @pytest.mark.parametrize("other", [torch.empty(1), (torch.empty(1), torch.empty(1))])
 def test_outputs_of_different_structure_are_an_error(other):
     with pytest.raises(ValueError, match=r"same number of tensors"):

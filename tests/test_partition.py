@@ -136,6 +136,25 @@ def test_tensors_of_the_meta_device_are_made(device):
     assert not isinstance(layer.running_mean, nn.Parameter)
 
 
+def test_complex_tensors_of_the_meta_device_are_made():
+    layer = nn.Module()
+    layer.register_buffer("table", torch.empty(2, dtype=torch.cfloat, device="meta"))
+    place([partition := nn.Sequential(layer)], [CPU])
+    assert partition[0].table.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_mask_of_the_meta_device_that_nobody_loads(dtype):
+    """Zeros would pass for it."""
+    layer = nn.Module()
+    layer.register_buffer("mask", torch.ones(2, dtype=dtype, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=rf"buffer: 0\.mask, {dtype}, on the meta.*on the CPU"):
+        place([nn.Sequential(layer)], [CPU])
+    place([nn.Sequential(layer)], [torch.device("meta")])
+    layer.mask = torch.ones(2, dtype=dtype)
+    place([nn.Sequential(layer)], [CPU])
+
+
 @pytest.mark.parametrize("target", ["meta", *DEVICES], ids=str)
 @pytest.mark.parametrize("source", ["cpu", "meta"])
 def test_what_is_shared_stays_shared(source, target):

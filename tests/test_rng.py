@@ -2,9 +2,12 @@
 
 import threading
 
+import pytest
 import torch
 
 from torchgpipe.rng import RNGState
+
+CPU = torch.device("cpu")
 
 
 def draw(device):
@@ -14,11 +17,12 @@ def draw(device):
 def test_restored(device):
     state = RNGState(device)
     first = draw(device)
+    state.settle()
     draw(device)
-    expected = RNGState(device)
+    now = RNGState(device)
     after = draw(device)
 
-    expected._set()
+    now._set(now.before)
     with state.restored():
         again = draw(device)
     # As if nothing had been drawn within the block.
@@ -26,30 +30,68 @@ def test_restored(device):
     assert all(map(torch.equal, after, draw(device)))
 
 
-def test_cpu_state_is_forgotten_if_unused(device):
-    unused = RNGState(device)
-    unused.forget_unused()
-    assert unused.cpu is None
-
-    used = RNGState(device)
-    torch.rand(1)
-    used.forget_unused()
-    assert used.cpu is not None
-
-
-def test_unused_cpu_state_is_left_alone(device):
+def test_restored_after_an_exception(device):
     state = RNGState(device)
-    state.forget_unused()
+    draw(device)
+    state.settle()
+    now = RNGState(device)
+    after = draw(device)
+    now._set(now.before)
+    with pytest.raises(KeyError), state.restored():
+        draw(device)
+        raise KeyError
+    assert all(map(torch.equal, after, draw(device)))
+
+
+def test_generator_that_is_not_drawn_from_is_left_alone():
+    state = RNGState(CPU)
+    state.settle()
+    assert state.before == {}
     with state.restored():
         inside = torch.rand(3)
     assert not torch.equal(inside, torch.rand(3))
 
 
+def test_other_numbers_are_an_error():
+    state = RNGState(CPU)
+    torch.rand(3)
+    state.settle()
+    message = r"same random numbers.*generator: cpu\)"
+    with pytest.raises(RuntimeError, match=message), state.restored():
+        torch.rand(4)
+
+
+def test_numbers_of_another_thread_are_none():
+    """They were drawn during the computation, which drew none itself."""
+    state = RNGState(CPU)
+    thread = threading.Thread(target=torch.rand, args=(3,))
+    thread.start()
+    thread.join()
+    state.settle()
+    with state.restored():
+        pass
+
+
+def test_within_itself():
+    outer = RNGState(CPU)
+    torch.rand(1)
+    inner = RNGState(CPU)
+    first = torch.rand(3)
+    inner.settle()
+    outer.settle()
+    with outer.restored():
+        torch.rand(1)
+        with inner.restored():
+            assert torch.equal(first, torch.rand(3))
+        torch.rand(3)
+
+
 def test_one_thread_at_a_time_turns_the_cpu_generator_back():
     states, draws = [], {}
     for k in range(4):
-        states.append(RNGState(torch.device("cpu")))
+        states.append(RNGState(CPU))
         draws[k] = [torch.rand(50)]
+        states[k].settle()
     before = torch.get_rng_state()
 
     def repeat(k):

@@ -70,6 +70,30 @@ def test_norms_without_statistics_to_update_are_left_as_they_are():
         norms(torch.rand(2, 3))
 
 
+def test_norm_that_reads_its_statistics_finds_them():
+    class Renorm(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x) * self.running_var.sqrt()
+
+    norm = Renorm(3)
+    x = torch.rand(4, 3)
+    state = LayersState(norm)
+    norm(x)
+    values = norm.running_var.clone()
+    with state.restored():
+        assert torch.equal(norm.running_var, values)
+
+
+def test_parameters_that_the_layers_change_themselves():
+    norm = nn.Embedding(3, 2, max_norm=0.1)
+    state = LayersState(norm)
+    norm(torch.tensor([0, 1]))
+    state.settle()
+    for _ in range(2):
+        with state.restored():
+            norm(torch.tensor([1, 2]))
+
+
 def test_flags_of_the_forward_are_restored():
     """And nothing else: a frozen layer within stays in eval mode."""
     layers = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout().eval()))
@@ -129,6 +153,7 @@ def test_tensor_that_was_deleted_stays_deleted():
 def test_parameter_changed_in_place_is_an_error():
     layer = nn.Linear(2, 3)
     state = LayersState(layer)
+    state.settle()
     with state.restored():
         pass
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """Saving and loading: 0.0.7's keys, the plain module's, and those of any other balance."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,15 @@ def test_layer_called_partitions():
         "partitions.1.1.weight",
         "partitions.1.1.bias",
     ]
+
+
+def test_sequential_called_partitions():
+    def module():
+        return nn.Sequential(OrderedDict(partitions=nn.Sequential(nn.Linear(1, 1)), b=nn.ReLU()))
+
+    model = GPipe(module(), [1, 1], devices=["cpu"] * 2)
+    assert model.load_state_dict(module().state_dict()) == ([], [])
+    assert model.load_state_dict(model.state_dict()) == ([], [])
 
 
 class Versioned(nn.Linear):

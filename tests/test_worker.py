@@ -107,6 +107,15 @@ def test_exception_is_the_same_object(workers, error):
     assert done == [1]
 
 
+def test_exception_that_is_false(workers):
+    class NoError(Exception):
+        def __len__(self):
+            return 0
+
+    with pytest.raises(NoError):
+        run(workers, (A, raiser(NoError())))
+
+
 def test_of_several_exceptions_the_last_task_s_is_raised():
     barrier = threading.Barrier(2, timeout=10)
 
@@ -162,6 +171,15 @@ def test_exception_leaves_no_cycle(workers):
         gc.enable()
 
 
+@pytest.fixture
+def interruptible():
+    """Also where the tests run in the background, and Ctrl-C would be ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_caller_that_is_interrupted():
     workers = Workers(CPUS)
     started, release = threading.Event(), threading.Event()

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Hashable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.state import LayersState
+from torchgpipe.state import LayersState, version_of
 from torchgpipe.stream import AbstractStream, use_stream
 
 __all__: list[str] = []
@@ -88,12 +89,12 @@ class Cell:
             BaseException: what a layer raised, with a note that names the cell.
         """
         checkpoint = None
-        with use_stream(self.stream):
+        with use_stream(self.stream), self.named:
             if self.arriving:
                 arrive = partial(Wait.apply, self.copy_stream, self.stream)
                 batch = batch.map(arrive, self.arriving)
             if self.checkpoint:
-                checkpoint = Checkpoint(self._run, self.context, self.stream)
+                checkpoint = Checkpoint(self._run, self.context, self.stream, self.named)
                 batch = checkpoint.forward(batch)
             else:
                 batch = self._run(batch)
@@ -118,19 +119,28 @@ class Cell:
             tensors, phony = fork(batch.tensors)
         return batch.replace(tensors), phony
 
+    @property
+    def named(self) -> Named:
+        """Names this cell in exceptions."""
+        return Named(f"raised in partition {self.j}, micro-batch {self.i}")
+
     def _run(self, batch: Batch) -> Batch:
-        if self.state is not None and _starts_in_place(self.layers):
+        if (self.state or self.j == 0) and _starts_in_place(self.layers):
             # A second run needs the input as it was for the first, and micro-batches may be
-            # views of the same memory.
-            batch = batch.replace([tensor.clone() for tensor in batch])
-        try:
-            with self.state.restored() if self.state and is_recomputing() else nullcontext():
-                tracker = SkipTracker(batch.skips)
-                with use_skip_tracker(tracker):
-                    return Batch(self.layers(batch.value), tracker.tensors)
-        except BaseException as error:
-            add_note(error, f"raised in partition {self.j}, micro-batch {self.i}")
-            raise
+            # views of the same memory, which is the caller's.
+            batch = batch if batch.shares_memory else batch.replace([x.clone() for x in batch])
+        versions = [version_of(x) for x in batch] if batch.shares_memory else None
+        tracker = SkipTracker(batch.skips)
+        again = self.state.restored() if self.state and is_recomputing() else nullcontext()
+        with again, use_skip_tracker(tracker):
+            output = Batch(self.layers(batch.value), tracker.tensors)
+        if versions is not None and versions != [version_of(x) for x in batch]:
+            raise RuntimeError(
+                "tensors that pass between partitions must not share memory where the next "
+                f"partition changes one in place (shapes: {[tuple(x.shape) for x in batch]}); "
+                "clone one of them, or move the split so that both layers are in one partition"
+            )
+        return output
 
 
 def _starts_in_place(layer: nn.Module) -> bool:
@@ -140,11 +150,36 @@ def _starts_in_place(layer: nn.Module) -> bool:
     return getattr(layer, "inplace", False) is True
 
 
+class Named:
+    """Adds a note to what is raised within a ``with`` block, and lets it pass."""
+
+    def __init__(self, note: str) -> None:
+        self.note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            # An exception that takes none comes without.
+            with suppress(Exception):
+                add_note(error, self.note)
+
+
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an exception; before Python 3.11, as a cause that bears it."""
+    """Adds a note to an exception, once; before Python 3.11, as a cause that bears it."""
     if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif getattr(error.__cause__, "args", None) != (note,):
         cause = RuntimeError(note)
+        # What would have been shown as the reason still is.
         cause.__cause__ = error.__cause__
+        cause.__context__ = error.__context__
+        cause.__suppress_context__ = error.__suppress_context__
         error.__cause__ = cause

@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -115,14 +115,20 @@ class Checkpoint:
         function: what to run; a second run on the same input must save the same tensors.
         context: the modes of the caller, for both runs.
         stream: the stream on which it computes, for both runs.
+        within: a context manager to recompute in.
     """
 
     def __init__(
-        self, function: Callable[[Batch], Batch], context: Context, stream: AbstractStream
+        self,
+        function: Callable[[Batch], Batch],
+        context: Context,
+        stream: AbstractStream,
+        within: AbstractContextManager[None],
     ) -> None:
         self.function = function
         self.context = context
         self.stream = stream
+        self.within = within
         self.slots: list[Slot] = []
         self.kept: tuple[Batch, list[int], RNGState] | None = None
 
@@ -142,7 +148,7 @@ class Checkpoint:
                 "is computed again from this input; have its first layer compute out of place, "
                 "or clone the input there"
             )
-        rng.forget_unused()
+        rng.settle()
         self.kept = batch, versions, rng
         return output
 
@@ -157,8 +163,12 @@ class Checkpoint:
             RuntimeError: the input was changed in place since, or the function saves otherwise
                 than it did.
         """
-        if self.kept is None:
-            return
+        if self.kept is not None:
+            with self.within:
+                self._fill()
+
+    def _fill(self) -> None:
+        assert self.kept is not None
         (batch, versions, rng), self.kept = self.kept, None
         if versions != [version_of(tensor) for tensor in batch]:
             raise RuntimeError(
@@ -245,7 +255,10 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(input)
     checkpointed = Checkpoint(
-        lambda batch: batch.call(function), Context.capture(), current_stream(batch[0].device)
+        lambda batch: batch.call(function),
+        Context.capture(),
+        current_stream(batch[0].device),
+        nullcontext(),
     )
     return checkpointed.attach(checkpointed.forward(batch)).value
 

@@ -154,7 +154,7 @@ class GPipe(nn.Module):
         plain: nn.Sequential = self.__dict__["_plain"]
         if plain._modules != layers:
             plain = self.__dict__["_plain"] = nn.Sequential(OrderedDict(layers))  # type: ignore[arg-type]
-        plain.training = self.training
+            plain.training = self.training
         return plain
 
     def train(self, mode: bool = True) -> GPipe:
@@ -229,7 +229,7 @@ class GPipe(nn.Module):
         own = []
         for key in keys:
             path = key.split(".")
-            if path[0] == "partitions" and len(path) > 2:
+            if path[0] == "partitions" and len(path) > 2 and path[2] in partition_of:
                 path = path[2:]
             if path[0] in partition_of:
                 path = ["partitions", str(partition_of[path[0]]), *path]
@@ -293,6 +293,11 @@ def _is_positive_int(value: object) -> bool:
 
 
 def _checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
+    if not isinstance(balance, Iterable):
+        raise TypeError(
+            "balance must be a sequence with the number of layers of each partition "
+            f"(balance: {balance!r}); for one partition, pass [{len(module)}]"
+        )
     sizes = list(balance)
     if not all(_is_positive_int(size) for size in sizes):
         raise ValueError(
@@ -310,7 +315,7 @@ def _checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]
 
 def _checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
     found: Sequence[Device]
-    if isinstance(devices, (str, torch.device)):
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
         raise TypeError(
             "devices must be a sequence with a device for each partition "
             f"(devices: {devices!r}); for one that all share, pass [{str(devices)!r}] * "
@@ -326,7 +331,16 @@ def _checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[
             f"(partitions: {partitions}, devices: {[str(device) for device in found]}); "
             "use fewer partitions, or name a device several times"
         )
-    return [canonical_device(device) for device in found[:partitions]]
+    chosen = [canonical_device(device) for device in found[:partitions]]
+    known = [torch.device("cpu"), *accelerators()]
+    for device in chosen:
+        if device not in known and device.type != "meta":
+            raise ValueError(
+                "devices must be the CPU or accelerators of this machine "
+                f"(device: {device}, there are: {', '.join(map(str, known))}); name one that is "
+                "there, several times if need be"
+            )
+    return chosen
 
 
 def _moving_denied() -> TypeError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from itertools import chain, islice
+from itertools import chain, combinations, starmap
 from typing import Any, TypeAlias
 
 import torch
@@ -33,7 +33,7 @@ class Batch:
         TypeError: the value is neither a tensor nor a plain tuple of tensors.
     """
 
-    __slots__ = ("atomic", "parts")
+    __slots__ = ("atomic", "parts", "shares_memory")
 
     def __init__(
         self, value: TensorOrTensors, skips: Mapping[Any, Tensor | None] | None = None
@@ -45,6 +45,8 @@ class Batch:
         self.parts: dict[Any, Tensors] = {VALUE: (value,) if isinstance(value, Tensor) else value}
         for key, tensor in (skips or {}).items():
             self.parts[key] = () if tensor is None else (tensor,)
+        #: Whether one of the tensors is a view of another, or of what another is a view of.
+        self.shares_memory = any(starmap(_is_alias_of, combinations(self.tensors, 2)))
 
     @property
     def value(self) -> TensorOrTensors:
@@ -63,8 +65,8 @@ class Batch:
 
     @property
     def tensors(self) -> Tensors:
-        """All tensors: those of the value, then those of the skips."""
-        return tuple(chain.from_iterable(self.parts.values()))
+        """All tensors, each once: those of the value, then those of the skips."""
+        return _distinct(self.parts.values())
 
     @property
     def requires_grad(self) -> bool:
@@ -80,19 +82,22 @@ class Batch:
         return Batch(self.value, skips)
 
     def replace(self, tensors: Iterable[Tensor]) -> Batch:
-        """The same micro-batch with other tensors."""
+        """The same micro-batch with others instead of its :attr:`tensors`."""
         return self.map(lambda *_: tensors, self.parts)
 
     def map(self, function: Callable[..., Iterable[Tensor]], parts: Iterable[Any]) -> Batch:
-        """The same micro-batch, some parts replaced by what a function of their tensors gives."""
+        """The same micro-batch, some parts replaced by what a function of their tensors gives.
+
+        What is one tensor in several places stays one.
+        """
         chosen = {key: self.parts[key] for key in parts}
-        found = tuple(chain.from_iterable(chosen.values()))
+        found = _distinct(chosen.values())
         if not found:
             return self
-        tensors = iter(function(*found))
+        replaced = dict(zip(map(id, found), function(*found)))
         batch = copy(self)
         batch.parts = self.parts | {
-            key: tuple(islice(tensors, len(old))) for key, old in chosen.items()
+            key: tuple([replaced[id(tensor)] for tensor in old]) for key, old in chosen.items()
         }
         return batch
 
@@ -107,6 +112,14 @@ class Batch:
 
     def __getitem__(self, index: int) -> Tensor:
         return self.tensors[index]
+
+
+def _distinct(parts: Iterable[Tensors]) -> Tensors:
+    return tuple({id(tensor): tensor for tensor in chain.from_iterable(parts)}.values())
+
+
+def _is_alias_of(a: Tensor, b: Tensor) -> bool:
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 def check(value: object) -> None:
@@ -181,17 +194,18 @@ def gather(outputs: Sequence[Batch]) -> TensorOrTensors:
     first = outputs[0]
     if len(outputs) == 1:
         return first.value
-    forms = [(batch.atomic, len(batch)) for batch in outputs]
-    if len(set(forms)) > 1:
+    values = [batch.parts[VALUE] for batch in outputs]
+    if len({(batch.atomic, len(value)) for batch, value in zip(outputs, values)}) > 1:
         raise ValueError(
             "the outputs of all micro-batches must have the same number of tensors "
-            f"(numbers of tensors: {[len(batch) for batch in outputs]}); "
+            f"(numbers of tensors: {[len(value) for value in values]}); "
             "make the last layer return the same structure whatever the batch size"
         )
-    if any(tensor.dim() == 0 for tensor in first):
+    if any(tensor.dim() == 0 for tensor in chain.from_iterable(values)):
         raise ValueError(
             "every output tensor must have a batch dimension, since the micro-batches are joined "
-            f"along dimension 0 (shapes: {[tuple(tensor.shape) for tensor in first]}); give it "
-            "one with unsqueeze(0), or compute a loss outside of the wrapped model"
+            f"along dimension 0 (shapes: {[tuple(tensor.shape) for tensor in values[0]]}); give "
+            "it one with unsqueeze(0), or compute a loss outside of the wrapped model"
         )
-    return first.replace([torch.cat(tensors) for tensors in zip(*outputs)]).value
+    joined = tuple([torch.cat(tensors) for tensors in zip(*values)])
+    return joined[0] if first.atomic else joined

@@ -66,9 +66,11 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     weights that are never loaded cannot pass for loaded ones. What is shared stays shared.
 
     Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices.
+        ValueError: a parameter or buffer is shared by partitions on different devices, or could
+            not be loaded after it was made.
     """
     verify_sharing(partitions, devices)
+    verify_loading(partitions, devices)
     before = [
         (table, name, tensor)
         for partition in partitions
@@ -107,6 +109,24 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
                     f"({other}: {other_device}, {name}: {device}); choose a balance that keeps "
                     "these layers in one partition, or put their partitions on one device"
                 )
+
+
+def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Checks that no buffer is of the meta device that would pass for one with a value.
+
+    Raises:
+        ValueError: a buffer of integers or flags is on the meta device and not in the state dict.
+    """
+    for partition, device in zip(partitions, devices):
+        for path, module in partition.named_modules() if device.type != "meta" else ():
+            for name in sorted(module._non_persistent_buffers_set):
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.is_meta and not buffer.is_floating_point():
+                    raise ValueError(
+                        "a buffer that no state dict has must have its value when the module is "
+                        f"wrapped (buffer: {path}.{name}, {buffer.dtype}, on the meta device); "
+                        "make it on the CPU, or register it with persistent=True and load it"
+                    )
 
 
 def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:

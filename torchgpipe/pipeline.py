@@ -110,6 +110,9 @@ class Pipeline:
         for cycle in clock_cycles(len(self.batches), len(self.partitions)):
             tasks = [(self.devices[j], partial(self.step, i, j)) for i, j in cycle]
             self.workers.run(tasks, self.context)
+        for state in self.states:
+            if state is not None:
+                state.settle()
 
     def step(self, i: int, j: int) -> None:
         """Computes a cell, between the two ends of the fence that orders backward."""

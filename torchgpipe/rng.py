@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,11 +15,14 @@ from torchgpipe.stream import use_device
 __all__: list[str] = []
 
 #: The CPU's default generator is one for all threads: one of them at a time turns it back.
-_cpu_generator = threading.Lock()
+_cpu_generator = threading.RLock()
+
+#: The default generators: that of the CPU, and that of the device where it is another.
+CPU, DEVICE = "cpu", "device"
 
 
 class RNGState:
-    """The states of the default generators of the CPU and of a device, as they are now.
+    """The states of the default generators of the CPU and of a device, before a computation.
 
     Args:
         device: the device where random numbers are drawn.
@@ -27,42 +30,57 @@ class RNGState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.cpu: Tensor | None = torch.get_rng_state()
-        self.accelerator: Tensor | None = None
-        if device.type not in ("cpu", "meta"):
-            with use_device(device):
-                self.accelerator = self._module.get_rng_state()
+        self.before = self._get([CPU] if device.type in ("cpu", "meta") else [CPU, DEVICE])
+        self.after: dict[str, Tensor] = {}
 
-    def forget_unused(self) -> None:
-        """Lets go of the CPU's state if no number was drawn from it since it was taken.
+    def settle(self) -> None:
+        """Takes note of the states after the computation.
 
-        Then restoring leaves the CPU's generator alone, and accelerators that draw from their
-        own recompute side by side.
+        Generators that it has not drawn from will be left alone. So accelerators that draw from
+        their own recompute side by side.
         """
-        if self.cpu is not None and torch.equal(self.cpu, torch.get_rng_state()):
-            self.cpu = None
+        after = self._get(self.before)
+        self.after = {
+            name: state
+            for name, state in after.items()
+            if not torch.equal(state, self.before[name])
+        }
+        self.before = {name: self.before[name] for name in self.after}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Has the generators in these states within a ``with`` block, and then as before."""
-        with nullcontext() if self.cpu is None else _cpu_generator:
-            before = RNGState(self.device)
-            if self.cpu is None:
-                before.cpu = None
-            self._set()
+        """Has the generators as before the computation within a ``with`` block, then as now.
+
+        Raises:
+            RuntimeError: the block drew other numbers than the computation.
+        """
+        with _cpu_generator if CPU in self.before else nullcontext():
+            now = self._get(self.before)
+            self._set(self.before)
             try:
                 yield
+                again = self._get(self.after)
             finally:
-                before._set()
+                self._set(now)
+        for name, state in again.items():
+            # Where nothing was drawn, it was another thread that drew before.
+            if not any(torch.equal(state, other[name]) for other in (self.before, self.after)):
+                raise RuntimeError(
+                    "a recomputation must draw the same random numbers as the forward (generator: "
+                    f"{self.device if name == DEVICE else CPU}); while layers draw from it, no "
+                    "other thread may: let layers on an accelerator draw from the accelerator's "
+                    "generator, or use checkpoint='never'"
+                )
 
-    def _set(self) -> None:
-        if self.cpu is not None:
-            torch.set_rng_state(self.cpu)
-        if self.accelerator is not None:
-            with use_device(self.device):
-                self._module.set_rng_state(self.accelerator)
+    def _get(self, names: Iterable[str]) -> dict[str, Tensor]:
+        with use_device(self.device):
+            return {name: self._module(name).get_rng_state() for name in names}
 
-    @property
-    def _module(self) -> Any:
+    def _set(self, states: dict[str, Tensor]) -> None:
+        with use_device(self.device):
+            for name, state in states.items():
+                self._module(name).set_rng_state(state)
+
+    def _module(self, name: str) -> Any:
         # torch.cuda, torch.xpu, ...
-        return torch.get_device_module(self.device)
+        return torch if name == CPU else torch.get_device_module(self.device)

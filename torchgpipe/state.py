@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 __all__: list[str] = []
 
@@ -30,31 +30,34 @@ class LayersState:
     def __init__(self, layers: nn.Module) -> None:
         self._flags: list[tuple[nn.Module, bool]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._parameters: list[Tensor] = []
+        self._versions: list[int] | None = None
         self._norms: list[nn.Module] = []
         for module in layers.modules():
             self._flags.append((module, module.training))
             for name, parameter in module._parameters.items():
                 self._tensors.append((module._parameters, name, parameter))
                 if parameter is not None:
-                    self._versions.append((parameter, version_of(parameter)))
+                    self._parameters.append(parameter)
             for name, buffer in module._buffers.items():
                 self._tensors.append((module._buffers, name, buffer))
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
 
+    def settle(self) -> None:
+        """From now on, until the layers run again, parameters must not be changed in place."""
+        self._versions = [version_of(parameter) for parameter in self._parameters]
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restores what there was within a ``with`` block, and then what there was before it.
 
-        Meanwhile torch's own norms update running statistics of undefined value: in training
-        mode, the only one in which they update them, neither their output nor their gradient
-        depends on them.
+        Meanwhile norms update copies of their running statistics.
 
         Raises:
-            RuntimeError: a parameter has been changed in place.
+            RuntimeError: a parameter has been changed in place by others than the layers.
         """
-        for parameter, version in self._versions:
+        for parameter, version in zip(self._parameters, self._versions or ()):
             if version_of(parameter) != version:
                 raise RuntimeError(
                     "under checkpointing, parameters must not be changed in place between a "
@@ -69,20 +72,20 @@ class LayersState:
             _set_tensors(self._tensors)
             for norm in self._norms:
                 for name, buffer in norm._buffers.items():
-                    if name in ("running_mean", "running_var") and buffer is not None:
-                        norm._buffers[name] = torch.empty_like(buffer)
-                    elif name == "num_batches_tracked" and buffer is not None:
-                        # Divided by, so of a defined value.
+                    if buffer is not None:
                         norm._buffers[name] = buffer.clone()
             yield
+            self.settle()
         finally:
             _set_tensors(tensors)
             _set_flags(flags)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; not counted for those made in inference mode."""
-    return -1 if tensor.is_inference() else tensor._version
+    """How often a tensor was changed in place, -1 if nobody counts that."""
+    if is_lazy(tensor) or tensor.is_inference():
+        return -1
+    return tensor._version
 
 
 def _set_flags(flags: list[tuple[nn.Module, bool]]) -> None:

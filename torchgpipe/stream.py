@@ -50,8 +50,8 @@ def device_types() -> tuple[str, ...]:
 def canonical_device(device: Device) -> torch.device:
     """The device as tensors name it: accelerators with an index, the CPU without one."""
     device = torch.device(device)
-    if device.type in STREAMLESS:
-        return torch.device("cpu") if device.type == "cpu" else device
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
     if device.index is None:
         return torch.device(device.type, torch.accelerator.current_device_index())
     return device

@@ -97,14 +97,16 @@ class Workers:
             wait(futures, return_when=FIRST_EXCEPTION)
             wait([future for future in futures if not future.cancel()])
             for future in reversed(futures):
-                if not future.cancelled():
-                    future.result()
+                # Not result(), which takes an exception that is false for none.
+                if not future.cancelled() and (error := future.exception()) is not None:
+                    raise error
         finally:
             # Also where the caller was interrupted, wherever that was.
             for future in futures:
                 future.cancel()
             # The error refers to this frame, and the futures to the error.
             del future, futures
+            error = None
 
     def _worker(self, device: torch.device) -> Worker:
         if self._process != os.getpid():

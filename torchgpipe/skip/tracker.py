@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import TracebackType
 
 from torch import Tensor
 
@@ -58,12 +58,20 @@ def current_skip_tracker() -> SkipTracker:
     return _thread_local.tracker
 
 
-@contextmanager
-def use_skip_tracker(tracker: SkipTracker) -> Iterator[None]:
+class use_skip_tracker:
     """Makes a tracker the one of this thread within a ``with`` block."""
-    previous = _thread_local.tracker
-    _thread_local.tracker = tracker
-    try:
-        yield
-    finally:
-        _thread_local.tracker = previous
+
+    def __init__(self, tracker: SkipTracker) -> None:
+        self.tracker = tracker
+
+    def __enter__(self) -> None:
+        self.previous = _thread_local.tracker
+        _thread_local.tracker = self.tracker
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _thread_local.tracker = self.previous
