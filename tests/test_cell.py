@@ -74,9 +74,9 @@ def test_graph(arriving, departing, checkpoint):
 def test_fork_and_join():
     x = torch.ones(2, requires_grad=True)
     cell = make(Double())
-    assert cell.join(Batch(x), None)[0] is x
+    assert cell.join(Batch(x), [])[0] is x
     batch, phony = cell.fork(Batch(x * 1))
-    batch = cell.join(batch, phony)
+    batch = cell.join(batch, [phony])
     assert names(batch[0])[0] == "Join"
 
 
@@ -86,7 +86,7 @@ def test_structure_is_kept():
     x = torch.ones(2, requires_grad=True)
     for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
         output, phony = cell.fork(cell.compute(cell.arrive(batch)))
-        output = cell.join(output, phony)
+        output = cell.join(output, [phony])
         assert (output.atomic, len(output)) == (batch.atomic, len(batch))
         assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
 
@@ -269,7 +269,7 @@ def test_lanes(lanes, applied):
     )
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
-    batch = cell.compute(cell.join(batch, phony))
+    batch = cell.compute(cell.join(batch, [phony]))
     batch, _ = cell.fork(batch)
     assert applied == [
         ("Copy", "copy"),

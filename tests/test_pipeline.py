@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.helpers import CPUS, Log, nodes, plain, reaches, run_pipeline
 from torchgpipe.pipeline import clock_cycles
+from torchgpipe.stream import CopyStreams
 from torchgpipe.worker import Workers
 
 CPU = torch.device("cpu")
@@ -76,12 +77,9 @@ def test_backward_takes_the_micro_batches_in_reverse(devices, m, checkpointed, r
         assert backward == list(reversed(range(m)))
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("checkpointed", [0, 3])
-@pytest.mark.parametrize("devices", [[CPU] * 2, CPUS[:2]], ids=["one device", "two devices"])
-def test_fence(devices, checkpointed, requires_grad):
-    """The graph itself orders backward, whatever autograd would do of its own accord."""
-    partitions = [nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))]
+def graph_of(devices, m, checkpointed, requires_grad):
+    """The autograd graph of a step, and in it the node of the layer of each cell."""
+    partitions = [nn.Sequential(nn.Linear(1, 1)) for _ in devices]
     layers = {}
     for j, partition in enumerate(partitions):
 
@@ -89,9 +87,17 @@ def test_fence(devices, checkpointed, requires_grad):
             layers[len([i for i, k in layers if k == j]), j] = output.grad_fn
 
         partition.register_forward_hook(hook)
-    x = torch.rand(3, 1, requires_grad=requires_grad)
-    graph = nodes(run_pipeline(partitions, devices, x, chunks=3, checkpointed=checkpointed))
+    x = torch.rand(m, 1, requires_grad=requires_grad)
+    output = run_pipeline(partitions, devices, x, chunks=m, checkpointed=checkpointed)
+    return nodes(output), layers
 
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("checkpointed", [0, 3])
+@pytest.mark.parametrize("devices", [[CPU] * 2, CPUS[:2]], ids=["one device", "two devices"])
+def test_fence(devices, checkpointed, requires_grad):
+    """The graph itself orders backward, whatever autograd would do of its own accord."""
+    graph, layers = graph_of(devices, 3, checkpointed, requires_grad)
     for i in (1, 2):
         # [1] The gradient that leaves the layers leads to the micro-batch before.
         assert reaches(graph, layers[i, 1], layers[i - 1, 1])
@@ -105,6 +111,17 @@ def test_fence(devices, checkpointed, requires_grad):
             and not any(reaches(graph, node, layers[k, 1]) for k in range(3))
         ]
         assert requires_grad or any(reaches(graph, join, layers[i - 1, 0]) for join in joins)
+
+
+@pytest.mark.parametrize("checkpointed", [0, 5])
+def test_no_device_is_ahead_by_as_many_as_there_are_copy_streams(checkpointed, monkeypatch):
+    monkeypatch.setattr(CopyStreams, "NUMBER", 4)
+    graph, layers = graph_of(CPUS[:3], 6, checkpointed, requires_grad=True)
+    for i in range(6):
+        for j in (1, 2):
+            for later in range(6):
+                leads = reaches(graph, layers[later, j - 1], layers[i, j])
+                assert leads == (later >= i + 3), (i, j, later)
 
 
 def mlp(j):

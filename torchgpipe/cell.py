@@ -25,7 +25,7 @@ nowhere before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -106,12 +106,12 @@ class Cell:
                 batch = checkpoint.attach(batch)
         return batch
 
-    def join(self, batch: Batch, phony: Tensor | None) -> Batch:
-        """Has this cell differentiated before the cell that the phony comes from."""
-        if phony is None:
-            return batch
+    def join(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:
+        """Has this cell differentiated before those that the phonies come from."""
         with use_stream(self.copy_stream):
-            return batch.replace(join(batch.tensors, phony))
+            for phony in phonies:
+                batch = batch.replace(join(batch.tensors, phony))
+        return batch
 
     def fork(self, batch: Batch) -> tuple[Batch, Tensor]:
         """Branches off the phony for a cell that is to be differentiated before this one."""

@@ -31,11 +31,17 @@ There the join is behind the layers [1']: a micro-batch begins to be differentia
 after it has begun, which autograd then finishes first, since among what is ready it takes what was
 recorded last.
 
+A few copy streams on each device serve all micro-batches in turn. In backward, a device that got
+ahead of the one before it by as many micro-batches would put a gradient on a copy stream that still
+has to pass on an earlier one, which would then wait for it. So the host does not issue a cell
+before the cell so many micro-batches later in the partition before: its phony leads there, too [3].
+
 Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -100,8 +106,9 @@ class Pipeline:
         self.context = Context.capture()
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
         self.streams = [current_stream(device) for device in devices]
-        #: What the next micro-batch in each partition depends on.
-        self.phonies: list[Tensor | None] = [None for _ in devices]
+        self.lead = CopyStreams.NUMBER - 1
+        #: For each cell, the phonies of those that are to be differentiated after it.
+        self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
         #: Of each micro-batch, what was stashed and not popped yet.
         self.skips: list[dict[Skip, Tensor | None]] = [{} for _ in batches]
 
@@ -119,14 +126,18 @@ class Pipeline:
         cell = self.cell(i, j)
         popped = {skip: self.skips[i].pop(skip) for skip in self.skip_layout.popped[j]}
         batch = cell.arrive(self.batches[i].with_skips(popped))
+        phonies = self.phonies.pop((i, j), [])
         if batch.requires_grad:
-            batch = cell.join(batch, self.phonies[j])  # [1]
+            batch = cell.join(batch, phonies)  # [1]
             batch = cell.compute(batch)
         else:
             batch = cell.compute(batch)
-            batch = cell.join(batch, self.phonies[j])  # [1']
+            batch = cell.join(batch, phonies)  # [1']
         if i + 1 < len(self.batches):
-            batch, self.phonies[j] = cell.fork(batch)  # [2]
+            batch, phony = cell.fork(batch)  # [2]
+            self.phonies[i + 1, j].append(phony)
+            if cell.arriving and i + self.lead < len(self.batches):
+                self.phonies[i + self.lead, j - 1].append(phony)  # [3]
         self.skips[i].update(batch.skips)
         self.batches[i] = batch.with_skips({})
 

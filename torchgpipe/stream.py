@@ -165,12 +165,15 @@ def memory_allocated(device: torch.device) -> int | None:
 
 
 class CopyStreams:
-    """The copy streams of a wrapper: one for each micro-batch on each device, made once.
+    """The copy streams of a wrapper, made once, which micro-batches take in turns on each device.
 
-    A copy stream is never the compute stream, which it would delay. The pool of a device is
-    finite, so copy streams of different micro-batches may be the same: copies of the one then
-    also wait for those of the other, and nothing else changes.
+    A copy stream is never the compute stream, which it would delay. There are fewer than the pool
+    of a device has, so that those of neighbouring micro-batches are not the same one. Were they,
+    copies of the one would wait for those of the other, which takes time and changes nothing else.
     """
+
+    #: How many there are on each device.
+    NUMBER = 16
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, int], AbstractStream] = {}
@@ -180,6 +183,7 @@ class CopyStreams:
         device = compute_stream.device
         if device.type in STREAMLESS:
             return compute_stream
+        i %= self.NUMBER
         stream = self._streams.get((device, i))
         if stream is None or stream == compute_stream:
             stream = new_stream(device)
