@@ -225,12 +225,16 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=0.003, help="the highest learning rate")
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
     parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of an operator on the CPU; small ones need no more"
+    )
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Trains both models; returns 0 if both trained as they should."""
     options = parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
     results = [
         train("U-Net", unet, options),
         train("transformer", transformer, options),

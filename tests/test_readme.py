@@ -1,42 +1,61 @@
-"""The code of the README runs, block after block."""
+"""The code of the README and of the guide runs, block after block."""
 
 import re
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from torchgpipe import GPipe
 
-README = Path(__file__).parent.parent / "README.rst"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.rst"
+GUIDE = sorted((ROOT / "docs").glob("*.rst"))
 
 
-def test_code(tmp_path, monkeypatch):
-    blocks = re.findall(r"\.\. code-block:: python\n\n((?:   .*\n|\n)+)", README.read_text("utf-8"))
-    assert len(blocks) == 5
-    assert "GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)" in blocks[0]
-
-    # The accelerators of a machine may be fewer than the partitions of the README.
+@pytest.fixture
+def run(monkeypatch):
+    """Runs the code blocks of a file, and returns their names."""
+    # The accelerators of a machine may be fewer than the partitions of the examples.
     monkeypatch.setattr("torchgpipe.gpipe.accelerators", list)
-    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    a, b, c, d = layers
-    names = {
-        "GPipe": GPipe,
-        "F": F,
-        "nn": nn,
-        "torch": torch,
-        "layers": layers,
-        "path": tmp_path / "model.pt",
-        "loader": [(torch.rand(16, 4), torch.randint(4, (16,)))] * 2,
-        "a": a,
-        "b": b,
-        "c": c,
-        "d": d,
-    }
-    for block in blocks:
-        exec(compile(dedent(block), str(README), "exec"), names)
 
+    def run(file, **names):
+        blocks = re.findall(
+            r"\.\. code-block:: python\n\n((?:   .*\n|\n)+)", file.read_text("utf-8")
+        )
+        assert blocks
+        names |= {"__name__": file.stem, "GPipe": GPipe, "F": F, "nn": nn, "torch": torch}
+        for block in blocks:
+            exec(compile(dedent(block), str(file), "exec"), names)
+        return names
+
+    return run
+
+
+def test_readme(run, tmp_path):
+    assert "GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)" in README.read_text("utf-8")
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    names = run(
+        README,
+        layers=layers,
+        sample=torch.rand(2, 4),
+        path=tmp_path / "model.pt",
+        loader=[(torch.rand(16, 4), torch.randint(4, (16,)))] * 2,
+        **dict(zip("abcd", layers)),
+    )
     assert all(p.grad is not None for p in layers.parameters())
-    assert list(torch.load(names["path"])) == list(layers.state_dict())
+    assert torch.load(names["path"]).keys() == names["model"].module.state_dict().keys()
+
+
+@pytest.mark.parametrize("file", GUIDE, ids=lambda file: file.stem)
+def test_guide(run, file):
+    run(file)
+
+
+def test_links():
+    for file in [README, *GUIDE]:
+        for link in re.findall(r"<(docs/[^>]*)>", file.read_text("utf-8")):
+            assert (ROOT / link).exists()
