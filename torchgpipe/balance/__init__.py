@@ -39,7 +39,8 @@ def balance_by_time(
         sample: an input of the size of a micro-batch, on any device.
 
     Keyword Args:
-        timeout: how many seconds to measure. Each layer is run at least twice.
+        timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
+            once at least.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 

@@ -119,7 +119,8 @@ def profile_layers(
         sample: an input of the size of a micro-batch, on any device.
 
     Keyword Args:
-        timeout: how many seconds to measure. Each layer is run at least twice.
+        timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
+            once at least.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 
@@ -137,9 +138,9 @@ def profile_layers(
         layers = layerwise_sandbox(module, where)
         for k, (name, layer) in enumerate(_shown(layers, len(module)) if progress else layers):
             sandbox = Sandbox(layer, batch, where)
-            for _ in range(2):
-                # The first time is a warm-up, which may allocate what stays.
-                activations = sandbox.activations()
+            # A warm-up, which may allocate what stays.
+            sandbox.run()
+            activations = sandbox.activations()
             share = (end - monotonic()) / (len(module) - k)
             forward, backward = sandbox.times(monotonic() + share)
             batch = sandbox.output
@@ -188,24 +189,29 @@ class Sandbox:
 
     def times(self, end: float) -> tuple[float, float]:
         """Runs the layer until the time is over, and once at least; the median times it takes."""
-        forward: list[float] = []
-        backward: list[float] = []
-        while not forward or monotonic() < end:
-            batch = self._input()
+        runs = [self.run()]
+        while monotonic() < end:
+            runs.append(self.run())
+        forward, backward = zip(*runs)
+        return median(forward), median(backward)
+
+    def run(self) -> tuple[float, float]:
+        """Runs the layer; the times of its forward and of its backward."""
+        batch = self._input()
+        self.stopwatch.start()
+        output = self._forward(batch)
+        forward, backward = self.stopwatch.stop(), 0.0
+        # What passes by the layer is not differentiated here.
+        parts = [output.parts[key] for key in output.parts if key not in self.batch.skips]
+        outputs = [x for x in chain(*parts) if x.requires_grad]
+        if outputs:
+            gradients = [torch.ones_like(x) for x in outputs]
             self.stopwatch.start()
-            output = self._forward(batch)
-            forward.append(self.stopwatch.stop())
-            # What passes by the layer is not differentiated here.
-            parts = [output.parts[key] for key in output.parts if key not in self.batch.skips]
-            outputs = [x for x in chain(*parts) if x.requires_grad]
-            if outputs:
-                gradients = [torch.ones_like(x) for x in outputs]
-                self.stopwatch.start()
-                torch.autograd.backward(outputs, gradients)
-                backward.append(self.stopwatch.stop())
-            self.layer.zero_grad()
+            torch.autograd.backward(outputs, gradients)
+            backward = self.stopwatch.stop()
+        self.layer.zero_grad()
         self.output = _leaves(output)
-        return median(forward), median(backward) if backward else 0.0
+        return forward, backward
 
     def _input(self) -> Batch:
         # Not leaves themselves, which a layer could not change in place.
