@@ -45,7 +45,7 @@ from torchgpipe.stream import AbstractStream, use_stream
 __all__: list[str] = []
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Cell:
     """One micro-batch ``i`` in one partition ``j``.
 

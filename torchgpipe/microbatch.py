@@ -33,7 +33,7 @@ class Batch:
         TypeError: the value is neither a tensor nor a plain tuple of tensors.
     """
 
-    __slots__ = ("atomic", "parts", "shares_memory")
+    __slots__ = ("_single", "atomic", "parts", "shares_memory")
 
     def __init__(
         self, value: TensorOrTensors, skips: Mapping[Any, Tensor | None] | None = None
@@ -45,8 +45,12 @@ class Batch:
         self.parts: dict[Any, Tensors] = {VALUE: (value,) if isinstance(value, Tensor) else value}
         for key, tensor in (skips or {}).items():
             self.parts[key] = () if tensor is None else (tensor,)
+        # Most are. All else in this class holds for any, but takes its time.
+        self._single = self.atomic and not skips
         #: Whether one of the tensors is a view of another, or of what another is a view of.
-        self.shares_memory = any(starmap(_is_alias_of, combinations(self.tensors, 2)))
+        self.shares_memory = not self._single and any(
+            starmap(_is_alias_of, combinations(self.tensors, 2))
+        )
 
     @property
     def value(self) -> TensorOrTensors:
@@ -66,7 +70,7 @@ class Batch:
     @property
     def tensors(self) -> Tensors:
         """All tensors, each once: those of the value, then those of the skips."""
-        return _distinct(self.parts.values())
+        return self.parts[VALUE] if self._single else _distinct(self.parts.values())
 
     @property
     def requires_grad(self) -> bool:
@@ -79,11 +83,13 @@ class Batch:
 
     def with_skips(self, skips: Mapping[Any, Tensor | None]) -> Batch:
         """The same value beside other skips."""
-        return Batch(self.value, skips)
+        return Batch(self.value, skips) if skips or len(self.parts) > 1 else self
 
     def replace(self, tensors: Iterable[Tensor]) -> Batch:
         """The same micro-batch with others instead of its :attr:`tensors`."""
-        return self.map(lambda *_: tensors, self.parts)
+        return (
+            Batch(next(iter(tensors))) if self._single else self.map(lambda *_: tensors, self.parts)
+        )
 
     def map(self, function: Callable[..., Iterable[Tensor]], parts: Iterable[Any]) -> Batch:
         """The same micro-batch, some parts replaced by what a function of their tensors gives.

@@ -106,11 +106,28 @@ class Pipeline:
         self.context = Context.capture()
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
         self.streams = [current_stream(device) for device in devices]
+        #: For each partition, the parts of a micro-batch that come from another device, or go to
+        #: one, and the partition there. Skips come first, since they have been ready for longer.
+        self.sources = [
+            self.elsewhere(j, {**skip_layout.popped[j], VALUE: j - 1}) for j in range(len(devices))
+        ]
+        self.targets = [
+            self.elsewhere(j, {**skip_layout.stashed[j], VALUE: j + 1}) for j in range(len(devices))
+        ]
         self.lead = CopyStreams.NUMBER - 1
         #: For each cell, the phonies of those that are to be differentiated after it.
         self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
         #: Of each micro-batch, what was stashed and not popped yet.
         self.skips: list[dict[Skip, Tensor | None]] = [{} for _ in batches]
+
+    def elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
+        """Of the parts of a micro-batch, those at partitions on other devices than ``j``."""
+        n = len(self.devices)
+        return {
+            part: k
+            for part, k in parts.items()
+            if 0 <= k < n and self.devices[k] != self.devices[j]
+        }
 
     def run(self) -> None:
         """Computes all cells, clock cycle by clock cycle."""
@@ -143,10 +160,6 @@ class Pipeline:
 
     def cell(self, i: int, j: int) -> Cell:
         """The cell of micro-batch ``i`` in partition ``j``."""
-        n = len(self.partitions)
-        # Skips first, since they have been ready for longer.
-        sources: dict[Any, int] = {**self.skip_layout.popped[j], VALUE: j - 1} if j > 0 else {}
-        targets: dict[Any, int] = {**self.skip_layout.stashed[j], VALUE: j + 1} if j + 1 < n else {}
         return Cell(
             i,
             j,
@@ -155,10 +168,9 @@ class Pipeline:
             copy_stream=self.copy_streams.get(i, self.streams[j]),
             arriving={
                 part: self.copy_streams.get(i, self.streams[k])
-                for part, k in sources.items()
-                if self.devices[k] != self.devices[j]
+                for part, k in self.sources[j].items()
             },
-            departing=[part for part, k in targets.items() if self.devices[k] != self.devices[j]],
+            departing=self.targets[j],
             context=self.context,
             state=self.states[j],
             checkpoint=i < self.checkpoint_stop,

@@ -73,14 +73,15 @@ class RNGState:
                 )
 
     def _get(self, names: Iterable[str]) -> dict[str, Tensor]:
-        with use_device(self.device):
-            return {name: self._module(name).get_rng_state() for name in names}
+        return {name: self._call(name, "get_rng_state") for name in names}
 
     def _set(self, states: dict[str, Tensor]) -> None:
-        with use_device(self.device):
-            for name, state in states.items():
-                self._module(name).set_rng_state(state)
+        for name, state in states.items():
+            self._call(name, "set_rng_state", state)
 
-    def _module(self, name: str) -> Any:
-        # torch.cuda, torch.xpu, ...
-        return torch if name == CPU else torch.get_device_module(self.device)
+    def _call(self, name: str, function: str, *arguments: Tensor) -> Any:
+        if name == CPU:
+            return getattr(torch, function)(*arguments)
+        with use_device(self.device):
+            # torch.cuda, torch.xpu, ...
+            return getattr(torch.get_device_module(self.device), function)(*arguments)
