@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm, Moments
@@ -184,9 +185,12 @@ def test_conversion_keeps_everything():
     norm = block.norm
     calls = []
     norm.register_forward_hook(lambda *args: calls.append("hook"))
+    norm.register_load_state_dict_pre_hook(lambda *args: calls.append("load"))
     norm.tag = "mine"
     keys, parameters = list(block.state_dict()), list(block.named_parameters())
     assert convert(block) is block
+    assert block.norm is norm
+    assert isinstance(block.norm, (DeferredBatchNorm, nn.BatchNorm2d))
     assert isinstance(block.norm, DeferredBatchNorm)
     assert isinstance(block.other[0], DeferredBatchNorm)
     assert list(block.state_dict()) == keys
@@ -197,14 +201,10 @@ def test_conversion_keeps_everything():
     assert (block.norm.eps, block.norm.momentum, block.norm.tag) == (1e-3, 0.3, "mine")
     block.norm(torch.rand(2, 3, 2, 2))
     assert calls == ["hook"]
+    block.load_state_dict(block.state_dict())
+    assert calls == ["hook", "load"]
     assert list(block.state_dict()) == keys
     assert convert(block.norm) is block.norm
-
-
-def test_shared_norm_stays_shared():
-    norm = nn.BatchNorm1d(2)
-    model = convert(nn.Sequential(norm, nn.Sequential(norm)))
-    assert model[0] is model[1][0]
 
 
 def test_without_statistics_there_is_nothing_to_defer():
@@ -212,24 +212,32 @@ def test_without_statistics_there_is_nothing_to_defer():
     assert convert(norm) is norm
 
 
-class Custom(nn.BatchNorm1d):
-    def forward(self, input):
-        return super().forward(input) + 1
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
 
 
-class Derived(nn.BatchNorm1d):
-    pass
-
-
-@pytest.mark.parametrize("norm", [nn.SyncBatchNorm(2), nn.LazyBatchNorm1d(), Custom(2)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.SyncBatchNorm(2),
+        nn.LazyBatchNorm1d(),
+        Frozen(2),
+        weight_norm(nn.BatchNorm1d(2), dim=None),
+    ],
+)
 def test_others_are_an_error(norm):
+    """Nobody knows what they do besides."""
     name = type(norm).__name__
+    other = nn.BatchNorm1d(2)
     with pytest.raises(TypeError, match=rf"can be deferred \(layer: {name}\); replace"):
-        GPipe(nn.Sequential(nn.Sequential(norm)), [1], devices=["cpu"], deferred_batch_norm=True)
-
-
-def test_derived_classes_that_compute_the_same():
-    assert isinstance(convert(Derived(2)), DeferredBatchNorm)
+        GPipe(
+            nn.Sequential(other, nn.Sequential(norm)),
+            [2],
+            devices=["cpu"],
+            deferred_batch_norm=True,
+        )
+    assert type(other) is nn.BatchNorm1d
 
 
 def test_only_if_asked_for():
@@ -249,6 +257,88 @@ def test_copies(duplicate):
     assert twin[0].num_batches_tracked.item() == 2
     for a, b in zip(model.buffers(), twin.buffers()):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_norm_that_some_micro_batches_bypass(checkpoint):
+    """As with stochastic depth: the statistics are of those that it has seen."""
+
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return self.norm(x) if x[0, 0] > 0 else x * 1
+
+    model = GPipe(
+        nn.Sequential(Sometimes()),
+        [1],
+        devices=["cpu"],
+        chunks=3,
+        checkpoint=checkpoint,
+        deferred_batch_norm=True,
+    )
+    x = torch.rand(6, 2) + 1
+    x[2:4] = -1
+    model(x.requires_grad_()).sum().backward()
+    plain = nn.BatchNorm1d(2)
+    plain(torch.cat([x[:2], x[4:]]))
+    norm = model[0].norm
+    assert norm.num_batches_tracked.item() == 1
+    assert close(norm.running_mean, plain.running_mean)
+    assert close(norm.running_var, plain.running_var)
+
+
+def test_norm_that_comes_twice_is_updated_once():
+    norm = nn.BatchNorm1d(2)
+    model = GPipe(
+        nn.Sequential(norm, norm), [2], devices=["cpu"], chunks=2, deferred_batch_norm=True
+    )
+    model(torch.rand(8, 2))
+    assert norm.num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_half_precision(dtype):
+    """The sums are larger than such numbers can be."""
+    plain = nn.BatchNorm2d(2).to(dtype)
+    model = GPipe(
+        nn.Sequential(copy.deepcopy(plain)),
+        [1],
+        devices=["cpu"],
+        chunks=4,
+        deferred_batch_norm=True,
+    )
+    x = (torch.randn(32, 2, 64, 64) * 4 + 1).to(dtype)
+    plain(x), model(x)
+    for a, b in zip(plain.buffers(), model[0].buffers()):
+        assert torch.allclose(a.float(), b.float(), rtol=0.02)
+
+
+def test_recomputation_beside_another_forward_is_not_counted():
+    """As where a thread goes backward while another one goes forward."""
+    model = GPipe(
+        nn.Sequential(nn.BatchNorm1d(2)),
+        [1],
+        devices=["cpu"],
+        chunks=2,
+        checkpoint="always",
+        deferred_batch_norm=True,
+    )
+    x, y = torch.rand(2, 8, 2)
+    loss = model(x.requires_grad_()).sum()
+    plain = copy.deepcopy(model.module)
+    losses = [loss]
+
+    def hook(*args):
+        if losses:
+            losses.pop().backward()
+
+    model[0].register_forward_hook(hook)
+    model(y), plain(y)
+    assert model[0].num_batches_tracked.item() == 2
+    assert close(model[0].running_mean, plain[0].running_mean)
 
 
 def test_state_of_torchgpipe_0_0_7_loads():

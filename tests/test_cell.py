@@ -11,13 +11,14 @@ from tests.helpers import note_of
 from torchgpipe import cell as cell_module
 from torchgpipe import checkpoint as checkpoint_module
 from torchgpipe import copy as copy_module
-from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.cell import Cell, add_note
+from torchgpipe import is_checkpointing, is_recomputing, note
+from torchgpipe.cell import Cell
 from torchgpipe.checkpoint import Recompute
 from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import Fork, Join
 from torchgpipe.microbatch import VALUE, Batch
+from torchgpipe.note import add_note
 from torchgpipe.state import LayersState
 from torchgpipe.stream import CPUStream
 
@@ -183,7 +184,7 @@ def test_our_own_errors_name_the_cell(change):
 
 
 def test_note_before_python_3_11(monkeypatch):
-    monkeypatch.setattr(cell_module.sys, "version_info", (3, 10, 0))
+    monkeypatch.setattr(note.sys, "version_info", (3, 10, 0))
     error = KeyError("x")
     error.__cause__ = cause = ValueError("why")
     error.__context__ = context = TypeError("while")

@@ -2,14 +2,14 @@
 
 A batch normalisation in a wrapped model normalises each micro-batch by its own mean and variance,
 since the others are not there yet. But the running statistics, which evaluation uses, need not
-suffer: here they are updated once, when the last micro-batch of the mini-batch has come by, with
-the mean and the variance of all of them together.
+suffer: here they are updated once, when all micro-batches of the mini-batch have come by, with the
+mean and the variance of all of them together.
 
 ::
 
     micro-batch         0             1             2
                    mean, var, n  mean, var, n  mean, var, n
-                        └──── merge ──┴──── merge ──┴───→ running_mean, running_var
+                        └──── merge ──┴──── merge ──┴──→ running_mean, running_var
 
 Source of the merge: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
 computing sample variances (1979).
@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchgpipe.checkpoint import is_recomputing
 
@@ -56,84 +55,109 @@ class Moments(NamedTuple):
 class DeferredBatchNorm(_BatchNorm):
     """A batch normalisation that updates its running statistics once per mini-batch.
 
-    It takes the place of an :class:`nn.BatchNorm1d`, :class:`nn.BatchNorm2d` or
-    :class:`nn.BatchNorm3d` by :meth:`convert_deferred_batch_norm`. Outside of a wrapper it does
-    what that does.
+    It is made of an :class:`nn.BatchNorm1d`, :class:`nn.BatchNorm2d` or :class:`nn.BatchNorm3d` by
+    :meth:`convert_deferred_batch_norm`. Outside of a wrapper it does what that does.
     """
 
-    #: What it was converted from.
-    converted_from: type[_BatchNorm]
-    #: How many micro-batches the mini-batch has, how many have come by, and what they add up to.
-    _due: int
-    _seen: int
-    _moments: Moments | None
+    #: Whether micro-batches come by, and what those that have add up to.
+    _collects = False
+    _moments: Moments | None = None
 
-    @classmethod
-    def convert_deferred_batch_norm(cls, module: Module) -> Module:
+    @staticmethod
+    def convert_deferred_batch_norm(module: Module) -> Module:
         """Makes deferred ones of all batch normalisations in a module that have statistics.
 
-        Parameters, buffers, names, hooks and training flags stay the same objects.
+        They stay the same objects: parameters, buffers, names, hooks and flags do, too.
 
         Args:
-            module: a batch normalisation, or a module with some below it, which are replaced.
+            module: a batch normalisation, or a module with some below it.
 
         Returns:
-            The module, or what takes its place.
+            The module.
 
         Raises:
             TypeError: a batch normalisation is not one of torch's own plain ones.
         """
-        found: Module = _convert(module, {})
-        return found
-
-    def _begin(self, micro_batches: int) -> None:
-        self._due = micro_batches
-        self._seen = 0
-        self._moments = None
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        self.converted_from._check_input_dim(self, input)
+        norms = [x for x in module.modules() if isinstance(x, _BatchNorm)]
+        norms = [x for x in norms if x.track_running_stats and not isinstance(x, DeferredBatchNorm)]
+        for norm in norms:
+            if type(norm) not in DEFERRED:
+                raise TypeError(
+                    "only nn.BatchNorm1d, nn.BatchNorm2d and nn.BatchNorm3d can be deferred "
+                    f"(layer: {type(norm).__name__}); replace the layer by one of these, or wrap "
+                    "the model without deferred_batch_norm"
+                )
+        for norm in norms:
+            norm.__class__ = DEFERRED[type(norm)]
+        return module
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training and self.track_running_stats) or self.running_mean is None:
+        mean = self.running_mean
+        if not (self._collects and self.training and mean is not None) or is_recomputing():
             return super().forward(input)
         self._check_input_dim(input)
-        # With a momentum of 1, they become those of this micro-batch.
-        mean, variance = torch.zeros_like(self.running_mean), torch.ones_like(self.running_mean)
+        # With a momentum of 1, these become those of this micro-batch.
+        mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        if not is_recomputing():
+        size = input.numel() // input.size(1)
+        if size:
             with torch.no_grad():
-                size = input.numel() // input.size(1)
-                self._track(Moments(size, mean, variance * (size - 1)) if size else None)
+                moments = Moments(size, mean.float(), variance.float() * (size - 1))
+                self._moments = moments if self._moments is None else self._moments.merged(moments)
         return output
 
-    def _track(self, moments: Moments | None) -> None:
-        if moments is not None:
-            self._moments = moments if self._moments is None else self._moments.merged(moments)
-        self._seen += 1
-        if self._seen == self._due:
-            whole = self._moments
-            self._begin(self._due)
-            if whole is not None:
-                self._update(whole.mean, whole.squares / (whole.size - 1))
+    def _begin(self) -> None:
+        self._collects = True
+        self._moments = None
 
-    def _update(self, mean: Tensor, variance: Tensor) -> None:
-        buffers: Any = self
+    def _end(self) -> None:
+        self._collects = False
+        self._moments = None
+
+    def _update(self) -> None:
+        if self._moments is None:
+            return
+        size, mean, squares = self._moments
         momentum = self.momentum
-        if buffers.num_batches_tracked is not None:
-            buffers.num_batches_tracked.add_(1)
-        if momentum is None:
-            momentum = 1 / float(buffers.num_batches_tracked)
-        buffers.running_mean.lerp_(mean, momentum)
-        buffers.running_var.lerp_(variance, momentum)
+        with torch.no_grad():
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+                if momentum is None:
+                    momentum = 1 / float(self.num_batches_tracked)
+            for running, new in (
+                (self.running_mean, mean),
+                (self.running_var, squares / (size - 1)),
+            ):
+                assert running is not None
+                running.lerp_(new.to(running.dtype), momentum or 0.0)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]
+        self, state_dict, prefix, *args, **kwargs
     ) -> None:
         # What torchgpipe 0.0.7 saved besides.
         for name in ("sum", "sum_squares"):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
+    """A deferred :class:`nn.BatchNorm1d`."""
+
+
+class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
+    """A deferred :class:`nn.BatchNorm2d`."""
+
+
+class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
+    """A deferred :class:`nn.BatchNorm3d`."""
+
+
+#: What becomes of what.
+DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
+    nn.BatchNorm1d: DeferredBatchNorm1d,
+    nn.BatchNorm2d: DeferredBatchNorm2d,
+    nn.BatchNorm3d: DeferredBatchNorm3d,
+}
 
 
 def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
@@ -142,36 +166,14 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
 
 
 @contextmanager
-def one_mini_batch(norms: Sequence[DeferredBatchNorm], micro_batches: int) -> Iterator[None]:
-    """Has norms take what they see within a ``with`` block for the parts of one mini-batch."""
+def deferred_updates(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
+    """Has norms update their statistics once, after a ``with`` block, and not if it raises."""
     for norm in norms:
-        norm._begin(micro_batches)
+        norm._begin()
     try:
         yield
-    finally:
-        # Also after an exception, which some micro-batches did not live to see.
         for norm in norms:
-            norm._begin(1)
-
-
-def _convert(module: Any, converted: dict[nn.Module, nn.Module]) -> Any:
-    if module in converted:
-        return converted[module]
-    converted[module] = module
-    if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm):
-        if type(module).forward is not _BatchNorm.forward or isinstance(module, LazyModuleMixin):
-            raise TypeError(
-                "only nn.BatchNorm1d, nn.BatchNorm2d and nn.BatchNorm3d can be deferred (layer: "
-                f"{type(module).__name__}); replace the layer by one of these, or wrap the model "
-                "without deferred_batch_norm"
-            )
-        if module.track_running_stats:
-            deferred: DeferredBatchNorm = DeferredBatchNorm.__new__(DeferredBatchNorm)
-            deferred.__dict__.update(module.__dict__)
-            deferred.converted_from = type(module)
-            deferred._begin(1)
-            converted[module] = deferred
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = _convert(child, converted)
-    return converted[module]
+            norm._update()
+    finally:
+        for norm in norms:
+            norm._end()

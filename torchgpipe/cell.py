@@ -16,20 +16,18 @@
          │               │
     batch (i, j)       skips
 
-The layers and Wait belong to the device's compute stream, everything else to the copy stream of
-the micro-batch. The autograd engine lets a stream wait whenever it hands a gradient from one
-stream to another, so in backward the compute stream waits for a gradient where Wait is, and
-nowhere before.
+The layers and Wait belong to the compute stream of the device, all else that crosses devices to the
+copy stream of the micro-batch. The autograd engine lets a stream wait whenever it hands a gradient
+from one stream to another, so in backward the compute stream waits for a gradient where Wait is,
+and nowhere before.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 from torch import Tensor, nn
 
@@ -38,6 +36,7 @@ from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import Batch
+from torchgpipe.note import Named
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.state import LayersState, version_of
 from torchgpipe.stream import AbstractStream, use_stream
@@ -83,12 +82,13 @@ class Cell:
         return batch
 
     def compute(self, batch: Batch) -> Batch:
-        """Runs the layers.
+        """Runs the layers. The micro-batch that is given is let go of.
 
         Raises:
             BaseException: what a layer raised, with a note that names the cell.
         """
         checkpoint = None
+        batch = batch.take()
         with use_stream(self.stream), self.named:
             if self.arriving:
                 arrive = partial(Wait.apply, self.copy_stream, self.stream)
@@ -102,22 +102,49 @@ class Cell:
                 depart = partial(Wait.apply, self.stream, self.copy_stream)
                 batch = batch.map(depart, self.departing)
         if checkpoint is not None:
+            batch = self._on_lanes(batch, self.departing, checkpoint.attach)
+        return batch
+
+    def join(
+        self, batch: Batch, phonies: Sequence[Tensor], crossing: Collection[Hashable]
+    ) -> Batch:
+        """Has this cell differentiated before those that the phonies come from.
+
+        Args:
+            batch: the input, or the output.
+            phonies: what :meth:`fork` branched off there.
+            crossing: the parts that come from another device, or go to one.
+        """
+        for phony in phonies:
+            batch = self._on_lanes(batch, crossing, lambda *tensors, p=phony: join(tensors, p))
+        return batch
+
+    def fork(self, batch: Batch) -> tuple[Batch, list[Tensor]]:
+        """Branches phonies off the output, for cells to be differentiated before this one."""
+        phonies = []
+
+        def branch(*tensors: Tensor) -> tuple[Tensor, ...]:
+            tensors, phony = fork(tensors)
+            phonies.append(phony)
+            return tensors
+
+        return self._on_lanes(batch, self.departing, branch), phonies
+
+    def _on_lanes(
+        self,
+        batch: Batch,
+        crossing: Collection[Hashable],
+        function: Callable[..., tuple[Tensor, ...]],
+    ) -> Batch:
+        """Applies an autograd function: what crosses devices belongs to the copy stream.
+
+        What stays belongs to the compute stream, where layers may add to its gradient in place.
+        """
+        if crossing:
             with use_stream(self.copy_stream):
-                batch = checkpoint.attach(batch)
-        return batch
-
-    def join(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:
-        """Has this cell differentiated before those that the phonies come from."""
-        with use_stream(self.copy_stream):
-            for phony in phonies:
-                batch = batch.replace(join(batch.tensors, phony))
-        return batch
-
-    def fork(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """Branches off the phony for a cell that is to be differentiated before this one."""
-        with use_stream(self.copy_stream):
-            tensors, phony = fork(batch.tensors)
-        return batch.replace(tensors), phony
+                batch = batch.map(function, [part for part in batch.parts if part in crossing])
+        with use_stream(self.stream):
+            return batch.map(function, [part for part in batch.parts if part not in crossing])
 
     @property
     def named(self) -> Named:
@@ -129,17 +156,22 @@ class Cell:
             # A second run needs the input as it was for the first, and micro-batches may be
             # views of the same memory, which is the caller's.
             batch = batch if batch.shares_memory else batch.replace([x.clone() for x in batch])
-        versions = [version_of(x) for x in batch] if batch.shares_memory else None
+        # From here on a skip is held by the tracker, until it is popped.
         tracker = SkipTracker(batch.skips)
+        value = batch.take().with_skips({})
+        versions = [version_of(x) for x in value] if value.shares_memory else None
         again = self.state.restored() if self.state and is_recomputing() else nullcontext()
         with again, use_skip_tracker(tracker):
-            output = Batch(self.layers(batch.value), tracker.tensors)
-        if versions is not None and versions != [version_of(x) for x in batch]:
-            raise RuntimeError(
-                "tensors that pass between partitions must not share memory where the next "
-                f"partition changes one in place (shapes: {[tuple(x.shape) for x in batch]}); "
-                "clone one of them, or move the split so that both layers are in one partition"
-            )
+            output = Batch(self.layers(value.value), tracker.tensors)
+        if versions is not None:
+            if versions != [version_of(x) for x in value]:
+                raise RuntimeError(
+                    "tensors that pass between partitions must not share memory where the next "
+                    f"partition changes one in place (shapes: {[tuple(x.shape) for x in value]}); "
+                    "clone one of them, or what is stashed, or move the split so that both layers "
+                    "are in one partition"
+                )
+            output.shares_memory |= output.aliases(value)
         return output
 
 
@@ -148,38 +180,3 @@ def _starts_in_place(layer: nn.Module) -> bool:
     while isinstance(layer, nn.Sequential) and len(layer):
         layer = layer[0]
     return getattr(layer, "inplace", False) is True
-
-
-class Named:
-    """Adds a note to what is raised within a ``with`` block, and lets it pass."""
-
-    def __init__(self, note: str) -> None:
-        self.note = note
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            # An exception that takes none comes without.
-            with suppress(Exception):
-                add_note(error, self.note)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an exception, once; before Python 3.11, as a cause that bears it."""
-    if sys.version_info >= (3, 11):
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-    elif getattr(error.__cause__, "args", None) != (note,):
-        cause = RuntimeError(note)
-        # What would have been shown as the reason still is.
-        cause.__cause__ = error.__cause__
-        cause.__context__ = error.__context__
-        cause.__suppress_context__ = error.__suppress_context__
-        error.__cause__ = cause

@@ -30,6 +30,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -141,20 +142,21 @@ class Checkpoint:
         versions = [version_of(tensor) for tensor in batch]
         rng = RNGState(get_device(self.stream))
         with _flag("checkpointing"), saved_tensors_hooks(self._drop, self._unpack):
-            output = self.function(batch)
+            output = self.function(copy(batch))
         if versions != [version_of(tensor) for tensor in batch]:
             raise RuntimeError(
-                "under checkpointing, a partition must not change its input in place, since it "
-                "is computed again from this input; have its first layer compute out of place, "
-                "or clone the input there"
+                "under checkpointing, a partition must not change its input in place, nor what it "
+                "pops, since it is computed again from these; have the layer compute out of "
+                "place, or clone the tensor there"
             )
         rng.settle()
         self.kept = batch, versions, rng
         return output
 
-    def attach(self, output: Batch) -> Batch:
-        """Lets the gradient of the output trigger the recomputation, on the current stream."""
-        return output.replace(Recompute.apply(self, *output))
+    def attach(self, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """Lets the gradients of outputs trigger the recomputation, on the current stream."""
+        tensors: tuple[Tensor, ...] = Recompute.apply(self, *outputs)
+        return tensors
 
     def recompute(self) -> None:
         """Fills the slots, unless that was done, and lets go of the input.
@@ -260,7 +262,8 @@ def checkpoint(
         current_stream(batch[0].device),
         nullcontext(),
     )
-    return checkpointed.attach(checkpointed.forward(batch)).value
+    output = checkpointed.forward(batch)
+    return output.replace(checkpointed.attach(*output)).value
 
 
 def _not_saved(_: None) -> Tensor:

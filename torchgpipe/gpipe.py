@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import microbatch
-from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, one_mini_batch
+from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
 from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.partition import place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
@@ -274,7 +274,7 @@ class GPipe(nn.Module):
             copy_streams=self._copy_streams,
             workers=self._workers,
         )
-        with one_mini_batch(self._norms, m):
+        with deferred_updates(self._norms):
             pipeline.run()
         return microbatch.gather(batches)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from itertools import chain, combinations, starmap
+from itertools import chain, combinations, product, starmap
 from typing import Any, TypeAlias
 
 import torch
@@ -47,10 +47,8 @@ class Batch:
             self.parts[key] = () if tensor is None else (tensor,)
         # Most are. All else in this class holds for any, but takes its time.
         self._single = self.atomic and not skips
-        #: Whether one of the tensors is a view of another, or of what another is a view of.
-        self.shares_memory = not self._single and any(
-            starmap(_is_alias_of, combinations(self.tensors, 2))
-        )
+        #: Whether the value shares memory with a skip, or a tensor of it with another one.
+        self.shares_memory = not self._single and self._has_aliases()
 
     @property
     def value(self) -> TensorOrTensors:
@@ -82,14 +80,22 @@ class Batch:
         return Batch(function(self.value))
 
     def with_skips(self, skips: Mapping[Any, Tensor | None]) -> Batch:
-        """The same value beside other skips."""
-        return Batch(self.value, skips) if skips or len(self.parts) > 1 else self
+        """The same value beside other skips; what shared memory still does."""
+        if not skips and len(self.parts) == 1:
+            return self
+        batch = Batch(self.value, skips)
+        batch.shares_memory |= self.shares_memory
+        return batch
+
+    def take(self) -> Batch:
+        """The same micro-batch; this object lets go of it."""
+        batch = copy(self)
+        self.parts = {}
+        return batch
 
     def replace(self, tensors: Iterable[Tensor]) -> Batch:
         """The same micro-batch with others instead of its :attr:`tensors`."""
-        return (
-            Batch(next(iter(tensors))) if self._single else self.map(lambda *_: tensors, self.parts)
-        )
+        return self.map(lambda *_: tensors, self.parts)
 
     def map(self, function: Callable[..., Iterable[Tensor]], parts: Iterable[Any]) -> Batch:
         """The same micro-batch, some parts replaced by what a function of their tensors gives.
@@ -106,6 +112,15 @@ class Batch:
             key: tuple([replaced[id(tensor)] for tensor in old]) for key, old in chosen.items()
         }
         return batch
+
+    def aliases(self, other: Batch) -> bool:
+        """Whether a tensor of this value shares memory with one of the other micro-batch."""
+        return any(starmap(_is_alias_of, product(self.parts[VALUE], other.tensors)))
+
+    def _has_aliases(self) -> bool:
+        # One tensor in several places of the value stays one, but is another one as a skip.
+        tensors = chain.from_iterable(_distinct([part]) for part in self.parts.values())
+        return any(starmap(_is_alias_of, combinations(tensors, 2)))
 
     def __repr__(self) -> str:
         return f"Batch({self.value!r})"

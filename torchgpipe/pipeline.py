@@ -53,7 +53,7 @@ from torchgpipe.cell import Cell
 from torchgpipe.context import Context
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.skip.namespace import Skip
+from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.state import LayersState
 from torchgpipe.stream import CopyStreams, current_stream
 from torchgpipe.worker import Workers
@@ -118,7 +118,7 @@ class Pipeline:
         #: For each cell, the phonies of those that are to be differentiated after it.
         self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
         #: Of each micro-batch, what was stashed and not popped yet.
-        self.skips: list[dict[Skip, Tensor | None]] = [{} for _ in batches]
+        self.skips = [SkipTracker() for _ in batches]
 
     def elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
         """Of the parts of a micro-batch, those at partitions on other devices than ``j``."""
@@ -141,21 +141,27 @@ class Pipeline:
     def step(self, i: int, j: int) -> None:
         """Computes a cell, between the two ends of the fence that orders backward."""
         cell = self.cell(i, j)
-        popped = {skip: self.skips[i].pop(skip) for skip in self.skip_layout.popped[j]}
-        batch = cell.arrive(self.batches[i].with_skips(popped))
+        with cell.named:
+            batch = self.batches[i].with_skips(
+                {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
+            )
+        batch = cell.arrive(batch)
         phonies = self.phonies.pop((i, j), [])
         if batch.requires_grad:
-            batch = cell.join(batch, phonies)  # [1]
+            batch = cell.join(batch, phonies, cell.arriving)  # [1]
             batch = cell.compute(batch)
         else:
             batch = cell.compute(batch)
-            batch = cell.join(batch, phonies)  # [1']
+            batch = cell.join(batch, phonies, cell.departing)  # [1']
         if i + 1 < len(self.batches):
-            batch, phony = cell.fork(batch)  # [2]
-            self.phonies[i + 1, j].append(phony)
-            if cell.arriving and i + self.lead < len(self.batches):
-                self.phonies[i + self.lead, j - 1].append(phony)  # [3]
-        self.skips[i].update(batch.skips)
+            batch, phonies = cell.fork(batch)  # [2]
+            self.phonies[i + 1, j] += phonies
+        if i + self.lead < len(self.batches):
+            for k in set(self.sources[j].values()):
+                # Else that cell has been computed before this one.
+                if j - k < self.lead:
+                    self.phonies[i + self.lead, k] += phonies  # [3]
+        self.skips[i].tensors.update(batch.skips)
         self.batches[i] = batch.with_skips({})
 
     def cell(self, i: int, j: int) -> Cell:

@@ -63,7 +63,8 @@ class LayersState:
                     "under checkpointing, parameters must not be changed in place between a "
                     "forward and its backward, which computes the forward again (shape: "
                     f"{tuple(parameter.shape)}, version: {version_of(parameter)}, expected "
-                    f"version: {version}); run backward before optimizer.step()"
+                    f"version: {version}); run backward before optimizer.step(), and before the "
+                    "next forward of layers that change their parameters themselves"
                 )
         flags = [(module, module.training) for module, _ in self._flags]
         tensors = [(table, name, table.get(name, _MISSING)) for table, name, _ in self._tensors]

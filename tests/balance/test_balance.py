@@ -11,42 +11,43 @@ from torchgpipe.balance import balance_by_size, balance_by_time
 
 
 class Sleep(nn.Module):
-    """Takes a known time, a third of it in forward and the rest in backward."""
+    """Takes known times, in milliseconds."""
 
-    def __init__(self, milliseconds):
+    def __init__(self, forward, backward):
         super().__init__()
-        self.seconds = milliseconds / 1000
+        self.seconds = forward / 1000, backward / 1000
 
     def forward(self, x):
-        return SleepFunction.apply(x, self.seconds)
+        return SleepFunction.apply(x, *self.seconds)
 
 
 class SleepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds / 3)
+    def forward(ctx, x, forward, backward):
+        ctx.seconds = backward
+        time.sleep(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.seconds * 2 / 3)
-        return grad, None
+        time.sleep(ctx.seconds)
+        return grad, None, None
 
 
 @pytest.mark.parametrize("attempt", range(5))
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
-        ([3, 3, 3, 3, 30], [4, 1]),
-        ([30, 3, 3, 3, 3], [1, 4]),
-        ([3, 3, 30, 3, 3], [2, 1, 2]),
-        ([10, 30, 6, 6, 6], [1, 1, 3]),
+        ([(1, 2), (1, 2), (1, 2), (1, 2), (10, 20)], [4, 1]),
+        ([(10, 20), (1, 2), (1, 2), (1, 2), (1, 2)], [1, 4]),
+        # Forward alone would say otherwise, and so would backward alone.
+        ([(2, 1), (2, 1), (1, 30), (2, 1), (2, 1)], [2, 1, 2]),
+        ([(1, 2), (30, 1), (1, 2), (1, 2), (1, 2)], [1, 1, 3]),
     ],
 )
 def test_by_time_finds_the_optimum(costs, expected, attempt):
     """The costs are so far apart that a busy machine does not change which balance is best."""
-    module = nn.Sequential(*[Sleep(cost) for cost in costs])
+    module = nn.Sequential(*[Sleep(*cost) for cost in costs])
     sample = torch.rand(2, 1, requires_grad=True)
     found = balance_by_time(len(expected), module, sample, timeout=0.2, device="cpu")
     assert found == expected
@@ -61,6 +62,20 @@ def test_by_size():
     # And so is its output.
     many = torch.rand(1000, 8)
     assert balance_by_size(2, module, many, param_scale=0, device="cpu") == [5, 1]
+
+
+def test_by_size_counts_what_is_kept():
+    """A layer may keep more than it gives."""
+
+    class Deep(nn.Module):
+        def forward(self, x):
+            for _ in range(4):
+                x = x.exp()
+            return x
+
+    module = nn.Sequential(Deep(), nn.Tanh(), nn.Tanh(), nn.Tanh())
+    x = torch.rand(9, 4, requires_grad=True)
+    assert balance_by_size(2, module, x, device="cpu") == [1, 3]
 
 
 def test_by_size_of_a_micro_batch():
@@ -80,7 +95,14 @@ def test_is_a_balance(balance, device):
         assert len(found) == partitions
         GPipe(module, found, devices=[device] * partitions)
     with pytest.raises(ValueError, match="layers: 5, partitions: 6"):
-        balance(6, module, x, device=device)
+        balance(6, module, None, device=device)
+    with pytest.raises(TypeError, match="module: Linear"):
+        balance(1, nn.Linear(1, 1), None, device=device)
+
+
+def test_negative_scale():
+    with pytest.raises(ValueError, match="param_scale: -1"):
+        balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(1), param_scale=-1)
 
 
 def test_default_device(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import note_of
 from torchgpipe.balance import profile
 from torchgpipe.balance.profile import LayerProfile, Profile, layerwise_sandbox, profile_layers
 from torchgpipe.skip import pop, skippable, stash
@@ -92,6 +93,67 @@ def test_layers_that_users_have(layers, sample, device):
     assert all(layer.forward > 0 for layer in found)
 
 
+def test_what_is_freed_within_a_layer_is_not_counted():
+    class Layer(nn.Module):
+        def forward(self, x):
+            big = torch.zeros(1000)
+            del big
+            return x + 1
+
+    (found,) = rows(nn.Sequential(Layer()), torch.rand(10))
+    assert found.activations == 40
+
+
+def test_sparse_tensors():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return torch.sparse.mm(torch.eye(4).to_sparse(), x)
+
+    (found,) = rows(nn.Sequential(Layer()), torch.rand(4, 3))
+    assert found.output == 48
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        (found,) = rows(nn.Sequential(nn.Linear(3, 3)), torch.rand(2, 3))
+    assert found.backward > 0
+
+
+def test_skips_that_pass_by_cost_nothing(clock):
+    """Nor are they differentiated, which would be the work of the layer that stashed them."""
+
+    @skippable(stash=["y"])
+    class StashSlow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slow = clock.layer(1.0)
+
+        def forward(self, x):
+            yield stash("y", self.slow(x))
+            return x * 1
+
+    @skippable(pop=["y"])
+    class Pop(nn.Module):
+        def forward(self, x):
+            y = yield pop("y")
+            return x + y
+
+    module = nn.Sequential(StashSlow(), clock.layer(2.0), Pop())
+    found = rows(module, torch.rand(3, requires_grad=True))
+    assert [(layer.forward, layer.backward) for layer in found] == [(1, 3), (2, 6), (0, 0)]
+    assert [layer.activations for layer in found] == [24, 12, 12]
+
+
+def test_error_names_the_layer():
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise KeyError("x")
+
+    with pytest.raises(KeyError) as caught:
+        rows(nn.Sequential(nn.ReLU(), Fail()), torch.rand(1))
+    assert note_of(caught.value) == "raised while layer 1 (Fail) was profiled"
+
+
 def test_layer_that_needs_no_gradient():
     frozen = nn.Linear(3, 3).requires_grad_(False)
     first, second, third = rows(nn.Sequential(frozen, nn.Linear(3, 3), frozen), torch.rand(2, 3))
@@ -127,27 +189,21 @@ def test_all_is_left_as_found(device):
 def test_one_layer_at_a_time_is_on_the_device():
     """So the model may be larger than it."""
     alive = []
-    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
 
     class Watched(nn.Linear):
         count = 0
 
         def __deepcopy__(self, memo):
-            twin = Watched(2, 2)
             Watched.count += 1
-            return twin
+            alive.append(Watched.count)
+            return Watched(2, 2)
 
         def __del__(self):
             Watched.count -= 1
 
-        def forward(self, x):
-            alive.append(Watched.count)
-            return super().forward(x)
-
     module = nn.Sequential(*[Watched(2, 2) for _ in range(3)])
     Watched.count = 0
     rows(module, torch.rand(1, 2))
-    # The one that runs, and the one before it until it is replaced.
     assert max(alive) == 1
     Watched.count = 3
 

@@ -31,6 +31,12 @@ def test_between_partitions():
     assert found.popped == [{}, {B: 0}, {A: 0}]
 
 
+def test_from_a_later_partition():
+    found = layout(nn.ReLU(), layer(["a"]), nn.ReLU(), layer(pop=["a"]), balance=[1, 1, 1, 1])
+    assert found.stashed == [{}, {A: 3}, {}, {}]
+    assert found.popped == [{}, {}, {}, {A: 1}]
+
+
 def test_within_a_partition():
     found = layout(layer(["a"]), layer(pop=["a"]), nn.ReLU(), balance=[2, 1])
     assert found.stashed == found.popped == [{}, {}]
@@ -41,6 +47,13 @@ def test_layers_within_layers():
     found = layout(nested, layer(pop=["a"]), balance=[1, 1])
     assert found.stashed == [{A: 1}, {}]
     verify_skippables(nn.Sequential(nested, layer(pop=["a"])))
+
+
+def test_order_within_a_layer_is_its_own_affair():
+    """Which of its layers it runs first, nobody knows; these are in the order of their names."""
+    block = nn.ModuleDict({"down": layer(pop=["a"]), "up": layer(["a"])})
+    verify_skippables(nn.Sequential(block))
+    assert layout(block, balance=[1]).stashed == [{}]
 
 
 def test_namespaces_are_kept_apart():

@@ -16,7 +16,7 @@ from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 MODES = ["never", "except_last", "always"]
-KINDS = ["layer", "input", "none", "constant", "unused", "integer"]
+KINDS = ["layer", "input", "output", "view", "none", "constant", "unused", "integer"]
 WIDTH = 3
 
 
@@ -42,6 +42,10 @@ def mix(stashes, pops):
                     yield stash(name, None)
                 elif kind == "input":
                     yield stash(name, input)
+                elif kind == "output":
+                    yield stash(name, x)
+                elif kind == "view":
+                    yield stash(name, x[:, :1])
                 elif kind == "constant":
                     yield stash(name, x.detach().exp())
                 elif kind == "integer":
@@ -158,6 +162,88 @@ def test_tuples_beside_skips(device, checkpoint):
     assert torch.equal(x.grad, 4 * x)
 
 
+@skippable(stash=["x"])
+class Own(nn.Module):
+    """Stashes what it gives, or a view of that."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.linear, self.view = nn.Linear(WIDTH, WIDTH), view
+
+    def forward(self, input):
+        y = self.linear(input)
+        yield stash("x", y[:, :2] if self.view else y)
+        return y
+
+
+@skippable(pop=["x"])
+class Sum(nn.Module):
+    def forward(self, input):
+        x = yield pop("x")
+        return input.square() + x.sin().sum(1, keepdim=True)
+
+
+class InPlace(nn.Module):
+    """Does not say so."""
+
+    def forward(self, x):
+        return x.relu_()
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), InPlace()], ids=["told", "found out"])
+@pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=["next", "later"])
+@pytest.mark.parametrize("places", [[0, 0, 0, 0], [0, 1, 2, 3], [0, 1, 1, 0]])
+@pytest.mark.parametrize("checkpointed", [0, 1, 2])
+def test_output_that_is_stashed_and_changed_in_place_later(
+    view, layer, between, places, checkpointed
+):
+    """The skip would have to change, too, wherever it is by then; so it is an error."""
+    layers = [Own(view), *between, layer, nn.Tanh(), Sum()]
+    partitions = [nn.Sequential(part) for part in layers]
+    devices = [CPUS[k] for k in [*places, 0][: len(partitions)]]
+    with pytest.raises(RuntimeError, match="must not share memory|must not change its input"):
+        run_pipeline(partitions, devices, torch.rand(4, WIDTH), chunks=2, checkpointed=checkpointed)
+    # Where all is in one partition, it is changed as in the plain module.
+    x = torch.rand(4, WIDTH)
+    module = nn.Sequential(*layers)
+    output = run_pipeline([module], CPUS[:1], x, chunks=2, checkpointed=checkpointed)
+    expected = plain(module, x, 2)
+    assert torch.equal(output, expected)
+    parameters = list(module.parameters())
+    for a, b in zip(
+        torch.autograd.grad(output.sum(), parameters),
+        torch.autograd.grad(expected.sum(), parameters),
+    ):
+        assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_output_that_is_stashed_and_left_alone(checkpoint):
+    module = nn.Sequential(Own(view=True), nn.Tanh(), nn.ReLU(inplace=True), Sum())
+    model = GPipe(module, [1, 1, 1, 1], devices=["cpu"] * 4, chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, WIDTH)
+    assert torch.equal(model(x), plain(model.module, x, 2))
+
+
+def test_skip_that_was_not_stashed(device):
+    """The layer that should have is not run."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mix({"x": "layer"}, {})
+
+        def forward(self, x):
+            return x
+
+    layers = nn.Sequential(Block(), mix({}, {"x": "layer"})).to(device)
+    model = GPipe(layers, [1, 1], devices=[device] * 2)
+    with pytest.raises(RuntimeError, match="must be stashed by an earlier layer.*'x'") as caught:
+        model(torch.rand(2, WIDTH, device=device))
+    assert note_of(caught.value) == "raised in partition 1, micro-batch 0"
+
+
 def test_layers_of_one_class():
     """As in a U-Net: the last one stashed is the first one popped."""
     spaces = [Namespace() for _ in range(3)]
@@ -217,7 +303,7 @@ class Watch:
         self.refs, self.peak = [], 0
 
     def alive(self):
-        return sum(not ref.expired() for ref in self.refs)
+        return len({ref.cdata for ref in self.refs if not ref.expired()})
 
     def layers(self):
         watch = self
@@ -236,6 +322,8 @@ class Watch:
         class Get(nn.Module):
             def forward(self, input):
                 x = yield pop("x")
+                # Another one, if it came from another device.
+                watch.refs.append(StorageWeakRef(x.untyped_storage()))
                 return input + x
 
         return Put(), Get()
@@ -285,6 +373,32 @@ def test_how_many_are_alive(mode, chunks, distance):
         gc.enable()
     if mode != "no grad":
         assert torch.equal(x.grad, torch.full_like(x, 10.0))
+
+
+@pytest.mark.parametrize("devices", [CPUS[:1] * 2, CPUS[:2]], ids=["one device", "two devices"])
+@pytest.mark.parametrize("balance", [[5], [1, 4], [3, 2]])
+@pytest.mark.parametrize("grad", [False, True])
+def test_alive_until_its_last_use(devices, balance, grad):
+    """Not until the partition is done."""
+    watch = Watch()
+    put, get = watch.layers()
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append(watch.alive())
+            return x + 1
+
+    layers = iter([put, Look(), get, Look(), nn.Identity()])
+    partitions = [nn.Sequential(*[next(layers) for _ in range(size)]) for size in balance]
+    gc.disable()
+    try:
+        with torch.set_grad_enabled(grad):
+            run_pipeline(partitions, devices[: len(balance)], torch.ones(1, 1, requires_grad=True))
+    finally:
+        gc.enable()
+    # What has been copied is alive there only.
+    assert seen == [0 if balance[0] == 1 and devices[0] != devices[1] else 1, 0]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -116,6 +116,9 @@ def test_isolate_leaves_the_class_and_the_other_names_alone():
     assert both.isolate(ns, only=["b"]) is both
     assert skips(both) == ([(None, "a")], [(ns, "b")])
     assert skips(Stash()) == ([(None, "x")], [])
+    both.isolate(other := Namespace(), only=["a"])
+    both.isolate(Namespace(), only=[])
+    assert skips(both) == ([(other, "a")], [(ns, "b")])
     with pytest.raises(ValueError, match=r"name: 'c', declared: \['a', 'b'\]"):
         both.isolate(ns, only=["c"])
 
@@ -218,6 +221,31 @@ def test_layer_that_raises(error):
         run(body, stash=["s"])
     assert caught.value is error
     assert caught.traceback[-1].name == "body"
+
+
+def test_generator_at_fault_leaves_what_it_entered():
+    def body(x):
+        with torch.no_grad():
+            yield pop("q")
+        return x
+
+    with pytest.raises(RuntimeError) as caught:
+        run(body, pop=["p"])
+    # The exception, which is still there, holds the generator.
+    assert caught.value is not None
+    assert torch.is_grad_enabled()
+
+
+def test_stash_after_pop_is_sent_nothing():
+    sent = []
+
+    def body(x):
+        sent.append((yield pop("p")))
+        sent.append((yield stash("s", x)))
+        return x
+
+    run(body, stash=["s"], pop=["p"])
+    assert [x is None for x in sent] == [False, True]
 
 
 def test_layer_may_catch_what_is_raised_within():

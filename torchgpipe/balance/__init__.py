@@ -14,6 +14,7 @@ from torchgpipe import microbatch
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.profile import profile_layers
 from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.partition import verify_module
 from torchgpipe.stream import Device
 
 __all__ = ["balance_by_time", "balance_by_size"]
@@ -48,9 +49,11 @@ def balance_by_time(
         How many layers each partition takes, for ``GPipe(module, balance)``.
 
     Raises:
+        TypeError: the module could not be wrapped.
         ValueError: there are fewer layers than partitions.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
+    _verify(partitions, module)
     found = profile_layers(module, sample, timeout=timeout, device=device, progress=progress)
     return _balance([layer.forward + layer.backward for layer in found.layers], partitions)
 
@@ -86,14 +89,27 @@ def balance_by_size(
         How many layers each partition takes, for ``GPipe(module, balance)``.
 
     Raises:
+        TypeError: the module could not be wrapped.
         ValueError: there are fewer layers than partitions.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
+    _verify(partitions, module)
+    if not param_scale >= 0:
+        raise ValueError(
+            "param_scale must not be negative, being how many times the memory of a parameter "
+            f"its training takes (param_scale: {param_scale}); 2 is for SGD, 4 for Adam"
+        )
     sample = microbatch.scatter(input, chunks)[0].value
     found = profile_layers(module, sample, timeout=0, device=device, progress=progress)
     return _balance(
         [layer.activations + layer.parameters * param_scale for layer in found.layers], partitions
     )
+
+
+def _verify(partitions: int, module: nn.Sequential) -> None:
+    # Before any time is spent on measuring.
+    verify_module(module)
+    _balance([0.0] * len(module), partitions)
 
 
 def _balance(costs: list[float], partitions: int) -> list[int]:

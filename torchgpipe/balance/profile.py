@@ -20,8 +20,10 @@ from torch import nn
 
 from torchgpipe.balance.storages import LiveStorages
 from torchgpipe.microbatch import VALUE, Batch, TensorOrTensors
-from torchgpipe.partition import place
+from torchgpipe.note import Named
+from torchgpipe.partition import place, verify_module
 from torchgpipe.rng import RNGState
+from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.stream import (
     Device,
@@ -96,12 +98,8 @@ def layerwise_sandbox(
     """Generates a copy of each layer on a device, and its name; one at a time should be held."""
     for name, layer in module._modules.items():
         assert layer is not None
-        sandbox = deepcopy(layer)
-        for parameter in sandbox.parameters():
-            parameter.grad = None
-        place([sandbox], [device])
-        yield name, sandbox
-        del sandbox
+        # Not held here while another one is made.
+        yield name, _sandbox(layer, device)
 
 
 def profile_layers(
@@ -128,33 +126,55 @@ def profile_layers(
         A row for each layer. Print it, or keep it with :meth:`Profile.to_json`.
 
     Raises:
+        TypeError: the module could not be wrapped.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
+    verify_module(module)
+    verify_skippables(module)
     where = canonical_device(device) if device is not None else default_device()
     end = monotonic() + timeout
     found = []
-    with use_device(where), RNGState(where).restored(), torch.enable_grad():
+    with (
+        use_device(where),
+        RNGState(where).restored(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         batch = _leaves(Batch(sample).map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
-        layers = layerwise_sandbox(module, where)
+        layers = module._modules.items()
         for k, (name, layer) in enumerate(_shown(layers, len(module)) if progress else layers):
-            sandbox = Sandbox(layer, batch, where)
-            # A warm-up, which may allocate what stays.
-            sandbox.run()
-            activations = sandbox.activations()
             share = (end - monotonic()) / (len(module) - k)
-            forward, backward = sandbox.times(monotonic() + share)
-            batch = sandbox.output
-            found.append(
-                LayerProfile(
-                    f"{name} ({type(layer).__name__})",
-                    forward,
-                    backward,
-                    sum(parameter.nbytes for parameter in layer.parameters()),
-                    activations,
-                    sum(tensor.nbytes for tensor in batch.parts[VALUE]),
-                )
-            )
+            title = f"{name} ({type(layer).__name__})"
+            with Named(f"raised while layer {title} was profiled"):
+                row, batch = _profile_layer(title, layer, batch, where, monotonic() + share)
+            found.append(row)
     return Profile(str(where), tuple(found))
+
+
+def _profile_layer(
+    title: str, layer: Any, batch: Batch, device: torch.device, end: float
+) -> tuple[LayerProfile, Batch]:
+    # The copy is let go of here, before another one is made.
+    sandbox = Sandbox(_sandbox(layer, device), batch, device)
+    # A warm-up, which may allocate what stays.
+    sandbox.run()
+    activations = sandbox.activations()
+    forward, backward = sandbox.times(end)
+    row = LayerProfile(
+        title,
+        forward,
+        backward,
+        sum(parameter.nbytes for parameter in layer.parameters()),
+        activations,
+        sum(tensor.nbytes for tensor in sandbox.output.parts[VALUE]),
+    )
+    return row, sandbox.output
+
+
+def _sandbox(layer: nn.Module, device: torch.device) -> nn.Module:
+    sandbox = deepcopy(layer)
+    place([sandbox], [device])
+    return sandbox
 
 
 class Sandbox:
@@ -180,7 +200,10 @@ class Sandbox:
         before = memory_allocated(self.device)
         if before is not None:
             output = self._forward(batch)
-            return (memory_allocated(self.device) or 0) - before
+            after = memory_allocated(self.device) or 0
+            del output
+            # Less, if what had been forgotten before was freed meanwhile.
+            return max(0, after - before)
         with LiveStorages() as storages:
             output = self._forward(batch)
         size: int = sum(storages.sizes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,4 +35,6 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[Any]:
-    return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor)]
+    # Sparse tensors have none of their own.
+    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    return [x.untyped_storage() for x in tensors if x.layout == torch.strided]

@@ -34,20 +34,21 @@ class SkipLayout:
 def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
     """Finds the partitions between which skips lead."""
     source: dict[Skip, int] = {}
-    ends: dict[Skip, tuple[int, int]] = {}
+    target: dict[Skip, int] = {}
     for j, partition in enumerate(partitions):
         for layer in partition.modules():
             stashed, popped = skips(layer)
             source.update(dict.fromkeys(stashed, j))
-            ends.update({skip: (source[skip], j) for skip in popped})
-    return SkipLayout(len(partitions), ends)
+            target.update(dict.fromkeys(popped, j))
+    return SkipLayout(len(partitions), {skip: (source[skip], j) for skip, j in target.items()})
 
 
 def verify_skippables(module: nn.Sequential) -> None:
     """Checks that every skip is stashed once, and popped once by a later layer.
 
     Args:
-        module: the layers; skippable ones may be anywhere within them.
+        module: the layers; skippable ones may be anywhere within them. Within one layer, in what
+            order it runs those below it is its own affair.
 
     Raises:
         TypeError: it is not so; the message lists every fault.
@@ -56,8 +57,18 @@ def verify_skippables(module: nn.Sequential) -> None:
     stashed: dict[Skip, str] = {}
     popped: dict[Skip, str] = {}
     for child, layer in module._modules.items():
-        for path, submodule in [] if layer is None else layer.named_modules(prefix=child):
-            stashes, pops = skips(submodule)
+        found = [
+            (path, *skips(submodule))
+            for path, submodule in ([] if layer is None else layer.named_modules(prefix=child))
+        ]
+        for path, stashes, _ in found:
+            for skip in stashes:
+                if skip in stashed:
+                    faults.append(
+                        f"{path} stashes {describe(skip)}, which {stashed[skip]} has stashed before"
+                    )
+                stashed.setdefault(skip, path)
+        for path, _, pops in found:
             for skip in pops:
                 if skip in popped:
                     faults.append(
@@ -66,12 +77,6 @@ def verify_skippables(module: nn.Sequential) -> None:
                 elif skip not in stashed:
                     faults.append(f"{path} pops {describe(skip)}, which no layer before it stashes")
                 popped.setdefault(skip, path)
-            for skip in stashes:
-                if skip in stashed:
-                    faults.append(
-                        f"{path} stashes {describe(skip)}, which {stashed[skip]} has stashed before"
-                    )
-                stashed.setdefault(skip, path)
     faults += [
         f"{path} stashes {describe(skip)}, which no layer pops"
         for skip, path in stashed.items()

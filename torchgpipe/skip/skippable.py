@@ -166,39 +166,15 @@ def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
 
 def _drive(layer: nn.Module, declared: Declared, output: Any) -> Any:
     """Runs the generator of a layer, and checks that it did what was declared."""
-    spaces = namespaces(layer)
-    tracker = current_skip_tracker()
     due = {stash: set(declared.stash), pop: set(declared.pop)}
     # A forward that does nothing of the kind may be a plain function.
     if isinstance(output, Generator):
-        sent = None
-        while True:
-            try:
-                asked = output.send(sent)
-            except StopIteration as stop:
-                output = stop.value
-                break
-            if not isinstance(asked, (stash, pop)):
-                raise TypeError(
-                    "a skippable layer must yield stash(name, tensor) or pop(name) "
-                    f"(layer: {type(layer).__name__}, yielded: {type(asked).__name__}); "
-                    "return what the layer gives"
-                )
-            if asked.name not in due[type(asked)]:
-                raise _undeclared(layer, declared, asked)
-            due[type(asked)].remove(asked.name)
-            skip = (spaces.get(asked.name), asked.name)
-            sent = None
-            if isinstance(asked, pop):
-                sent = tracker.load(skip)
-            elif asked.tensor is None or isinstance(asked.tensor, Tensor):
-                tracker.save(skip, asked.tensor)
-            else:
-                raise TypeError(
-                    "what is stashed must be a tensor or None "
-                    f"(layer: {type(layer).__name__}, name: {asked.name!r}, value: "
-                    f"{type(asked.tensor).__name__}); stash several tensors under a name each"
-                )
+        generator = output
+        try:
+            output = _run(layer, declared, generator, due)
+        finally:
+            # What it has entered, such as no_grad(), is left, also where it was not at fault.
+            generator.close()
     for kind, names in due.items():
         if names:
             raise RuntimeError(
@@ -207,6 +183,45 @@ def _drive(layer: nn.Module, declared: Declared, output: Any) -> Any:
                 "is nothing to stash, and pop what is not needed, too"
             )
     return output
+
+
+def _run(
+    layer: nn.Module,
+    declared: Declared,
+    generator: Generator[Any, Any, Any],
+    due: dict[type[stash] | type[pop], set[str]],
+) -> Any:
+    spaces = namespaces(layer)
+    tracker = current_skip_tracker()
+    sent = None
+    while True:
+        try:
+            asked = generator.send(sent)
+        except StopIteration as stop:
+            return stop.value
+        if not isinstance(asked, (stash, pop)):
+            raise TypeError(
+                "a skippable layer must yield stash(name, tensor) or pop(name) "
+                f"(layer: {type(layer).__name__}, yielded: {type(asked).__name__}); "
+                "return what the layer gives"
+            )
+        if asked.name not in due[type(asked)]:
+            raise _undeclared(layer, declared, asked)
+        due[type(asked)].remove(asked.name)
+        skip = (spaces.get(asked.name), asked.name)
+        sent = None
+        if isinstance(asked, pop):
+            sent = tracker.load(skip)
+        elif asked.tensor is None or isinstance(asked.tensor, Tensor):
+            tracker.save(skip, asked.tensor)
+        else:
+            raise TypeError(
+                "what is stashed must be a tensor or None "
+                f"(layer: {type(layer).__name__}, name: {asked.name!r}, value: "
+                f"{type(asked.tensor).__name__}); stash several tensors under a name each"
+            )
+        # Nothing here holds a tensor while the layer goes on.
+        del asked
 
 
 def _undeclared(layer: nn.Module, declared: Declared, asked: stash | pop) -> RuntimeError:
