@@ -19,6 +19,7 @@ from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import Fork, Join
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.note import add_note
+from torchgpipe.skip import skippable, stash
 from torchgpipe.state import LayersState
 from torchgpipe.stream import CPUStream
 
@@ -75,9 +76,9 @@ def test_graph(arriving, departing, checkpoint):
 def test_fork_and_join():
     x = torch.ones(2, requires_grad=True)
     cell = make(Double())
-    assert cell.join(Batch(x), [])[0] is x
-    batch, phony = cell.fork(Batch(x * 1))
-    batch = cell.join(batch, [phony])
+    assert cell.join(Batch(x), [], [])[0] is x
+    batch, phonies = cell.fork(Batch(x * 1))
+    batch = cell.join(batch, phonies, [])
     assert names(batch[0])[0] == "Join"
 
 
@@ -86,8 +87,8 @@ def test_structure_is_kept():
     cell = make(nn.Identity(), **crossing, checkpoint=True)
     x = torch.ones(2, requires_grad=True)
     for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
-        output, phony = cell.fork(cell.compute(cell.arrive(batch)))
-        output = cell.join(output, [phony])
+        output, phonies = cell.fork(cell.compute(cell.arrive(batch)))
+        output = cell.join(output, phonies, [VALUE])
         assert (output.atomic, len(output)) == (batch.atomic, len(batch))
         assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
 
@@ -248,6 +249,43 @@ def applied(lanes, monkeypatch):
     return log
 
 
+def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
+    """Layers may add to its gradient in place there."""
+    cell = make(Double(), stream=Lane("compute"), copy_stream=Lane("copy"), checkpoint=True)
+    phony = torch.empty(0, requires_grad=True)
+    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
+    batch = cell.compute(cell.join(batch, [phony], cell.arriving))
+    cell.fork(batch)
+    assert applied == [("Join", "compute"), ("Recompute", "compute"), ("Fork", "compute")]
+
+
+def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
+    @skippable(stash=["x"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("x", x * 3)
+            return x * 2
+
+    cell = make(
+        Stash(),
+        stream=Lane("compute"),
+        copy_stream=Lane("copy"),
+        departing=[VALUE],
+        checkpoint=True,
+    )
+    batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
+    batch, phonies = cell.fork(batch)
+    assert applied == [
+        ("Wait", "compute"),
+        ("Recompute", "copy"),
+        ("Recompute", "compute"),
+        ("Fork", "copy"),
+        ("Fork", "compute"),
+    ]
+    assert len(phonies) == 2
+    assert list(batch.parts) == [VALUE, (None, "x")]
+
+
 def test_lanes(lanes, applied):
     """An autograd function belongs to the stream that was current when it was applied.
 
@@ -270,7 +308,7 @@ def test_lanes(lanes, applied):
     )
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
-    batch = cell.compute(cell.join(batch, [phony]))
+    batch = cell.compute(cell.join(batch, [phony], cell.arriving))
     batch, _ = cell.fork(batch)
     assert applied == [
         ("Copy", "copy"),
