@@ -69,11 +69,11 @@ def unet() -> nn.Sequential:
     fine, coarse = Namespace(), Namespace()
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
-        Down(1, 32).isolate(fine),
-        Down(32, 64).isolate(coarse),
-        convolution(64, 64),
-        Up(64 + 64, 64).isolate(coarse),
-        Up(64 + 32, 32).isolate(fine),
+        Down(1, 16).isolate(fine),
+        Down(16, 32).isolate(coarse),
+        convolution(32, 64),
+        Up(64 + 32, 32).isolate(coarse),
+        Up(32 + 16, 32).isolate(fine),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(32, 10),
@@ -221,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains two models on digits, with and without GPipe."
     )
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--lr", type=float, default=0.003, help="the highest learning rate")
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
     parser.add_argument("--checkpoint", default="except_last")
