@@ -190,7 +190,7 @@ def test_conversion_keeps_everything():
     keys, parameters = list(block.state_dict()), list(block.named_parameters())
     assert convert(block) is block
     assert block.norm is norm
-    assert isinstance(block.norm, (DeferredBatchNorm, nn.BatchNorm2d))
+    assert isinstance(block.norm, nn.BatchNorm2d)
     assert isinstance(block.norm, DeferredBatchNorm)
     assert isinstance(block.other[0], DeferredBatchNorm)
     assert list(block.state_dict()) == keys
@@ -238,6 +238,28 @@ def test_others_are_an_error(norm):
             deferred_batch_norm=True,
         )
     assert type(other) is nn.BatchNorm1d
+
+
+def test_wrapped_again_without():
+    layers = nn.Sequential(nn.BatchNorm1d(2))
+    GPipe(layers, [1], devices=["cpu"], chunks=4, deferred_batch_norm=True)
+    GPipe(layers, [1], devices=["cpu"], chunks=4)(torch.rand(8, 2))
+    assert layers[0].num_batches_tracked.item() == 4
+
+
+def test_double_precision():
+    plain = nn.BatchNorm1d(3).double()
+    model = GPipe(
+        nn.Sequential(copy.deepcopy(plain)),
+        [1],
+        devices=["cpu"],
+        chunks=4,
+        deferred_batch_norm=True,
+    )
+    x = torch.randn(32, 3, dtype=torch.double) + 1e3
+    plain(x), model(x)
+    for a, b in zip(plain.buffers(), model[0].buffers()):
+        assert torch.allclose(a, b, rtol=1e-12)
 
 
 def test_only_if_asked_for():

@@ -113,12 +113,15 @@ def test_parts():
 
 def test_shared_memory():
     x = torch.rand(2, 2)
-    assert not Batch(x).shares_memory
-    assert not Batch((x, x.clone())).shares_memory
-    assert not Batch((x, x)).shares_memory
-    assert Batch((x, x[:, :1])).shares_memory
-    assert Batch(x, {"a": x.detach()}).shares_memory
-    assert Batch((x, x[:, :1])).map(lambda *xs: [x.clone() for x in xs], [None]).shares_memory
+    assert not Batch(x).shared
+    assert not Batch((x, x.clone())).shared
+    assert not Batch((x, x)).shared
+    assert Batch((x, x[:, :1])).shared == {None}
+    assert Batch(x, {"a": x.detach(), "b": x + 1}).shared == {None, "a"}
+    assert Batch(x + 1, {"a": x, "b": x}).shared == {"a", "b"}
+    assert Batch((x, x[:, :1])).map(lambda *xs: [x.clone() for x in xs], [None]).shared
+    assert Batch(x).with_skips({"a": x + 1, "b": x + 1}, ["b", "c"]).shared == {"b"}
+    assert Batch(x, {"a": x}).with_skips({}).shared == {None}
 
 
 @pytest.mark.parametrize("other", [torch.empty(1), (torch.empty(1), torch.empty(1))])

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.helpers import CPUS, Log, nodes, plain, reaches, run_pipeline
 from torchgpipe.pipeline import clock_cycles
+from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.stream import CopyStreams
 from torchgpipe.worker import Workers
 
@@ -77,9 +78,9 @@ def test_backward_takes_the_micro_batches_in_reverse(devices, m, checkpointed, r
         assert backward == list(reversed(range(m)))
 
 
-def graph_of(devices, m, checkpointed, requires_grad):
-    """The autograd graph of a step, and in it the node of the layer of each cell."""
-    partitions = [nn.Sequential(nn.Linear(1, 1)) for _ in devices]
+def graph_of(devices, m, checkpointed, requires_grad, partitions=None):
+    """The autograd graph of a step, and in it the node of the last layer of each cell."""
+    partitions = partitions or [nn.Sequential(nn.Linear(1, 1)) for _ in devices]
     layers = {}
     for j, partition in enumerate(partitions):
 
@@ -122,6 +123,27 @@ def test_no_device_is_ahead_by_as_many_as_there_are_copy_streams(checkpointed, m
             for later in range(6):
                 leads = reaches(graph, layers[later, j - 1], layers[i, j])
                 assert leads == (later >= i + 3), (i, j, later)
+
+
+def test_nor_is_one_that_pops_from_far_away(monkeypatch):
+    @skippable(stash=["x"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("x", x * 2)
+            return x * 3
+
+    @skippable(pop=["x"])
+    class Pop(nn.Module):
+        def forward(self, x):
+            return x + (yield pop("x"))
+
+    monkeypatch.setattr(CopyStreams, "NUMBER", 5)
+    partitions = [nn.Sequential(x) for x in (Stash(), nn.Tanh(), nn.Tanh(), Pop())]
+    graph, layers = graph_of(CPUS, 9, 0, True, partitions)
+    for i in range(9):
+        for later in range(9):
+            leads = reaches(graph, layers[later, 0], layers[i, 3])
+            assert leads == (later >= i + 4), (i, later)
 
 
 def mlp(j):

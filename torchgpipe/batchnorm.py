@@ -102,7 +102,9 @@ class DeferredBatchNorm(_BatchNorm):
         size = input.numel() // input.size(1)
         if size:
             with torch.no_grad():
-                moments = Moments(size, mean.float(), variance.float() * (size - 1))
+                # The sums may be larger than a number of half precision can be.
+                wide = torch.promote_types(mean.dtype, torch.float32)
+                moments = Moments(size, mean.to(wide), variance.to(wide) * (size - 1))
                 self._moments = moments if self._moments is None else self._moments.merged(moments)
         return output
 

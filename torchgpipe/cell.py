@@ -35,7 +35,7 @@ from torchgpipe.checkpoint import Checkpoint, is_recomputing
 from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
 from torchgpipe.dependency import fork, join
-from torchgpipe.microbatch import Batch
+from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.note import Named
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.state import LayersState, version_of
@@ -152,27 +152,37 @@ class Cell:
         return Named(f"raised in partition {self.j}, micro-batch {self.i}")
 
     def _run(self, batch: Batch) -> Batch:
-        if (self.state or self.j == 0) and _starts_in_place(self.layers):
-            # A second run needs the input as it was for the first, and micro-batches may be
-            # views of the same memory, which is the caller's.
-            batch = batch if batch.shares_memory else batch.replace([x.clone() for x in batch])
+        # Once they share memory, parts may be on different devices, where they no longer do.
+        watched = [x for part in batch.shared for x in batch.parts.get(part, ())]
+        versions = [version_of(x) for x in watched]
+        if _starts_in_place(self.layers):
+            if VALUE not in batch.shared:
+                if self.state or self.j == 0:
+                    # A second run needs the input as it was for the first, and micro-batches may
+                    # be views of the same memory, which is the caller's.
+                    batch = batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])
+            elif any(x.is_inference() for x in watched):
+                # These do not count what is done to them.
+                raise _changed(batch)
         # From here on a skip is held by the tracker, until it is popped.
         tracker = SkipTracker(batch.skips)
         value = batch.take().with_skips({})
-        versions = [version_of(x) for x in value] if value.shares_memory else None
         again = self.state.restored() if self.state and is_recomputing() else nullcontext()
         with again, use_skip_tracker(tracker):
             output = Batch(self.layers(value.value), tracker.tensors)
-        if versions is not None:
-            if versions != [version_of(x) for x in value]:
-                raise RuntimeError(
-                    "tensors that pass between partitions must not share memory where the next "
-                    f"partition changes one in place (shapes: {[tuple(x.shape) for x in value]}); "
-                    "clone one of them, or what is stashed, or move the split so that both layers "
-                    "are in one partition"
-                )
-            output.shares_memory |= output.aliases(value)
+        if versions != [version_of(x) for x in watched]:
+            raise _changed(value)
+        if VALUE in value.shared and output.aliases(value):
+            output.shared |= {VALUE}
         return output
+
+
+def _changed(batch: Batch) -> RuntimeError:
+    return RuntimeError(
+        "what passes between partitions, skips included, must not be views of one tensor where a "
+        f"later partition changes one in place (shapes: {[tuple(x.shape) for x in batch]}); clone "
+        "one of them, or what is stashed, or have both layers in one partition"
+    )
 
 
 def _starts_in_place(layer: nn.Module) -> bool:

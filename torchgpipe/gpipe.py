@@ -66,6 +66,8 @@ class GPipe(nn.Module):
     balance: list[int]
     #: The device of each partition. Inputs go to the first, outputs come from the last.
     devices: list[torch.device]
+    #: Whether batch normalisations are deferred.
+    deferred_batch_norm: bool
     #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.
     partitions: nn.ModuleList
 
@@ -90,6 +92,7 @@ class GPipe(nn.Module):
         partitions = split_module(module, self.balance)
         place(partitions, self.devices)
         self.partitions = nn.ModuleList(partitions)
+        self.deferred_batch_norm = deferred_batch_norm
         if deferred_batch_norm:
             DeferredBatchNorm.convert_deferred_batch_norm(self.partitions)
         self.partitions.training = module.training
@@ -99,7 +102,8 @@ class GPipe(nn.Module):
         """Makes what belongs to this object alone, and is neither copied nor pickled."""
         self._copy_streams = CopyStreams()
         self._workers = Workers(self.devices)
-        self._norms = deferred_batch_norms(self.partitions)
+        # Layers may have been converted for another wrapper.
+        self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
         self._skip_layout = inspect_skip_layout(list(self.partitions))
         # Not as an attribute, which would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()

@@ -33,7 +33,7 @@ class Batch:
         TypeError: the value is neither a tensor nor a plain tuple of tensors.
     """
 
-    __slots__ = ("_single", "atomic", "parts", "shares_memory")
+    __slots__ = ("_single", "atomic", "parts", "shared")
 
     def __init__(
         self, value: TensorOrTensors, skips: Mapping[Any, Tensor | None] | None = None
@@ -47,8 +47,8 @@ class Batch:
             self.parts[key] = () if tensor is None else (tensor,)
         # Most are. All else in this class holds for any, but takes its time.
         self._single = self.atomic and not skips
-        #: Whether the value shares memory with a skip, or a tensor of it with another one.
-        self.shares_memory = not self._single and self._has_aliases()
+        #: The parts with a tensor that shares memory with another one.
+        self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
     @property
     def value(self) -> TensorOrTensors:
@@ -79,12 +79,17 @@ class Batch:
         """The micro-batch that a layer makes of this one."""
         return Batch(function(self.value))
 
-    def with_skips(self, skips: Mapping[Any, Tensor | None]) -> Batch:
-        """The same value beside other skips; what shared memory still does."""
+    def with_skips(self, skips: Mapping[Any, Tensor | None], shared: Iterable[Any] = ()) -> Batch:
+        """The same value beside other skips.
+
+        Args:
+            skips: what passes by layers.
+            shared: those of them that share memory with what is elsewhere by now.
+        """
         if not skips and len(self.parts) == 1:
             return self
         batch = Batch(self.value, skips)
-        batch.shares_memory |= self.shares_memory
+        batch.shared |= self.shared & {VALUE} | skips.keys() & set(shared)
         return batch
 
     def take(self) -> Batch:
@@ -117,10 +122,15 @@ class Batch:
         """Whether a tensor of this value shares memory with one of the other micro-batch."""
         return any(starmap(_is_alias_of, product(self.parts[VALUE], other.tensors)))
 
-    def _has_aliases(self) -> bool:
+    def _aliased(self) -> frozenset[Any]:
         # One tensor in several places of the value stays one, but is another one as a skip.
-        tensors = chain.from_iterable(_distinct([part]) for part in self.parts.values())
-        return any(starmap(_is_alias_of, combinations(tensors, 2)))
+        tensors = [(key, x) for key, part in self.parts.items() for x in _distinct([part])]
+        return frozenset(
+            key
+            for (one, a), (other, b) in combinations(tensors, 2)
+            if _is_alias_of(a, b)
+            for key in (one, other)
+        )
 
     def __repr__(self) -> str:
         return f"Batch({self.value!r})"

@@ -119,6 +119,8 @@ class Pipeline:
         self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
         #: Of each micro-batch, what was stashed and not popped yet.
         self.skips = [SkipTracker() for _ in batches]
+        #: Which of these share memory with something.
+        self.shared: list[set[Any]] = [set() for _ in batches]
 
     def elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
         """Of the parts of a micro-batch, those at partitions on other devices than ``j``."""
@@ -142,9 +144,9 @@ class Pipeline:
         """Computes a cell, between the two ends of the fence that orders backward."""
         cell = self.cell(i, j)
         with cell.named:
-            batch = self.batches[i].with_skips(
-                {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
-            )
+            popped = {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
+        batch = self.batches[i].with_skips(popped, self.shared[i])
+        del popped
         batch = cell.arrive(batch)
         phonies = self.phonies.pop((i, j), [])
         if batch.requires_grad:
@@ -162,7 +164,11 @@ class Pipeline:
                 if j - k < self.lead:
                     self.phonies[i + self.lead, k] += phonies  # [3]
         self.skips[i].tensors.update(batch.skips)
-        self.batches[i] = batch.with_skips({})
+        self.shared[i] |= batch.shared
+        self.batches[i] = batch = batch.with_skips({})
+        if batch.atomic and not self.skips[i].tensors:
+            # Nothing is left that it could share memory with.
+            batch.shared = frozenset()
 
     def cell(self, i: int, j: int) -> Cell:
         """The cell of micro-batch ``i`` in partition ``j``."""
