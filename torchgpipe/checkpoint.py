@@ -19,9 +19,9 @@ So there is one graph, the cell's own: parameters receive their gradients from i
                            ↑        │
                            └─ layers, again
 
-:class:`Recompute` lets the gradient through. On an accelerator it belongs to the copy stream, on
-which the gradient arrives, but it recomputes on the compute stream, which therefore does not
-wait for the gradient: only the host has to know that it is on its way.
+:class:`Recompute` lets the gradient through. Where the gradient comes from another device, it
+belongs to the copy stream on which that arrives, but it recomputes on the compute stream, which
+therefore does not wait for the gradient: only the host has to know that it is on its way.
 """
 
 from __future__ import annotations
