@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -108,14 +108,6 @@ class DeferredBatchNorm(_BatchNorm):
                 self._moments = moments if self._moments is None else self._moments.merged(moments)
         return output
 
-    def _begin(self) -> None:
-        self._collects = True
-        self._moments = None
-
-    def _end(self) -> None:
-        self._collects = False
-        self._moments = None
-
     def _update(self) -> None:
         if self._moments is None:
             return
@@ -133,8 +125,8 @@ class DeferredBatchNorm(_BatchNorm):
                 assert running is not None
                 running.lerp_(new.to(running.dtype), momentum or 0.0)
 
-    def _load_from_state_dict(  # type: ignore[no-untyped-def]
-        self, state_dict, prefix, *args, **kwargs
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # What torchgpipe 0.0.7 saved besides.
         for name in ("sum", "sum_squares"):
@@ -171,11 +163,12 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
 def deferred_updates(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
     """Has norms update their statistics once, after a ``with`` block, and not if it raises."""
     for norm in norms:
-        norm._begin()
+        norm._collects = True
     try:
         yield
         for norm in norms:
             norm._update()
     finally:
         for norm in norms:
-            norm._end()
+            norm._collects = False
+            norm._moments = None

@@ -218,7 +218,8 @@ class GPipe(nn.Module):
         """Loads the keys of the plain module, and those of any balance."""
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
-            # In what version the layers were saved; there is no way to it through a parent.
+            # In what version the layers were saved; there is no way to it through a parent. Torch
+            # keeps it as an attribute of an OrderedDict, which types do not know.
             state_dict = OrderedDict(state_dict)
             state_dict._metadata = dict(  # type: ignore[attr-defined]
                 zip(self._own_keys(versions), versions.values())

@@ -150,6 +150,7 @@ def _distinct(parts: Iterable[Tensors]) -> Tensors:
 
 
 def _is_alias_of(a: Tensor, b: Tensor) -> bool:
+    # Also of sparse tensors, which have no storage to compare. Torch's stubs do not know it.
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 

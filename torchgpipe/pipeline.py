@@ -146,6 +146,7 @@ class Pipeline:
         with cell.named:
             popped = {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
         batch = self.batches[i].with_skips(popped, self.shared[i])
+        # What is popped is held by nobody here: it is let go at its last use.
         del popped
         batch = cell.arrive(batch)
         phonies = self.phonies.pop((i, j), [])
