@@ -12,6 +12,7 @@ demo: $(installed)  ## Trains two models on handwritten digits, wrapped and unwr
 
 test: $(installed)  ## Runs the tests.
 	$(python) -m pytest -q
+	$(python) -m pytest -q tests/virtual
 
 check: $(installed)  ## Lint, format and types.
 	$(venv)/bin/ruff check .

@@ -35,7 +35,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["torchgpipe", "torchgpipe.*"]),
-    package_data={"torchgpipe": ["py.typed"]},
+    package_data={"torchgpipe": ["py.typed", "testing/csrc/*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.9"],
     extras_require={"demo": demo, "test": test, "check": check, "all": demo + test + check},

@@ -99,7 +99,7 @@ def test_torch_is_the_only_dependency(name):
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_only_stream_names_the_accelerator(name):
-    if name != "stream":
+    if name != "stream" and not name.startswith("testing"):
         found = [
             node.attr
             for node in ast.walk(TREES[name])

@@ -1,0 +1,28 @@
+"""The virtual accelerators, loaded before anything runs backward."""
+
+import os
+
+import pytest
+
+from torchgpipe import testing
+
+REQUIRED = os.environ.get("TORCHGPIPE_REQUIRE_VIRTUAL") == "1"
+
+try:
+    DEVICES = testing.load(8)
+except testing.UnavailableError as error:
+    if REQUIRED:
+        raise
+    DEVICES, REASON = [], str(error)
+
+
+def pytest_collection_modifyitems(items):
+    if not DEVICES:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture
+def devices():
+    """Eight virtual accelerators."""
+    return DEVICES

@@ -1,0 +1,35 @@
+"""Virtual accelerators: test a pipeline for races, and see its timeline, without a GPU.
+
+::
+
+    from torchgpipe.testing import load, observe
+
+    devices = load(4)
+    model = GPipe(layers, [1, 1, 1, 1], devices=devices, chunks=8)
+    with observe(jitter=0) as seen:
+        model(input.to(devices[0])).sum().backward()
+    assert not seen.races
+
+Values are computed by the CPU, at once and in the order of the host; streams and events are
+bookkeeping. So a missing wait shows as a race, and never as a wrong number.
+"""
+
+from torchgpipe.testing.build import UnavailableError
+from torchgpipe.testing.busy import Busy
+from torchgpipe.testing.loading import load
+from torchgpipe.testing.observe import Observation, observe
+from torchgpipe.testing.report import Access, Race, Span, Stream, Transfers, Wait
+
+__all__ = [
+    "load",
+    "observe",
+    "Busy",
+    "UnavailableError",
+    "Observation",
+    "Race",
+    "Access",
+    "Span",
+    "Wait",
+    "Stream",
+    "Transfers",
+]

@@ -1,0 +1,132 @@
+"""Compiles the virtual accelerator, once for each PyTorch and each change of its source."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+__all__ = ["UnavailableError"]
+
+SOURCES = Path(__file__).parent / "csrc"
+
+#: The oldest PyTorch whose headers have all that the source names.
+OLDEST = (2, 9)
+
+
+class UnavailableError(RuntimeError):
+    """There can be no virtual accelerators in this process; the message says why, and what to do.
+
+    Tests that need them are best skipped with it.
+    """
+
+
+def build() -> Path:
+    """Compiles the library, unless that was done before.
+
+    Returns:
+        Its path, in ``$XDG_CACHE_HOME/torchgpipe`` (``~/.cache/torchgpipe``).
+
+    Raises:
+        UnavailableError: there is no compiler, or it fails, or this PyTorch is not supported.
+    """
+    verify_torch(torch.__version__)
+    command = [*compiler(), *flags()]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchgpipe"
+    # Named otherwise than a module of Python, lest one be taken for the other.
+    library = cache / f"libvirtual-{torch.__version__}-{_digest(command)}.so"
+    if library.exists():
+        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            output = Path(folder) / library.name
+            _compile([*command, str(SOURCES / "virtual.cpp"), "-o", str(output), *_links()])
+            # At once, so that another process finds the whole file or none.
+            output.replace(library)
+    except OSError as error:
+        raise UnavailableError(
+            "virtual accelerators are compiled into a cache that can be written to (cache: "
+            f"{cache}, error: {error}); set XDG_CACHE_HOME to a folder of yours"
+        ) from error
+    return library
+
+
+def verify_torch(version: str) -> None:
+    """Raises :exc:`UnavailableError` for a PyTorch that is too old."""
+    found = tuple([int(part) for part in version.split(".")[:2]])
+    if found < OLDEST:
+        raise UnavailableError(
+            f"virtual accelerators need PyTorch {OLDEST[0]}.{OLDEST[1]} or newer (version: "
+            f"{version}); install a newer one"
+        )
+
+
+def compiler() -> list[str]:
+    """The command of a C++ compiler.
+
+    Raises:
+        UnavailableError: there is none.
+    """
+    if sys.platform == "win32":
+        raise UnavailableError(
+            "virtual accelerators need a compiler that takes the options of GCC (platform: "
+            f"{sys.platform}); use Linux, macOS or the Windows Subsystem for Linux"
+        )
+    if os.environ.get("CXX"):
+        command = shlex.split(os.environ["CXX"])
+        if shutil.which(command[0]) is None:
+            raise UnavailableError(
+                "virtual accelerators need the C++ compiler that the environment names (CXX: "
+                f"{os.environ['CXX']!r}); unset CXX, or let it name one that is there"
+            )
+        return command
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    raise UnavailableError(
+        "virtual accelerators need a C++ compiler (looked for: g++, clang++, c++); install one "
+        "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install), or name it in CXX"
+    )
+
+
+def flags() -> list[str]:
+    """The options that the source is compiled with."""
+    include = Path(torch.__file__).parent / "include"
+    abi = int(torch.compiled_with_cxx11_abi())
+    return [
+        *("-O1", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        *("-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")),
+    ]
+
+
+def _links() -> list[str]:
+    lib = Path(torch.__file__).parent / "lib"
+    undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    return [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}", *undefined]
+
+
+def _digest(command: list[str]) -> str:
+    digest = hashlib.sha256(" ".join([*command, torch.version.git_version]).encode())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        text = "\n".join(errors[:5] or done.stderr.splitlines()[-5:])
+        raise UnavailableError(
+            "virtual accelerators must compile with this PyTorch and this compiler (PyTorch: "
+            f"{torch.__version__}, compiler: {command[0]}, status: {done.returncode}); use "
+            f"another version of either, and report this:\n{text}"
+        )

@@ -1,0 +1,165 @@
+// Order and time. Streams and events are bookkeeping over operators that run at once, in host order.
+//
+// Order: every stream has a vector clock, which says how much of each stream's work is ordered
+// before what it is given next. An event is a copy of it, and a wait takes the maximum.
+// Time: an operator starts when its stream and the thread that issues it are there, and takes what
+// the table of costs says. Every time is carried with the span of work that it is the end of.
+#pragma once
+#include <c10/core/Stream.h>
+#include <c10/util/Exception.h>
+#include <unistd.h>
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace virtual_accelerator {
+
+constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
+constexpr int kMaxDevices = 64;
+constexpr int kStreams = 33;  // Of a device: the default stream, and a pool of as many as on CUDA.
+constexpr int kHost = -1;     // Where a device is expected: the host.
+
+using VectorClock = std::vector<uint32_t>;
+
+// When something ends, and which span of work it is the end of: -1 for none.
+struct Time {
+  double at = 0;
+  int64_t span = -1;
+};
+inline Time later(Time a, Time b) { return b.at > a.at ? b : a; }
+
+struct StreamState {
+  VectorClock clock;
+  Time time;
+  uint64_t host_seen = 0;  // The version of the host's clock that was joined last.
+};
+struct Event {
+  VectorClock clock;  // Empty until it is recorded.
+  Time time;
+};
+struct Span {
+  int stream;
+  double start, end;
+  std::string name;
+  int64_t after;  // The span whose end let this one start.
+};
+struct Traffic {
+  int64_t copies = 0, bytes = 0;
+};
+
+// One for the process, and never destroyed: the threads of autograd outlive static objects.
+struct State {
+  std::recursive_mutex mutex;
+  int devices = 0;
+  std::vector<StreamState> streams;
+  VectorClock host;  // What the host has waited for; everything issued from then on is after it.
+  uint64_t host_version = 1;
+  std::vector<Span> spans;
+  std::vector<int> next_stream;
+  std::map<std::pair<int, int>, Traffic> traffic;
+  // Settings of an observation.
+  std::atomic<int64_t> epoch{0};  // Counts observations.
+  std::unordered_map<std::string, double> costs;
+  std::map<std::pair<int, int>, double> bandwidth;  // Bytes per millisecond.
+  std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
+  Time observer;                                    // The time of the thread that observes.
+  std::atomic<int> threads{0};
+};
+inline State& state() {
+  static auto* it = new State;
+  return *it;
+}
+#define VIRTUAL_LOCK std::lock_guard<std::recursive_mutex> lock_(state().mutex)
+
+// ---------------------------------------------------------------- threads of the host
+
+struct Thread {
+  int device = 0;
+  std::vector<int> streams = std::vector<int>(kMaxDevices, 0);  // The current one of each device.
+  int number = state().threads++;
+  int64_t epoch = -1;
+  bool observer = false;
+  Time time;  // Since when it issues, having waited for a device.
+  std::mt19937_64 random;
+};
+inline Thread& thread() {
+  thread_local Thread it;
+  if (it.epoch != state().epoch) {
+    it.epoch = state().epoch;
+    it.observer = false;
+    it.time = {};
+    it.random.seed(state().jitter.load() * 1000003 + it.number);
+  }
+  return it;
+}
+
+// Whoever observes gives the other threads their work, which is therefore not before its time.
+// What the others wait for is their own, as the host's threads would otherwise race for it.
+inline Time issued_at() { return later(thread().time, state().observer); }
+
+// Delays this thread at random: mostly not at all, now and then a little, rarely much.
+inline void jitter() {
+  if (state().jitter < 0) return;
+  auto& random = thread().random;
+  double x = std::uniform_real_distribution<>(0, 1)(random);
+  if (x < 0.005) usleep(1 + random() % 1500);
+  else if (x < 0.1) usleep(1 + random() % 100);
+}
+
+// ---------------------------------------------------------------- streams
+
+inline int index_of(const c10::Stream& s) { return s.device_index() * kStreams + int(s.id()); }
+inline int current_stream(int device) { return device * kStreams + thread().streams[device]; }
+
+inline void join(VectorClock& into, const VectorClock& from) {
+  for (size_t i = 0; i < from.size(); i++) into[i] = std::max(into[i], from[i]);
+}
+inline StreamState& stream_state(int s) {
+  auto& it = state().streams[s];
+  if (it.host_seen != state().host_version) {
+    join(it.clock, state().host);
+    it.host_seen = state().host_version;
+  }
+  return it;
+}
+// One more piece of work on a stream: an operator.
+inline void begin(int s) {
+  auto& it = stream_state(s);
+  it.clock[s]++;
+  it.time = later(it.time, issued_at());
+}
+inline void spend(int s, double cost, const std::string& name) {
+  if (cost <= 0) return;
+  auto& it = state().streams[s];
+  state().spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span});
+  it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
+}
+inline void spend_by_table(int s, const std::string& name) {
+  auto found = state().costs.find(name);
+  if (found != state().costs.end()) spend(s, found->second, name);
+}
+// What is issued on a stream from now on comes after all that another one was given so far.
+inline void wait_for(int s, const VectorClock& clock, Time time) {
+  auto& it = stream_state(s);
+  join(it.clock, clock);
+  it.time = later(it.time, time);
+}
+inline void host_wait(const VectorClock& clock, Time time) {
+  join(state().host, clock);
+  state().host_version++;
+  auto& t = thread();
+  t.time = later(t.time, time);
+  if (t.observer) state().observer = later(state().observer, t.time);
+}
+inline void host_wait(int s) {
+  auto& it = stream_state(s);
+  host_wait(it.clock, it.time);
+}
+
+}  // namespace virtual_accelerator

@@ -1,0 +1,148 @@
+// Operators that the fallback cannot compute: memory, copies, streams, and what the CPU has not.
+#pragma once
+#include <ATen/ops/empty_like.h>
+#include <ATen/native/Resize.h>
+#include "relabel.h"
+
+namespace virtual_accelerator {
+
+inline at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+                                std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+  int d = device ? index_of(*device) : thread().device;
+  auto type = c10::scalarTypeToTypeMeta(dtype.value_or(c10::typeMetaToScalarType(c10::get_default_dtype())));
+  size_t bytes = at::detail::computeStorageNbytes(size, stride, type.itemsize());
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, Allocator::allocate_on(d, bytes), allocator(), true));
+  auto t = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), type);
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return t;
+}
+inline at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
+                        std::optional<c10::Device> device, std::optional<bool> pinned,
+                        std::optional<c10::MemoryFormat> format) {
+  std::vector<int64_t> stride(size.size());
+  auto like = format.value_or(c10::MemoryFormat::Contiguous);
+  if (like == c10::MemoryFormat::ChannelsLast) {
+    stride = c10::get_channels_last_strides_2d(size);
+  } else if (like == c10::MemoryFormat::ChannelsLast3d) {
+    stride = c10::get_channels_last_strides_3d(size);
+  } else {
+    int64_t step = 1;
+    for (size_t i = size.size(); i-- > 0; step *= std::max<int64_t>(size[i], 1)) stride[i] = step;
+  }
+  return empty_strided(size, stride, dtype, layout, device, pinned);
+}
+
+// As on CUDA: on the source's current stream, and ordered with the destination's on both sides.
+inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  jitter();
+  auto stack = python_stack();
+  int from = is_virtual(source) ? source.device().index() : kHost;
+  int to = is_virtual(target) ? target.device().index() : kHost;
+  bool crosses = from != kHost && to != kHost && from != to;
+  std::string op = "copy_";
+  {
+    VIRTUAL_LOCK;
+    int s = current_stream(from == kHost ? to : from);
+    int other = crosses ? current_stream(to) : s;
+    if (crosses) wait_for(s, stream_state(other).clock, stream_state(other).time);
+    begin(s);
+    if (is_virtual(source)) touch(source, s, false, op, stack);
+    if (is_virtual(target)) touch(target, s, true, op, stack);
+    auto bytes = source.numel() * int64_t(source.element_size());
+    auto& traffic = state().traffic[{from, to}];
+    traffic.copies++;
+    traffic.bytes += bytes;
+    auto bandwidth = state().bandwidth.find({from, to});
+    if (bandwidth != state().bandwidth.end()) {
+      std::ostringstream name;
+      name << "copy to ";
+      to == kHost ? name << "cpu" : name << "virtual:" << to;
+      spend(s, double(bytes) / bandwidth->second, name.str());
+    } else {
+      spend_by_table(s, op);
+    }
+    if (crosses) wait_for(other, stream_state(s).clock, stream_state(s).time);
+    auto& host = from == kHost ? source : target;
+    bool pinned = host.has_storage() && PinnedAllocator::contains(host.storage().data());
+    if ((from == kHost || to == kHost) && !(non_blocking && pinned)) host_wait(s);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto twin = twin_of(target);
+  twin.copy_(twin_of(source));
+  return target;
+}
+inline at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  if (target.sizes() != source.sizes()) const_cast<at::Tensor&>(target).resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+inline at::Scalar local_scalar_dense(const at::Tensor& t) {
+  jitter();
+  auto stack = python_stack();
+  {
+    VIRTUAL_LOCK;
+    int s = current_stream(t.device().index());
+    begin(s);
+    touch(t, s, false, "item", stack);
+    host_wait(s);
+  }
+  return twin_of(t).item();
+}
+inline void record_stream(at::Tensor& t, c10::Stream s) {
+  Allocator::record(t.storage().unsafeGetStorageImpl(), index_of(s));
+}
+
+inline at::Tensor& set_storage(at::Tensor& t, c10::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  auto* it = t.unsafeGetTensorImpl();
+  it->set_storage_keep_dtype(std::move(storage));
+  if (stride.size() == size.size()) {
+    it->set_sizes_and_strides(size, stride);
+  } else {
+    it->set_sizes_contiguous(size);
+  }
+  it->set_storage_offset(offset);
+  return t;
+}
+inline at::Tensor& set_whole_storage(at::Tensor& t, c10::Storage storage) {
+  int64_t elements = storage.nbytes() / t.element_size();
+  return set_storage(t, std::move(storage), 0, {elements}, {});
+}
+inline at::Tensor& set_tensor(at::Tensor& t, const at::Tensor& other) {
+  return set_storage(t, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+}
+
+// That of the CPU takes no generator.
+inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool));
+  if (!train.value_or(true)) return {input.clone(), mask.fill_(1)};
+  mask.bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1 - p)), mask};
+}
+// The others are for devices with kernels of their own: plain operators (0) compute attention.
+inline int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                                double, bool, std::optional<double>, bool) {
+  return 0;
+}
+
+inline void register_kernels(torch::Library& all, torch::Library& aten, torch::Library& conjugate, torch::Library& negative) {
+  all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  aten.impl("empty.memory_format", &empty);
+  aten.impl("empty_strided", &empty_strided);
+  aten.impl("_copy_from", &copy_from);
+  aten.impl("_copy_from_and_resize", &copy_from_and_resize);
+  aten.impl("_local_scalar_dense", &local_scalar_dense);
+  aten.impl("record_stream", &record_stream);
+  aten.impl("set_.source_Storage_storage_offset", &set_storage);
+  aten.impl("set_.source_Storage", &set_whole_storage);
+  aten.impl("set_.source_Tensor", &set_tensor);
+  aten.impl("native_dropout", &native_dropout);
+  aten.impl("_fused_sdp_choice", &fused_sdp_choice);
+  // These would not get to the fallback by themselves.
+  for (auto* name : {"convolution", "convolution_backward"})
+    aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  conjugate.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  negative.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace virtual_accelerator

@@ -1,0 +1,226 @@
+// Memory: who accessed which bytes, and whether that was ordered.
+//
+// Each access is held against the last ones to the same bytes: a read and a write, or two writes,
+// of which neither is ordered before the other are a race. Memory is given back to the stream that
+// it was allocated on, as PyTorch's caching allocators do; its next owner is an access, too, so
+// whatever used it last must be ordered before, or have been announced by record_stream.
+#pragma once
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Storage.h>
+#include <cstring>
+#include <set>
+#include <sstream>
+#include "clock.h"
+
+namespace virtual_accelerator {
+
+struct Access {
+  int stream;
+  uint32_t clock;
+  int64_t low, high;  // Bytes within the block.
+  bool write;
+  std::string op;
+  int64_t stack;  // The number of a Python stack, -1 for none.
+};
+struct Block {
+  int device;
+  int64_t bytes;
+  int stream;  // On which it was allocated.
+  std::vector<Access> accesses;
+  std::set<int> recorded;   // Streams whose work is waited for before the memory is used again.
+  c10::DataPtr cpu_memory;  // What an operator of the CPU has allocated, or
+  void* memory = nullptr;   // what we have.
+};
+struct Race {
+  std::string kind;
+  int device;  // Of the memory.
+  int64_t bytes;
+  Access first, second;
+  int64_t count = 1;
+};
+// Memory that was freed while other streams were using it, and not allocated again yet.
+struct Freed {
+  int device;
+  int64_t bytes;
+  std::vector<Access> accesses;
+};
+
+struct Memory {
+  std::vector<int64_t> allocated, peak;
+  std::vector<std::vector<Freed>> freed;  // By stream.
+  std::vector<Race> races;
+  std::map<std::string, size_t> known;
+  bool raise = false;
+  int64_t (*stack_hook)() = nullptr;
+};
+inline Memory& memory() {
+  static auto* it = new Memory;
+  return *it;
+}
+
+inline int64_t python_stack() {
+  // Not under the lock: this takes Python's own.
+  auto hook = memory().stack_hook;
+  return hook ? hook() : -1;
+}
+inline std::string name_of(int stream) {
+  std::ostringstream o;
+  o << "stream " << stream % kStreams << " of virtual:" << stream / kStreams;
+  return o.str();
+}
+inline void report(const char* kind, int device, int64_t bytes, const Access& first, const Access& second) {
+  std::ostringstream key;
+  key << kind << ' ' << first.op << ' ' << first.stream << ' ' << second.op << ' ' << second.stream;
+  auto [found, fresh] = memory().known.emplace(key.str(), memory().races.size());
+  if (!fresh) {
+    memory().races[found->second].count++;
+  } else {
+    memory().races.push_back({kind, device, bytes, first, second});
+  }
+  TORCH_CHECK(!memory().raise, "race: ", kind, ": ", second.op, " on ", name_of(second.stream),
+              " is not ordered after ", first.op, " on ", name_of(first.stream));
+}
+
+// An access by the work that a stream was given last.
+inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, const std::string& op, int64_t stack) {
+  if (!block || high <= low) return;
+  auto& clock = state().streams[s].clock;
+  Access access{s, clock[s], low, high, write, op, stack};
+  auto& all = block->accesses;
+  for (auto& a : all)
+    if (a.stream != s && (a.write || write) && a.low < high && low < a.high && clock[a.stream] < a.clock)
+      report(write ? (a.write ? "write after write" : "write after read") : "read after write",
+             block->device, block->bytes, a, access);
+  // What this access stands for from now on: whatever is ordered after it is after those, too.
+  auto superseded = [&](const Access& a) {
+    if (a.low < low || a.high > high) return false;
+    return a.stream == s ? write || !a.write : write && clock[a.stream] >= a.clock;
+  };
+  all.erase(std::remove_if(all.begin(), all.end(), superseded), all.end());
+  all.push_back(std::move(access));
+}
+
+inline void account(int device, int64_t bytes) {
+  auto& m = memory();
+  m.allocated[device] += bytes;
+  m.peak[device] = std::max(m.peak[device], m.allocated[device]);
+}
+// Memory that was given back to a stream may be allocated again, by what the stream is given now.
+inline void reuse(int s, const std::string& op, int64_t stack) {
+  auto freed = std::move(memory().freed[s]);
+  memory().freed[s].clear();
+  auto& clock = stream_state(s).clock;
+  for (auto& block : freed)
+    for (auto& a : block.accesses)
+      if (clock[a.stream] < a.clock)
+        report("reuse of freed memory", block.device, block.bytes, a,
+               {s, clock[s], 0, block.bytes, true, op, stack});
+}
+inline void free_block(void* context) {
+  if (!context) return;
+  auto* block = static_cast<Block*>(context);
+  {
+    VIRTUAL_LOCK;
+    auto& clock = stream_state(block->stream).clock;
+    Freed freed{block->device, block->bytes, {}};
+    for (auto& a : block->accesses)
+      if (a.stream != block->stream && !block->recorded.count(a.stream) && clock[a.stream] < a.clock)
+        freed.accesses.push_back(a);
+    if (!freed.accesses.empty()) memory().freed[block->stream].push_back(std::move(freed));
+    account(block->device, -block->bytes);
+  }
+  free(block->memory);
+  delete block;
+}
+inline c10::DataPtr new_block(int device, int64_t bytes, c10::DataPtr cpu_memory, void* own, const std::string& op, int64_t stack) {
+  VIRTUAL_LOCK;
+  int s = current_stream(device);
+  auto* block = new Block{device, bytes, s, {}, {}, std::move(cpu_memory), own};
+  void* data = own ? own : block->cpu_memory.get();
+  c10::DataPtr pointer(data, block, &free_block, c10::Device(kDeviceType, device));
+  account(device, bytes);
+  reuse(s, op, stack);
+  return pointer;
+}
+inline Block* block_of(const c10::StorageImpl* storage) {
+  auto& pointer = const_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks();
+  return pointer.get_deleter() == &free_block ? static_cast<Block*>(pointer.get_context()) : nullptr;
+}
+
+struct Allocator final : public c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t bytes) override { return allocate_on(thread().device, bytes); }
+  static c10::DataPtr allocate_on(int device, size_t bytes) {
+    if (bytes == 0) return c10::DataPtr(nullptr, nullptr, &free_block, c10::Device(kDeviceType, device));
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "out of memory (bytes: ", bytes, ")");
+    memset(data, 0xff, bytes);  // NaN: what is read before it is written shows.
+    return new_block(device, bytes, {}, data, "empty", python_stack());
+  }
+  static void record(const c10::StorageImpl* storage, int s) {
+    VIRTUAL_LOCK;
+    if (auto* block = block_of(storage)) block->recorded.insert(s);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { memcpy(to, from, bytes); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& pointer, c10::Stream s) override {
+    VIRTUAL_LOCK;
+    if (pointer.get_deleter() == &free_block && pointer.get_context())
+      static_cast<Block*>(pointer.get_context())->recorded.insert(index_of(s));
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex d) override {
+    VIRTUAL_LOCK;
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* stat : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
+      (*stat)[0].current = memory().allocated[d];
+      (*stat)[0].peak = memory().peak[d];
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex d) override {
+    VIRTUAL_LOCK;
+    memory().peak[d] = memory().allocated[d];
+  }
+};
+inline Allocator* allocator() {
+  static auto* it = new Allocator;
+  return it;
+}
+
+// Memory of the host that copies need not wait for.
+struct PinnedAllocator final : public c10::Allocator {
+  static std::map<char*, size_t>& blocks() {
+    static auto* it = new std::map<char*, size_t>;
+    return *it;
+  }
+  static bool contains(const void* pointer) {
+    VIRTUAL_LOCK;
+    auto* p = static_cast<char*>(const_cast<void*>(pointer));
+    auto after = blocks().upper_bound(p);
+    if (after == blocks().begin()) return false;
+    --after;
+    return p < after->first + std::max<size_t>(after->second, 1);
+  }
+  static void release(void* data) {
+    VIRTUAL_LOCK;
+    blocks().erase(static_cast<char*>(data));
+    free(data);
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    VIRTUAL_LOCK;
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 64, std::max<size_t>(bytes, 1)) == 0, "out of memory (bytes: ", bytes, ")");
+    blocks()[static_cast<char*>(data)] = bytes;
+    return c10::DataPtr(data, data, &release, c10::Device(c10::kCPU));
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { memcpy(to, from, bytes); }
+};
+inline PinnedAllocator* pinned_allocator() {
+  static auto* it = new PinnedAllocator;
+  return it;
+}
+
+}  // namespace virtual_accelerator

@@ -1,0 +1,262 @@
+// Operators: the kernels of the CPU compute them, on the same memory under another label.
+//
+// For the length of a call each tensor of a virtual device gets a twin that says it is on the CPU.
+// What comes back is told by identity: a twin's storage is our storage (a view, or an output that
+// was given), any other is new memory of the device.
+#pragma once
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+#include "device.h"
+
+namespace virtual_accelerator {
+
+inline bool is_virtual(const at::Tensor& t) { return t.defined() && t.device().type() == kDeviceType; }
+
+// The bytes from a tensor's first to its last element.
+inline std::pair<int64_t, int64_t> extent(const at::Tensor& t) {
+  if (t.numel() == 0) return {0, 0};
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); i++) last += (t.size(i) - 1) * t.stride(i);
+  int64_t size = t.element_size(), low = t.storage_offset() * size;
+  return {low, low + (last + 1) * size};
+}
+inline void touch(const at::Tensor& t, int s, bool write, const std::string& op, int64_t stack) {
+  auto [low, high] = extent(t);
+  touch(block_of(t.storage().unsafeGetStorageImpl()), s, low, high, write, op, stack);
+}
+
+inline c10::DataPtr borrowed(void* data) { return {data, nullptr, [](void*) {}, c10::Device(c10::kCPU)}; }
+inline c10::Storage twin_of(const c10::StorageImpl* it) {
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), it->nbytes(),
+      borrowed(const_cast<c10::StorageImpl*>(it)->_mutable_data_ptr_no_checks().get()),
+      c10::GetAllocator(c10::kCPU), true);
+}
+inline void set_layout(const at::Tensor& t, const at::Tensor& like) {
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  t.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
+}
+inline at::Tensor twin_of(const at::Tensor& t, const c10::Storage& storage) {
+  auto twin = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+  set_layout(twin, t);
+  return twin;
+}
+inline at::Tensor twin_of(const at::Tensor& t) {
+  return is_virtual(t) ? twin_of(t, twin_of(t.storage().unsafeGetStorageImpl())) : t;
+}
+
+// How an operator uses an argument.
+enum class Use { kView, kRead, kWrite };  // kView: only its size and place.
+
+// Operators whose arguments may be on the CPU, as on other accelerators.
+inline bool takes_cpu_tensors(const std::string& op) {
+  static const std::set<std::string> ops{"index", "index_put", "index_put_", "_index_put_impl_",
+                                         "_pack_padded_sequence", "_pack_padded_sequence_backward"};
+  return ops.count(op);
+}
+// Operators for whose output, or its size, the host waits.
+inline bool host_waits_for(const std::string& op) {
+  static const std::set<std::string> ops{"nonzero", "masked_select", "_unique2", "unique_dim",
+                                         "unique_consecutive", "equal", "bincount"};
+  return ops.count(op);
+}
+// Operators that ask for sizes alone.
+inline bool reads_nothing(const std::string& op) {
+  static const std::set<std::string> ops{"is_same_size", "is_set_to", "result_type"};
+  return ops.count(op);
+}
+
+class Call {
+ public:
+  std::string op;
+  int device = -1;
+
+  explicit Call(const std::string& name, int64_t stack) : op(name), stack_(stack) {}
+
+  at::Tensor lower(const at::Tensor& t, Use use) {
+    if (!is_virtual(t)) {
+      has_cpu_tensor_ |= t.defined() && t.dim() > 0;
+      return t;
+    }
+    int d = t.device().index();
+    TORCH_CHECK(device < 0 || device == d, op, ": all tensors must be on one device (found: virtual:", device,
+                ", virtual:", d, "); move one with .to()");
+    device = d;
+    for (auto& a : arguments_)
+      if (a.own.is_same(t)) {
+        a.use = std::max(a.use, use);
+        return a.twin;
+      }
+    auto* storage = t.storage().unsafeGetStorageImpl();
+    auto found = twins_.find(storage);
+    if (found == twins_.end()) {
+      found = twins_.emplace(storage, twin_of(storage)).first;
+      origins_.emplace(found->second.unsafeGetStorageImpl(), Origin{t.storage(), t.key_set()});
+    }
+    arguments_.push_back({t, twin_of(t, found->second), use});
+    return arguments_.back().twin;
+  }
+
+  void begin() {
+    TORCH_CHECK(!has_cpu_tensor_ || arguments_.empty() || takes_cpu_tensors(op), op,
+                ": all tensors must be on one device (found: virtual:", device, ", cpu); move one with .to()");
+    VIRTUAL_LOCK;
+    stream_ = current_stream(device);
+    virtual_accelerator::begin(stream_);
+    for (auto& a : arguments_)
+      if (a.use != Use::kView) touch(a.own, stream_, a.use == Use::kWrite, op, stack_);
+    spend_by_table(stream_, op);
+  }
+
+  // Arguments that were written to may have another size and other memory than before.
+  void finish() {
+    for (auto& a : arguments_) {
+      if (a.use != Use::kWrite) continue;
+      auto* twin = a.twin.storage().unsafeGetStorageImpl();
+      auto* own = a.own.storage().unsafeGetStorageImpl();
+      if (twin->data() != own->data()) {
+        own->set_data_ptr_noswap(adopt(twin));
+        own->set_nbytes(twin->nbytes());
+        twin->set_data_ptr_noswap(borrowed(own->_mutable_data_ptr_no_checks().get()));
+      }
+      if (a.twin.sizes() != a.own.sizes() || a.twin.strides() != a.own.strides() ||
+          a.twin.storage_offset() != a.own.storage_offset()) {
+        set_layout(a.own, a.twin);
+        VIRTUAL_LOCK;
+        touch(a.own, stream_, true, op, stack_);
+      }
+    }
+    if (host_waits_for(op)) {
+      VIRTUAL_LOCK;
+      host_wait(stream_);
+    }
+  }
+
+  at::Tensor raise(const at::Tensor& t) {
+    if (!t.defined() || t.device().type() != c10::kCPU || !t.has_storage()) return t;
+    for (auto& a : arguments_)
+      if (a.twin.is_same(t)) return a.own;
+    auto* storage = t.storage().unsafeGetStorageImpl();
+    auto origin = origins_.find(storage);
+    if (origin != origins_.end()) {
+      auto view = at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(origin->second.storage), origin->second.keys, t.dtype());
+      set_layout(view, t);
+      return view;
+    }
+    if (storage->device().type() == c10::kCPU) {
+      storage->set_data_ptr_noswap(adopt(storage));
+      storage->set_allocator(allocator());
+    }
+    auto own = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(t.storage()), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), t.dtype());
+    set_layout(own, t);
+    VIRTUAL_LOCK;
+    touch(own, stream_, true, op, stack_);
+    return own;
+  }
+
+ private:
+  struct Argument {
+    at::Tensor own, twin;
+    Use use;
+  };
+  struct Origin {
+    c10::Storage storage;
+    c10::DispatchKeySet keys;
+  };
+  // What a kernel of the CPU has allocated becomes memory of the device.
+  c10::DataPtr adopt(c10::StorageImpl* storage) {
+    auto bytes = storage->nbytes();
+    if (bytes == 0) return Allocator::allocate_on(device, 0);
+    auto data = storage->set_data_ptr(borrowed(nullptr));
+    return new_block(device, bytes, std::move(data), nullptr, op, stack_);
+  }
+
+  int64_t stack_;
+  int stream_ = -1;
+  bool has_cpu_tensor_ = false;
+  std::vector<Argument> arguments_;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> twins_;
+  std::unordered_map<c10::StorageImpl*, Origin> origins_;
+};
+
+inline bool mentions(const c10::Argument& a, const char* type) {
+  return a.type()->str().find(type) != std::string::npos;
+}
+inline Use use_of(const c10::Argument& a, const std::string& op) {
+  if (reads_nothing(op)) return Use::kView;
+  auto* alias = a.alias_info();
+  if (!alias) return Use::kRead;
+  if (alias->isWrite()) return Use::kWrite;
+  for (auto& inner : alias->containedTypes())
+    if (inner.isWrite()) return Use::kWrite;
+  return Use::kView;
+}
+
+// Any operator without a kernel of its own.
+inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  jitter();
+  const auto& schema = op.schema();
+  auto name = schema.name();
+  Call call(name.rfind("aten::", 0) == 0 ? name.substr(6) : name, python_stack());
+  size_t base = stack->size() - schema.arguments().size();
+  std::vector<size_t> generators;
+  int named = -1;  // The device that a factory is told.
+  for (size_t i = base; i < stack->size(); i++) {
+    auto& value = (*stack)[i];
+    const auto& argument = schema.arguments()[i - base];
+    auto use = use_of(argument, call.op);
+    if (value.isTensor()) {
+      value = call.lower(value.toTensor(), use);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : value.toTensorList()) list.push_back(call.lower(t, use));
+      value = list;
+    } else if (value.isList() && mentions(argument, "Tensor")) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& t : value.toListRef())
+        list.push_back(t.isTensor() ? std::make_optional(call.lower(t.toTensor(), use)) : std::nullopt);
+      value = list;
+    } else if (value.isDevice() && value.toDevice().type() == kDeviceType) {
+      named = index_of(value.toDevice());
+      value = c10::Device(c10::kCPU);
+    } else if (mentions(argument, "Generator")) {
+      generators.push_back(i);
+    }
+  }
+  if (call.device < 0) call.device = named;
+  TORCH_CHECK(call.device >= 0, call.op, ": no argument tells on which virtual device to compute");
+  for (size_t i : generators) {
+    auto& value = (*stack)[i];
+    auto generator = value.isNone() ? default_generator(call.device) : value.toGenerator();
+    if (generator.device().type() == kDeviceType) {
+      TORCH_CHECK(generator.device().index() == call.device, call.op, ": expected a generator of virtual:",
+                  call.device, " (found: ", generator.device(), ")");
+      value = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->cpu;
+    }
+  }
+  call.begin();
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  call.finish();
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
+    auto& value = (*stack)[i];
+    if (call.op == "_pack_padded_sequence" && &value == &stack->back()) continue;  // Sizes, for the host.
+    if (value.isTensor()) {
+      value = call.raise(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : value.toTensorList()) list.push_back(call.raise(t));
+      value = list;
+    }
+  }
+}
+
+}  // namespace virtual_accelerator

@@ -1,0 +1,184 @@
+// Virtual accelerators: N devices on the CPU, whose streams are bookkeeping.
+//
+// clock.h: order and time. memory.h: accesses and races. device.h: what PyTorch asks of a device.
+// relabel.h: how operators are computed. kernels.h: those that are computed otherwise.
+// autocast.h: autocast. Here: what Python asks. Loading the library does nothing; start does.
+#include "autocast.h"
+#include "kernels.h"
+
+namespace virtual_accelerator {
+namespace {
+
+// ---------------------------------------------------------------- from Python
+
+// The devices alone, so that the threads of autograd are started for them, if they were not yet.
+void start_devices(int64_t devices) {
+  VIRTUAL_LOCK;
+  auto& s = state();
+  s.devices = devices;
+  size_t streams = devices * kStreams;
+  s.streams.assign(streams, StreamState{VectorClock(streams, 0), {}, 0});
+  s.host.assign(streams, 0);
+  s.next_stream.assign(devices, 0);
+  memory().allocated.assign(devices, 0);
+  memory().peak.assign(devices, 0);
+  memory().freed.resize(streams);
+  new c10::impl::DeviceGuardImplRegistrar(kDeviceType, new Guard);
+}
+void start() {
+  c10::SetAllocator(kDeviceType, allocator());
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  auto library = [](const char* name, c10::DispatchKey key) -> torch::Library& {
+    return *new torch::Library(torch::Library::IMPL, name, key, __FILE__, __LINE__);
+  };
+  register_kernels(library("_", c10::DispatchKey::PrivateUse1), library("aten", c10::DispatchKey::PrivateUse1),
+                   library("aten", c10::DispatchKey::Conjugate), library("aten", c10::DispatchKey::Negative));
+  register_autocast(library("_", c10::DispatchKey::AutocastPrivateUse1),
+                    library("aten", c10::DispatchKey::AutocastPrivateUse1));
+}
+
+void busy(const at::Tensor& t, double cost, std::string name) {
+  if (!is_virtual(t)) return;
+  jitter();
+  auto stack = python_stack();
+  VIRTUAL_LOCK;
+  int s = current_stream(t.device().index());
+  begin(s);
+  touch(t, s, false, name, stack);
+  spend(s, cost, name);
+}
+
+// Everything so far is done when an observation begins.
+void observe(int64_t jitter_seed, bool raise, int64_t stack_hook) {
+  VIRTUAL_LOCK;
+  auto& s = state();
+  for (auto& stream : s.streams) {
+    join(s.host, stream.clock);
+    stream.time = {};
+  }
+  s.host_version++;
+  s.spans.clear();
+  s.traffic.clear();
+  s.costs.clear();
+  s.bandwidth.clear();
+  s.observer = {};
+  s.jitter = jitter_seed;
+  s.epoch++;
+  thread().observer = true;
+  auto& m = memory();
+  for (auto& freed : m.freed) freed.clear();
+  m.races.clear();
+  m.known.clear();
+  m.raise = raise;
+  m.stack_hook = reinterpret_cast<int64_t (*)()>(stack_hook);
+}
+void set_cost(std::string op, double cost) {
+  VIRTUAL_LOCK;
+  state().costs[op] = cost;
+}
+void set_bandwidth(int64_t from, int64_t to, double bytes) {
+  VIRTUAL_LOCK;
+  state().bandwidth[{int(from), int(to)}] = bytes;
+}
+
+// ---------------------------------------------------------------- to Python, as JSON
+
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += (unsigned char)c < 32 ? ' ' : c;
+  }
+  return out + '"';
+}
+void put(std::ostream& o, const Access& a) {
+  o << "{\"op\":" << quoted(a.op) << ",\"device\":" << a.stream / kStreams << ",\"stream\":" << a.stream % kStreams
+    << ",\"write\":" << (a.write ? "true" : "false") << ",\"stack\":" << a.stack << '}';
+}
+void put(std::ostream& o, const Race& r) {
+  o << "{\"kind\":" << quoted(r.kind) << ",\"device\":" << r.device << ",\"bytes\":" << r.bytes << ",\"count\":" << r.count
+    << ",\"first\":";
+  put(o, r.first);
+  o << ",\"second\":";
+  put(o, r.second);
+  o << '}';
+}
+void put(std::ostream& o, const Span& s) {
+  o << "{\"device\":" << s.stream / kStreams << ",\"stream\":" << s.stream % kStreams << ",\"start\":" << s.start
+    << ",\"end\":" << s.end << ",\"name\":" << quoted(s.name) << ",\"after\":" << s.after << '}';
+}
+template <class T>
+std::string listed(const std::vector<T>& items) {
+  std::ostringstream o;
+  o.precision(17);
+  o << '[';
+  for (size_t i = 0; i < items.size(); i++) {
+    if (i) o << ',';
+    put(o, items[i]);
+  }
+  o << ']';
+  return o.str();
+}
+std::string races() {
+  VIRTUAL_LOCK;
+  auto all = memory().races;
+  // Freed, still in use, and not allocated again yet: whoever comes next may get it.
+  for (size_t s = 0; s < memory().freed.size(); s++)
+    for (auto& block : memory().freed[s])
+      for (auto& a : block.accesses)
+        if (stream_state(s).clock[a.stream] < a.clock)
+          all.push_back({"memory freed in use", block.device, block.bytes, a, {int(s), 0, 0, 0, true, "free", -1}});
+  return listed(all);
+}
+std::string spans() {
+  VIRTUAL_LOCK;
+  return listed(state().spans);
+}
+std::vector<int64_t> traffic() {
+  VIRTUAL_LOCK;
+  std::vector<int64_t> all;
+  for (auto& [pair, t] : state().traffic) all.insert(all.end(), {pair.first, pair.second, t.copies, t.bytes});
+  return all;
+}
+double makespan() {
+  VIRTUAL_LOCK;
+  double last = state().observer.at;
+  for (auto& s : state().streams) last = std::max(last, s.time.at);
+  return last;
+}
+
+at::Tensor get_rng_state(int64_t device) {
+  return at::Tensor(default_generator(checked(device)).unsafeGetGeneratorImpl()->get_state());
+}
+void set_rng_state(int64_t device, const at::Tensor& value) {
+  default_generator(checked(device)).unsafeGetGeneratorImpl()->set_state(*value.unsafeGetTensorImpl());
+}
+int64_t seed(int64_t device) { return default_generator(checked(device)).unsafeGetGeneratorImpl()->seed(); }
+int64_t initial_seed(int64_t device) {
+  return default_generator(checked(device)).unsafeGetGeneratorImpl()->current_seed();
+}
+void manual_seed(int64_t device, int64_t value) {
+  default_generator(checked(device)).unsafeGetGeneratorImpl()->set_current_seed(value);
+}
+
+TORCH_LIBRARY(virtual_accelerator, m) {
+  m.def("start_devices(int devices) -> ()", &start_devices);
+  m.def("start() -> ()", &start);
+  m.def("device_count() -> int", [] { return int64_t(state().devices); });
+  m.def("busy(Tensor x, float cost, str name) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &busy));
+  m.def("observe(int jitter, bool raises, int stack_hook) -> ()", &observe);
+  m.def("set_cost(str op, float cost) -> ()", &set_cost);
+  m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
+  m.def("races() -> str", &races);
+  m.def("spans() -> str", &spans);
+  m.def("traffic() -> int[]", &traffic);
+  m.def("makespan() -> float", &makespan);
+  m.def("get_rng_state(int device) -> Tensor", &get_rng_state);
+  m.def("set_rng_state(int device, Tensor state) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &set_rng_state));
+  m.def("seed(int device) -> int", &seed);
+  m.def("initial_seed(int device) -> int", &initial_seed);
+  m.def("manual_seed(int device, int seed) -> ()", &manual_seed);
+}
+
+}  // namespace
+}  // namespace virtual_accelerator

@@ -1,0 +1,99 @@
+"""Loads the virtual accelerators into this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
+
+from torchgpipe.testing import device_module, recurrent
+from torchgpipe.testing.build import UnavailableError, build
+
+__all__ = ["load"]
+
+#: What PyTorch calls the devices: ``torch.device("virtual", 0)``.
+NAME = "virtual"
+
+#: How many there can be.
+MOST = 64
+
+_loaded: int | None = None
+
+
+def load(devices: int = 8) -> list[torch.device]:
+    """Makes virtual accelerators the accelerator of this process, for good.
+
+    It has to come before the first backward of the process, since autograd starts its threads then,
+    one for each device that there is. The first call compiles a library, which takes half a minute
+    and is kept; any further one returns the same devices.
+
+    Args:
+        devices: how many accelerators to have, 1 to 64.
+
+    Returns:
+        The devices, ``torch.device("virtual", 0)`` and so on.
+
+    Raises:
+        ValueError: the number is not possible, or not that of an earlier call.
+        UnavailableError: they cannot be had in this process.
+    """
+    global _loaded
+    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= MOST:
+        raise ValueError(f"there can be 1 to {MOST} virtual devices (devices: {devices!r})")
+    if _loaded is None:
+        _load(devices)
+        _loaded = devices
+    if _loaded != devices:
+        raise ValueError(
+            "virtual devices are loaded once for the process (devices: "
+            f"{devices}, loaded: {_loaded}); load as many as are needed at first"
+        )
+    return [torch.device(NAME, i) for i in range(devices)]
+
+
+def verify_loaded() -> None:
+    """Raises :exc:`RuntimeError` unless there are virtual accelerators."""
+    if _loaded is None:
+        raise RuntimeError(
+            "there are no virtual accelerators in this process yet; call "
+            "torchgpipe.testing.load() at its start"
+        )
+
+
+def _load(devices: int) -> None:
+    other = torch._C._get_privateuse1_backend_name()
+    if other not in ("privateuseone", NAME):
+        raise UnavailableError(
+            "virtual accelerators take the place that PyTorch has for a backend of one's own, and "
+            f"it is taken (backend: {other}); use a process without it"
+        )
+    torch.ops.load_library(build())
+    ops: Any = torch.ops.virtual_accelerator
+    ops.start_devices(devices)
+    if not _first_backward():
+        raise UnavailableError(
+            "virtual accelerators must be loaded before the first backward of the process, which "
+            "starts autograd's threads (a backward has run already); call "
+            "torchgpipe.testing.load() at the start of the process, in a process of its own if "
+            "need be"
+        )
+    ops.start()
+    rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, device_module)
+    generate_methods_for_privateuse1_backend(for_storage=True)
+    recurrent.register()
+
+
+def _first_backward() -> bool:
+    """Runs a backward, which makes autograd start its threads, and tells if it was the first."""
+    task: list[int] = []
+    x = torch.zeros((), device="cpu").requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():
+        y = x * 1
+    y.register_hook(lambda _: task.append(torch._C._current_graph_task_id()))
+    torch.autograd.backward(y, inputs=[x])
+    return task == [0]

@@ -1,0 +1,142 @@
+"""What was observed: races, spans of work, waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Access", "Race", "Span", "Stream", "Transfers", "Wait"]
+
+
+class Stream(NamedTuple):
+    """A stream of a virtual device; number 0 is the device's default stream."""
+
+    device: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"stream {self.number} of virtual:{self.device}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """One of the two sides of a race.
+
+    Args:
+        op: the operator, as PyTorch's dispatcher calls it, or the name of a busy layer.
+        stream: where it was issued.
+        write: whether it writes.
+        stack: what Python was doing when it was issued, innermost last, if that was asked for.
+            Operators that autograd itself runs in backward have none.
+    """
+
+    op: str
+    stream: Stream
+    write: bool
+    stack: tuple[str, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        verb = "writes" if self.write else "reads"
+        stack = "".join(f"\n    {line}" for line in self.stack)
+        return f"{self.op} {verb} on {self.stream}{stack}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to the same memory, neither ordered before the other.
+
+    Args:
+        kind: ``read after write``, ``write after read``, ``write after write``, ``reuse of freed
+            memory`` (allocated again while a stream that was not announced by ``record_stream``
+            may still use it) or ``memory freed in use`` (the same, and not allocated again yet).
+        device: where the memory is.
+        bytes: how large it is.
+        first: the access that was issued first.
+        second: the access that was not ordered after it. For freed memory, what took it next.
+        count: how often this happened, between the same operators on the same streams.
+    """
+
+    kind: str
+    device: int
+    bytes: int
+    first: Access
+    second: Access
+    count: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} ({self.bytes} bytes of virtual:{self.device}, {self.count} times)\n"
+            f"  first:  {self.first}\n  second: {self.second}"
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work that took virtual time, in milliseconds.
+
+    Args:
+        stream: where it ran.
+        start: when it started.
+        end: when it ended.
+        name: the operator, or what a busy layer is called and does.
+        after: the index of the span whose end let this one start; -1 if nothing held it.
+    """
+
+    stream: Stream
+    start: float
+    end: float
+    name: str
+    after: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A time in which a stream had work to do, and waited for another's.
+
+    Args:
+        stream: which one waited.
+        start: when it had done the work before.
+        end: when it went on.
+        span: the index of the span that it went on with.
+        cause: the index of the span that it waited for; -1 for the host.
+    """
+
+    stream: Stream
+    start: float
+    end: float
+    span: int
+    cause: int
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What was copied from one device to another: how many tensors, and how many bytes."""
+
+    count: int
+    bytes: int
+
+
+def waits_of(spans: list[Span]) -> list[Wait]:
+    """The times between the spans of each stream, and who is to blame.
+
+    Args:
+        spans: in the order in which they were issued.
+    """
+    ends: dict[Stream, float] = {}
+    waits = []
+    for index, span in enumerate(spans):
+        before = ends.get(span.stream, 0.0)
+        if span.start > before:
+            waits.append(Wait(span.stream, before, span.start, index, span.after))
+        ends[span.stream] = span.end
+    return waits
+
+
+def critical_path(spans: list[Span]) -> list[int]:
+    """The indices of the spans that the makespan is made of, first one first."""
+    if not spans:
+        return []
+    path = [max(range(len(spans)), key=lambda index: spans[index].end)]
+    while spans[path[-1]].after >= 0:
+        path.append(spans[path[-1]].after)
+    return path[::-1]
