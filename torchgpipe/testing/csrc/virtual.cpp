@@ -165,7 +165,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("start_devices(int devices) -> ()", &start_devices);
   m.def("start() -> ()", &start);
   m.def("device_count() -> int", [] { return int64_t(state().devices); });
-  m.def("busy(Tensor x, float cost, str name) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &busy));
+  m.def("busy(Tensor x, float cost, str name) -> ()", &busy);
   m.def("observe(int jitter, bool raises, int stack_hook) -> ()", &observe);
   m.def("set_cost(str op, float cost) -> ()", &set_cost);
   m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
@@ -174,7 +174,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("traffic() -> int[]", &traffic);
   m.def("makespan() -> float", &makespan);
   m.def("get_rng_state(int device) -> Tensor", &get_rng_state);
-  m.def("set_rng_state(int device, Tensor state) -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &set_rng_state));
+  m.def("set_rng_state(int device, Tensor state) -> ()", &set_rng_state);
   m.def("seed(int device) -> int", &seed);
   m.def("initial_seed(int device) -> int", &initial_seed);
   m.def("manual_seed(int device, int seed) -> ()", &manual_seed);
