@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from torchgpipe.microbatch import gather, scatter
+from torchgpipe.partition import groups
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.stream import CopyStreams
+from torchgpipe.stream import Streams
 from torchgpipe.worker import Workers
 
 #: Devices that differ for torchgpipe and are all the CPU for torch: each has a worker of its own.
@@ -28,8 +29,9 @@ def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, worker
         devices,
         batches,
         checkpoint_stop=checkpointed,
+        groups=groups(partitions),
         skip_layout=inspect_skip_layout(partitions),
-        copy_streams=CopyStreams(),
+        streams=Streams(),
         workers=workers or Workers(devices),
     ).run()
     return gather(batches)

@@ -92,7 +92,12 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize(
     ("source", "target", "non_blocking"),
-    [("meta", "meta", True), ("meta", "cpu", False), ("cpu", "meta", False), ("cpu", "cpu", False)],
+    [
+        ("meta", "xpu", True),
+        ("meta", "cpu", False),
+        ("cpu", "meta", False),
+        ("cpu:0", "cpu:1", False),
+    ],
 )
 def test_copies_from_and_to_the_cpu_block(source, target, non_blocking):
     """The host reads and writes what is on the CPU without waiting for anything."""
@@ -104,6 +109,15 @@ def test_copies_from_and_to_the_cpu_block(source, target, non_blocking):
     source, target = torch.device(source), torch.device(target)
     moved = copy._move([Fake(), None], CPUStream(source), CPUStream(target))
     assert moved == [(target, {"non_blocking": non_blocking}), None]
+
+
+def test_a_copy_on_one_device_hands_over(calls):
+    x = torch.ones(1, requires_grad=True)
+    (y,) = Copy.apply("lane 1", "lane 2", x * 1)
+    assert calls == [("wait", "lane 2", "lane 1"), ("record", 1, "lane 2")]
+    calls.clear()
+    (y * 3).backward()
+    assert calls == [("wait", "lane 1", "lane 2"), ("record", 3, "lane 1")]
 
 
 def test_wait_hands_over_in_both_directions(calls):

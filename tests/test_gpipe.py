@@ -568,7 +568,7 @@ def test_copies_have_workers_and_streams_of_their_own(duplicate):
     model._workers.run([(device, list) for device in CPUS], Context.capture())
     twin = duplicate(model)
     assert twin._workers is not model._workers
-    assert twin._copy_streams is not model._copy_streams
+    assert twin._streams is not model._streams
 
 
 def test_nothing_holds_a_wrapper():

@@ -20,6 +20,7 @@ FORBIDDEN = {
     "checkpoint": {"pipeline", "gpipe"},
     "worker": {"pipeline", "gpipe"},
     "cell": {"pipeline", "gpipe"},
+    "route": {"pipeline", "gpipe"},
     "skip": {"pipeline", "gpipe"},
     "pipeline": {"gpipe", "balance", "schedule", "tracing", "testing"},
 }

@@ -9,6 +9,7 @@ from torch import nn
 from tests.conftest import DEVICES
 from tests.helpers import CPUS
 from torchgpipe.partition import (
+    groups,
     place,
     split_module,
     tensors,
@@ -170,3 +171,20 @@ def test_what_is_shared_stays_shared(source, target):
     assert one.weight is two.weight is three.weight
     assert one.running_mean is two.running_mean is three.running_mean
     assert one.bias is not two.bias
+
+
+def test_groups_are_of_partitions_that_share_layers_or_tensors():
+    act, tied = nn.ReLU(), nn.Linear(2, 2)
+    tied_too = nn.Linear(2, 2)
+    tied_too.weight = tied.weight
+    parts = [
+        nn.Sequential(nn.Linear(1, 1)),
+        nn.Sequential(act),
+        nn.Sequential(tied),
+        nn.Sequential(nn.Sequential(act), nn.Linear(1, 1)),
+        nn.Sequential(nn.Linear(1, 1)),
+        nn.Sequential(tied_too, act),
+    ]
+    assert groups(parts[:5]) == [0, 1, 2, 1, 4]
+    assert groups(parts) == [0, 1, 1, 1, 4, 1]
+    assert groups([]) == []

@@ -11,7 +11,7 @@ from torch import nn
 from tests.helpers import CPUS, Log, nodes, plain, reaches, run_pipeline
 from torchgpipe.pipeline import clock_cycles
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.stream import CopyStreams
+from torchgpipe.stream import Streams
 from torchgpipe.worker import Workers
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_fence(devices, checkpointed, requires_grad):
 
 @pytest.mark.parametrize("checkpointed", [0, 5])
 def test_no_device_is_ahead_by_as_many_as_there_are_copy_streams(checkpointed, monkeypatch):
-    monkeypatch.setattr(CopyStreams, "NUMBER", 4)
+    monkeypatch.setattr(Streams, "COPIES", 4)
     graph, layers = graph_of(CPUS[:3], 6, checkpointed, requires_grad=True)
     for i in range(6):
         for j in (1, 2):
@@ -137,7 +137,7 @@ def test_nor_is_one_that_pops_from_far_away(monkeypatch):
         def forward(self, x):
             return x + (yield pop("x"))
 
-    monkeypatch.setattr(CopyStreams, "NUMBER", 5)
+    monkeypatch.setattr(Streams, "COPIES", 5)
     partitions = [nn.Sequential(x) for x in (Stash(), nn.Tanh(), nn.Tanh(), Pop())]
     graph, layers = graph_of(CPUS, 9, 0, True, partitions)
     for i in range(9):

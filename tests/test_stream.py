@@ -1,10 +1,12 @@
-"""Streams: no-ops on the CPU, and the choice of copy streams."""
+"""Streams: no-ops on the CPU, and what streams a partition gets."""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from torchgpipe import stream
-from torchgpipe.stream import CopyStreams, CPUStream
+from torchgpipe.stream import CPUStream, Streams
 
 CPU = torch.device("cpu")
 NO_ACCELERATOR = not stream.accelerators()
@@ -64,45 +66,67 @@ def test_wait_between_cpu_and_accelerator():
     stream.record_stream(torch.zeros(1), stream.new_stream(device))
 
 
+@dataclass(frozen=True)
 class FakeStream:
     """A stream of a pool that goes round, as those of CUDA do."""
 
-    def __init__(self, number):
-        self.device, self.number = torch.device("cuda", 0), number
-
-    def __eq__(self, other):
-        return self.number == other.number
+    number: int
 
 
 @pytest.fixture
 def pool(monkeypatch):
-    """The next number of a pool of four streams, in a list to be changed."""
-    state = [0]
+    """A pool of 32 streams: which one is next, and the caller's current one."""
+    state = {"next": 0, "current": FakeStream(99)}
 
     def new_stream(device):
-        state[0] += 1
-        return FakeStream(state[0] % 4)
+        state["next"] += 1
+        return FakeStream(state["next"] % 32)
 
     monkeypatch.setattr(stream, "new_stream", new_stream)
+    monkeypatch.setattr(stream, "current_stream", lambda device: state["current"])
     return state
 
 
-def test_copy_streams_are_made_once(pool):
-    streams, compute = CopyStreams(), FakeStream(99)
-    made = [streams.get(i, compute) for i in range(4)]
-    assert [streams.get(i, compute) for i in range(4)] == made
-    assert pool == [4]
+DEVICE = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_copy_stream_is_never_the_compute_stream(pool, number):
-    streams = CopyStreams()
-    for i in range(9):
-        assert streams.get(i, FakeStream(99)).number in range(4)
-    for i in range(9):
-        # The caller comes back with a stream of its own, from the same pool.
-        assert streams.get(i, FakeStream(number)).number != number
+def test_streams_are_made_once(pool):
+    streams = Streams()
+    assert streams.get(DEVICE, 1) == streams.get(DEVICE, 1)
+    assert pool["next"] == 16
 
 
-def test_cpu_copy_stream_is_the_stream():
-    assert CopyStreams().get(0, CPUStream(CPU)) == CPUStream(CPU)
+def test_a_partition_alone_computes_where_the_caller_does(pool):
+    ((compute, copies),) = Streams().get(DEVICE, 1)
+    assert compute == pool["current"]
+    assert len(set(copies)) == len(copies) == 16
+
+
+@pytest.mark.parametrize("partitions", [2, 3, 4, 8, 10])
+def test_partitions_on_one_device_share_no_stream(pool, partitions):
+    found = [s for compute, copies in Streams().get(DEVICE, partitions) for s in (compute, *copies)]
+    assert len(set(found)) == len(found) <= 32
+    assert len(found) >= 3 * partitions
+    assert pool["current"] not in found
+
+
+def test_many_partitions_have_streams_that_alias(pool):
+    found = Streams().get(DEVICE, 20)
+    assert len({compute for compute, _ in found}) == 20
+    assert all(len(copies) == 2 for _, copies in found)
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+@pytest.mark.parametrize("number", range(1, 32, 5))
+def test_no_stream_is_the_callers_own_of_the_same_pool(pool, partitions, number):
+    streams = Streams()
+    streams.get(DEVICE, partitions)
+    pool["current"] = FakeStream(number)
+    for compute, copies in streams.get(DEVICE, partitions):
+        assert pool["current"] not in copies
+        assert (compute == pool["current"]) == (partitions == 1)
+
+
+def test_streams_of_the_cpu_are_one():
+    cpu = CPUStream(CPU)
+    assert Streams().get(CPU, 2) == [(cpu, [cpu] * 16)] * 2

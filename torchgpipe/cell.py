@@ -4,22 +4,22 @@
 
     batch (i, j-1)     skips
          │               │
-       Copy            Copy        arrive      what comes from another device
+       Copy            Copy        arrive      what comes from another stream
          │               │
        Wait            Wait        compute
          │               │
          └──── layers ───┘                     under checkpointing, what they save is dropped
          ┌───────┴───────┐
-       Wait            Wait                    what goes to another device
+       Wait            Wait                    what goes to another stream
          │               │
          └── Recompute ──┘                     under checkpointing
          │               │
     batch (i, j)       skips
 
-The layers and Wait belong to the compute stream of the device, all else that crosses devices to the
-copy stream of the micro-batch. The autograd engine lets a stream wait whenever it hands a gradient
-from one stream to another, so in backward the compute stream waits for a gradient where Wait is,
-and nowhere before.
+The layers and Wait belong to the compute stream of the partition, all else that crosses streams to
+the copy stream of the micro-batch. The autograd engine lets a stream wait whenever it hands a
+gradient from one stream to another, so in backward the compute stream waits for a gradient where
+Wait is, and nowhere before.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Cell:
         j: the partition.
         layers: the partition.
         stream: the stream on which the layers compute.
-        copy_stream: the stream on which the micro-batch arrives at the device and leaves it.
-        arriving: the parts of the micro-batch that come from another device, and the copy
+        copy_stream: the stream on which the micro-batch arrives and leaves.
+        arriving: the parts of the micro-batch that come from another compute stream, and the copy
             stream that they leave it on.
-        departing: the parts of the output that go to another device.
+        departing: the parts of the output that go to another compute stream.
         context: the modes of the caller.
         state: what the layers are made of, for a step that checkpoints any micro-batch.
         checkpoint: whether to compute this one under checkpointing.
@@ -74,7 +74,7 @@ class Cell:
     checkpoint: bool
 
     def arrive(self, batch: Batch) -> Batch:
-        """Copies what comes from other devices to this one."""
+        """Fetches what comes from elsewhere."""
         if self.arriving:
             with use_stream(self.copy_stream):
                 for part, stream in self.arriving.items():
@@ -113,7 +113,7 @@ class Cell:
         Args:
             batch: the input, or the output.
             phonies: what :meth:`fork` branched off there.
-            crossing: the parts that come from another device, or go to one.
+            crossing: the parts that come from elsewhere, or go there.
         """
         for phony in phonies:
             batch = self._on_lanes(batch, crossing, lambda *tensors, p=phony: join(tensors, p))
@@ -136,7 +136,7 @@ class Cell:
         crossing: Collection[Hashable],
         function: Callable[..., tuple[Tensor, ...]],
     ) -> Batch:
-        """Applies an autograd function: what crosses devices belongs to the copy stream.
+        """Applies an autograd function: what crosses streams belongs to the copy stream.
 
         What stays belongs to the compute stream, where layers may add to its gradient in place.
         """

@@ -12,8 +12,8 @@
                              └──── compute
 
 Both do in backward what they do in forward, in the opposite direction. :class:`Wait` hands
-tensors over from one stream to another; it is the only place where they change streams on one
-device, and so the only one that records them.
+tensors over from one stream to another of the same device, and has them recorded there. Between
+two partitions that share a device, so does :class:`Copy`.
 
 What leaves the compute stream leaves as a clone, since the compute stream goes on while the copy
 is made and may change the original: autograd adds a gradient that several functions share to the
@@ -51,7 +51,7 @@ Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 class Copy(torch.autograd.Function):
-    """Copies tensors to another device: ``prev_stream, next_stream, *tensors → *tensors``.
+    """Brings tensors from one lane to another: ``prev_stream, next_stream, *tensors → *tensors``.
 
     The tensors have to be ready for ``prev_stream``; the copies, on the device of
     ``next_stream``, are ready for that one.
@@ -93,8 +93,10 @@ class Wait(torch.autograd.Function):
 
 def _move(
     tensors: Sequence[Any], prev_stream: AbstractStream, next_stream: AbstractStream
-) -> list[Any]:
+) -> Sequence[Any]:
     device = get_device(next_stream)
+    if device == get_device(prev_stream):
+        return _hand_over(tensors, prev_stream, next_stream)
     # The host reads what is on the CPU, and writes it, without waiting for any stream.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
     # A copy between two devices is ordered after, and before, the current streams of both.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
 from torchgpipe.microbatch import TensorOrTensors
-from torchgpipe.partition import place, split_module, verify_module, verify_placement
+from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
-from torchgpipe.stream import CopyStreams, Device, accelerators, canonical_device
+from torchgpipe.stream import Device, Streams, accelerators, canonical_device
 from torchgpipe.worker import Workers
 
 __all__ = ["GPipe"]
@@ -100,16 +100,17 @@ class GPipe(nn.Module):
 
     def _prepare(self) -> None:
         """Makes what belongs to this object alone, and is neither copied nor pickled."""
-        self._copy_streams = CopyStreams()
+        self._streams = Streams()
         self._workers = Workers(self.devices)
         # Layers may have been converted for another wrapper.
         self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
+        self._groups = groups(self.partitions)
         self._skip_layout = inspect_skip_layout(list(self.partitions))
         # Not as an attribute, which would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_copy_streams", "_workers", "_norms", "_skip_layout", "_plain")
+        own = ("_streams", "_workers", "_norms", "_groups", "_skip_layout", "_plain")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -275,8 +276,9 @@ class GPipe(nn.Module):
             self.devices,
             batches,
             checkpoint_stop=checkpointed if recorded else 0,
+            groups=self._groups,
             skip_layout=self._skip_layout,
-            copy_streams=self._copy_streams,
+            streams=self._streams,
             workers=self._workers,
         )
         with deferred_updates(self._norms):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -109,6 +109,22 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
                     f"({other}: {other_device}, {name}: {device}); choose a balance that keeps "
                     "these layers in one partition, or put their partitions on one device"
                 )
+
+
+def groups(partitions: Iterable[nn.Module]) -> list[int]:
+    """For each partition, which one is the first that it shares layers or tensors with.
+
+    Layers may have state: what shares them must not compute at the same time.
+    """
+    partitions = list(partitions)
+    group = list(range(len(partitions)))
+    owners: dict[object, int] = {}
+    for j, partition in enumerate(partitions):
+        for thing in [*partition.modules(), *[tensor for _, tensor in tensors(partition)]]:
+            one, other = group[owners.setdefault(thing, j)], group[j]
+            if one != other:
+                group = [min(one, other) if g in (one, other) else g for g in group]
+    return group
 
 
 def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:

@@ -31,7 +31,7 @@ There the join is behind the layers [1']: a micro-batch begins to be differentia
 after it has begun, which autograd then finishes first, since among what is ready it takes what was
 recorded last.
 
-A few copy streams on each device serve all micro-batches in turn. In backward, a device that got
+A few copy streams of each partition serve all micro-batches in turn. In backward, a device that got
 ahead of the one before it by as many micro-batches would put a gradient on a copy stream that still
 has to pass on an earlier one, which would then wait for it. So the host does not issue a cell
 before the cell so many micro-batches later in the partition before: its phony leads there, too [3].
@@ -51,11 +51,12 @@ from torch import Tensor, nn
 
 from torchgpipe.cell import Cell
 from torchgpipe.context import Context
-from torchgpipe.microbatch import VALUE, Batch
+from torchgpipe.microbatch import Batch
+from torchgpipe.route import Routes
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.state import LayersState
-from torchgpipe.stream import CopyStreams, current_stream
+from torchgpipe.stream import Streams
 from torchgpipe.worker import Workers
 
 __all__: list[str] = []
@@ -80,8 +81,9 @@ class Pipeline:
         devices: the device of each partition.
         batches: the micro-batches; each is replaced by its output.
         checkpoint_stop: how many micro-batches, from the first, are computed under checkpointing.
+        groups: which partitions share layers.
         skip_layout: which skips lead past partitions.
-        copy_streams: where the streams between the devices come from.
+        streams: where the streams of the devices come from.
         workers: what computes the cells of a clock cycle.
     """
 
@@ -92,8 +94,9 @@ class Pipeline:
         batches: list[Batch],
         *,
         checkpoint_stop: int,
+        groups: Sequence[int],
         skip_layout: SkipLayout,
-        copy_streams: CopyStreams,
+        streams: Streams,
         workers: Workers,
     ) -> None:
         self.partitions = partitions
@@ -101,20 +104,10 @@ class Pipeline:
         self.batches = batches
         self.checkpoint_stop = checkpoint_stop
         self.skip_layout = skip_layout
-        self.copy_streams = copy_streams
         self.workers = workers
         self.context = Context.capture()
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
-        self.streams = [current_stream(device) for device in devices]
-        #: For each partition, the parts of a micro-batch that come from another device, or go to
-        #: one, and the partition there. Skips come first, since they have been ready for longer.
-        self.sources = [
-            self.elsewhere(j, {**skip_layout.popped[j], VALUE: j - 1}) for j in range(len(devices))
-        ]
-        self.targets = [
-            self.elsewhere(j, {**skip_layout.stashed[j], VALUE: j + 1}) for j in range(len(devices))
-        ]
-        self.lead = CopyStreams.NUMBER - 1
+        self.routes = Routes(devices, groups, skip_layout, streams)
         #: For each cell, the phonies of those that are to be differentiated after it.
         self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
         #: Of each micro-batch, what was stashed and not popped yet.
@@ -122,20 +115,14 @@ class Pipeline:
         #: Which of these share memory with something.
         self.shared: list[set[Any]] = [set() for _ in batches]
 
-    def elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
-        """Of the parts of a micro-batch, those at partitions on other devices than ``j``."""
-        n = len(self.devices)
-        return {
-            part: k
-            for part, k in parts.items()
-            if 0 <= k < n and self.devices[k] != self.devices[j]
-        }
-
     def run(self) -> None:
         """Computes all cells, clock cycle by clock cycle."""
-        for cycle in clock_cycles(len(self.batches), len(self.partitions)):
-            tasks = [(self.devices[j], partial(self.step, i, j)) for i, j in cycle]
-            self.workers.run(tasks, self.context)
+        with self.routes.within_caller():
+            for cycle in clock_cycles(len(self.batches), len(self.partitions)):
+                tasks = [(self.devices[j], partial(self.step, i, j)) for i, j in cycle]
+                self.workers.run(tasks, self.context)
+        for i, batch in enumerate(self.batches):
+            self.batches[i] = self.routes.back_to_caller(i, batch)
         for state in self.states:
             if state is not None:
                 state.settle()
@@ -159,11 +146,12 @@ class Pipeline:
         if i + 1 < len(self.batches):
             batch, phonies = cell.fork(batch)  # [2]
             self.phonies[i + 1, j] += phonies
-        if i + self.lead < len(self.batches):
-            for k in set(self.sources[j].values()):
+        lead = self.routes.turns - 1
+        if i + lead < len(self.batches):
+            for k in set(self.routes.sources[j].values()):
                 # Else that cell has been computed before this one.
-                if j - k < self.lead:
-                    self.phonies[i + self.lead, k] += phonies  # [3]
+                if k >= 0 and j - k < lead:
+                    self.phonies[i + lead, k] += phonies  # [3]
         self.skips[i].tensors.update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
@@ -173,17 +161,15 @@ class Pipeline:
 
     def cell(self, i: int, j: int) -> Cell:
         """The cell of micro-batch ``i`` in partition ``j``."""
+        routes = self.routes
         return Cell(
             i,
             j,
             self.partitions[j],
-            stream=self.streams[j],
-            copy_stream=self.copy_streams.get(i, self.streams[j]),
-            arriving={
-                part: self.copy_streams.get(i, self.streams[k])
-                for part, k in self.sources[j].items()
-            },
-            departing=self.targets[j],
+            stream=routes.compute[j],
+            copy_stream=routes.lane(i, j),
+            arriving={part: routes.lane(i, k) for part, k in routes.sources[j].items()},
+            departing=routes.targets[j],
             context=self.context,
             state=self.states[j],
             checkpoint=i < self.checkpoint_stop,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -164,31 +164,50 @@ def memory_allocated(device: torch.device) -> int | None:
     return torch.accelerator.memory_allocated(device)
 
 
-class CopyStreams:
-    """The copy streams of a wrapper, made once, which micro-batches take in turns on each device.
+class PartitionStreams(NamedTuple):
+    """The streams of one partition."""
 
-    A copy stream is never the compute stream, which it would delay. There are fewer than the pool
-    of a device has, so that those of neighbouring micro-batches are not the same one. Were they,
-    copies of the one would wait for those of the other, which takes time and changes nothing else.
+    compute: AbstractStream
+    """On which its layers compute."""
+    copies: list[AbstractStream]
+    """On which micro-batches arrive and leave; they take these in turns."""
+
+
+class Streams:
+    """The streams of a wrapper, made once for each device.
+
+    Partitions that share a device have streams of their own, so that they overlap. The pool of the
+    device is divided among them; what came from it twice would wait for itself, which takes time
+    and changes nothing else.
     """
 
-    #: How many there are on each device.
-    NUMBER = 16
+    #: How many copy streams a partition has at most.
+    COPIES = 16
+    #: How many streams the pool of a device has, as far as is known (CUDA: 32).
+    POOL = 32
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, int], AbstractStream] = {}
+        self._made: dict[torch.device, list[AbstractStream]] = {}
 
-    def get(self, i: int, compute_stream: AbstractStream) -> AbstractStream:
-        """The copy stream of micro-batch ``i`` on the device of a compute stream."""
-        device = compute_stream.device
+    def get(self, device: torch.device, partitions: int) -> list[PartitionStreams]:
+        """The streams for each of so many partitions on one device.
+
+        A partition that is alone there computes on the caller's current stream. No other stream is
+        that one, which would be delayed.
+        """
+        current = current_stream(device)
         if device.type in STREAMLESS:
-            return compute_stream
-        i %= self.NUMBER
-        stream = self._streams.get((device, i))
-        if stream is None or stream == compute_stream:
+            return [PartitionStreams(current, [current] * self.COPIES)] * partitions
+        own = 0 if partitions == 1 else partitions
+        copies = max(2, min(self.COPIES, (self.POOL - own) // partitions))
+        # The caller's own stream may be from the same pool.
+        streams = [stream for stream in self._made.get(device, []) if stream != current]
+        while len(streams) < own + copies * partitions:
             stream = new_stream(device)
-            if stream == compute_stream:
-                # The caller's own stream is from the same pool; the next one is another.
-                stream = new_stream(device)
-            self._streams[device, i] = stream
-        return stream
+            if stream != current:
+                streams.append(stream)
+        self._made[device] = streams
+        return [
+            PartitionStreams(streams[k] if own else current, streams[own + k :: partitions])
+            for k in range(partitions)
+        ]

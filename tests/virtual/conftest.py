@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=REASON))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def devices():
     """Eight virtual accelerators."""
     return DEVICES

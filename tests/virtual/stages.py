@@ -1,0 +1,141 @@
+"""Models of known cost, the schedule's limits, and the ideal that they are held against."""
+
+import os
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.testing import Busy, observe
+from torchgpipe.testing.busy import BusyFunction
+
+MODES = ("never", "except_last", "always")
+
+#: Seeds of the jitter; `make soak` sets more.
+SEEDS = range(int(os.environ.get("TORCHGPIPE_SEEDS", "2")))
+
+
+class Stage(Busy):
+    """A partition with costs F, R and B; the recomputation may cost another time than forward."""
+
+    def __init__(self, forward=1, recompute=1, backward=2, features=4):
+        # All for the weight: the input of the first partition needs no gradient.
+        super().__init__(forward, 0, backward, features=features)
+        self.recompute = float(recompute)
+
+    def forward(self, x):
+        forward, *others = self.costs
+        costs = (self.recompute if is_recomputing() else forward, *others)
+        return BusyFunction.apply(x.tanh(), self.weight, costs, self.name)
+
+
+@skippable(stash=["skip"])
+class Stashing(Stage):
+    """Stashes something that is wider than what it passes on."""
+
+    def forward(self, x):
+        yield stash("skip", (x * self.weight).repeat(1, 5))
+        return super().forward(x)
+
+
+@skippable(pop=["skip"])
+class Popping(Stage):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return super().forward(x + skip[:, :4])
+
+
+def costs_of(mode, m):
+    """How many micro-batches are recomputed."""
+    return {"never": 0, "except_last": m - 1, "always": m}[mode]
+
+
+def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803
+    """The makespan of n equal stages and m micro-batches, with copies that take no time."""
+    if mode == "never":
+        return (m + n - 1) * (F + B)
+    return (m + n - 1) * F + costs_of(mode, m) * R + m * B + (n - 1) * B
+
+
+def ideal(mode, m, forward, recompute, backward, copies=None):
+    """The makespan of the dependency graph, of tasks that start as soon as they may.
+
+    A device computes the forwards of all micro-batches in order, then in reverse order of each the
+    recomputation, if it is due, and the backward. A forward needs that of the partition before, a
+    backward that of the partition after, both copied; a recomputation needs nothing. The last
+    partition's backwards need all its forwards, for the loss.
+
+    Args:
+        mode: what is checkpointed.
+        m: how many micro-batches there are.
+        forward: what a forward of each partition takes.
+        recompute: likewise.
+        backward: likewise.
+        copies: what a copy between each partition and the next one takes, in either direction.
+    """
+    n = len(forward)
+    copies = copies or [0] * (n - 1)
+    recomputed = costs_of(mode, m)
+    order = [("F", i) for i in range(m)]
+    for i in reversed(range(m)):
+        order += [("R", i)] * (i < recomputed) + [("B", i)]
+    cost = {"F": forward, "R": recompute, "B": backward}
+
+    @cache
+    def end(k, j):
+        """When the k-th task of a partition is done."""
+        kind = order[k][0]
+        start = end(k - 1, j) if k else 0
+        if kind == "F" and j:
+            start = max(start, end(k, j - 1) + copies[j - 1])
+        if kind == "B" and j < n - 1:
+            start = max(start, end(k, j + 1) + copies[j])
+        return start + cost[kind][j]
+
+    # Task by task: the graph is deeper than Python's stack.
+    for k in range(len(order)):
+        for j in range(n) if order[k][0] == "F" else reversed(range(n)):
+            end(k, j)
+    return max(end(len(order) - 1, j) for j in range(n))
+
+
+def wrap(stages, devices, m, mode):
+    return GPipe(
+        nn.Sequential(*stages), [1] * len(stages), devices=devices, chunks=m, checkpoint=mode
+    )
+
+
+@contextmanager
+def own_streams(devices, wanted=True):
+    """The caller's own current streams, one on each device, within a ``with`` block."""
+    if not wanted:
+        yield
+        return
+    before = [torch.accelerator.current_stream(device) for device in devices]
+    for device, stream in zip(devices, before):
+        own = torch.Stream(device)
+        own.wait_stream(stream)
+        torch.accelerator.set_stream(own)
+    torch.accelerator.set_device_index(0)
+    try:
+        yield
+    finally:
+        for stream in before:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(0)
+
+
+def makespans(model, *, rows=2, seed=None, requires_grad=False, steps=2, **observed):
+    """What each of some steps in a row takes, while nothing races."""
+    x = torch.rand(model.chunks * rows, 4, device=model.devices[0], requires_grad=requires_grad)
+    spans = [0.0]
+    with observe(jitter=seed, **observed) as seen:
+        for _ in range(steps):
+            model(x).sum().backward()
+            spans.append(seen.makespan)
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    return [b - a for a, b in pairwise(spans)]

@@ -1,0 +1,151 @@
+"""The limit of the schedule, exactly, whatever the timing of the host."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.virtual.stages import (
+    MODES,
+    SEEDS,
+    Popping,
+    Stage,
+    Stashing,
+    ideal,
+    limit,
+    makespans,
+    own_streams,
+    wrap,
+)
+from torchgpipe.stream import Streams
+from torchgpipe.testing import observe
+
+MATRIX = [(n, m) for n in (2, 4, 8) for m in (1, 4, 8, 32)]
+
+#: Eight places for partitions, by the index of their device.
+SHARED = {
+    "one device": [0] * 8,
+    "neighbours share": [0, 0, 1, 1, 2, 2, 3, 3],
+    "in turns": [0, 1] * 4,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "m"), MATRIX)
+def test_the_limit(devices, n, m, mode):
+    model = wrap([Stage() for _ in range(n)], devices[:n], m, mode)
+    for seed in SEEDS:
+        with own_streams(devices, wanted=seed % 2):
+            found = makespans(model, seed=seed, requires_grad=seed % 4 > 1)
+        assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
+
+
+def test_the_limits_that_the_readme_draws():
+    assert [limit(mode, 4, 8) for mode in MODES] == [33, 40, 41]
+    assert [limit(mode, 8, 32) for mode in MODES] == [117, 148, 149]
+    assert limit("except_last", 4, 4) == 24
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_the_ideal_of_equal_stages_is_the_limit(n, m, mode):
+    assert ideal(mode, m, [1] * n, [1] * n, [2] * n) == limit(mode, n, m)
+
+
+@pytest.mark.parametrize("place", SHARED)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (4, 32), (8, 32)])
+def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
+    model = wrap([Stage() for _ in range(n)], [devices[k] for k in SHARED[place][:n]], m, mode)
+    for seed in SEEDS[:1]:
+        with own_streams(devices, wanted=m == 8):
+            found = makespans(model, seed=seed, requires_grad=n == 4)
+        assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
+
+
+def test_partitions_that_share_layers_do_not_overlap(devices):
+    stages = [Stage() for _ in range(3)]
+    model = wrap([*stages[:2], stages[0], stages[2]], [devices[0]] * 4, 4, "never")
+    (found,) = makespans(model, steps=1)
+    assert limit("never", 4, 4) < found < limit("never", 1, 16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_more_micro_batches_than_streams(devices, mode):
+    """CUDA has 32 streams on each device."""
+    model = wrap([Stage() for _ in range(4)], devices[:4], 64, mode)
+    assert makespans(model, seed=0, rows=1) == [limit(mode, 4, 64)] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_few_copy_streams_do(devices, mode, monkeypatch):
+    monkeypatch.setattr(Streams, "COPIES", 4)
+    model = wrap([Stage() for _ in range(4)], devices[:4], 32, mode)
+    assert makespans(model, seed=0, rows=1) == [limit(mode, 4, 32)] * 2
+
+
+#: Times that add up without rounding.
+TIMES = st.integers(1, 32).map(lambda x: x / 8)
+
+
+@st.composite
+def pipelines(draw):
+    n = draw(st.integers(1, 6))
+
+    def each(times, n=n):
+        return draw(st.lists(times, min_size=n, max_size=n))
+
+    forward = each(TIMES)
+    copies = [draw(st.integers(0, int(8 * f) - 1)) / 8 for f in forward[1:]]
+    return (
+        draw(st.sampled_from(MODES)),
+        draw(st.integers(1, 9)),
+        forward,
+        each(TIMES),
+        each(TIMES),
+        copies,
+    )
+
+
+@settings(max_examples=40 * max(1, len(SEEDS) // 4))
+@given(pipelines(), st.booleans())
+def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, requires_grad):
+    mode, m, forward, recompute, backward, copies = pipeline
+    n = len(forward)
+    model = wrap([*map(Stage, forward, recompute, backward)], devices[:n], m, mode)
+    # A micro-batch of one row has four numbers of four bytes.
+    links = {}
+    for j, cost in enumerate(copies):
+        if cost:
+            links |= {(j, j + 1): 16 / cost, (j + 1, j): 16 / cost}
+    found = makespans(model, rows=1, seed=m, requires_grad=requires_grad, bandwidth=links)
+    assert found == [ideal(mode, m, forward, recompute, backward, copies)] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "m"), [(3, 4), (4, 8), (8, 32)])
+def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
+    model = wrap([Stashing(), *[Stage() for _ in range(n - 2)], Popping()], devices[:n], m, mode)
+    for seed in SEEDS:
+        found = makespans(model, seed=seed, requires_grad=bool(seed % 2))
+        assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_skip_delays_only_what_needs_it(devices, mode):
+    """It leaves with the first partition's output and arrives before the last one's input."""
+    stages = [Stashing(), Stage(), Stage(), Popping()]
+    # 2 rows of 20 numbers of 4 bytes, in the time of two forwards.
+    links = {(0, 3): 80, (3, 0): 80}
+    model = wrap(stages, devices[:4], 8, mode)
+    assert makespans(model, seed=0, bandwidth=links) == [limit(mode, 4, 8)] * 2
+
+
+def test_inference_takes_the_time_of_the_forwards(devices):
+    model = wrap([Stage() for _ in range(4)], devices[:4], 8, "always")
+    x = torch.rand(16, 4, device=devices[0])
+    with observe(jitter=0) as seen, torch.inference_mode():
+        model(x)
+    assert seen.makespan == 8 + 4 - 1
+    assert not seen.races
