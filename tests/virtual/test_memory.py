@@ -1,0 +1,146 @@
+"""How much memory each device needs, counted by its allocator.
+
+The unit is an activation: what a layer makes of one micro-batch. All layers here save one each.
+"""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.virtual.stages import MODES, SEEDS, own_streams
+from torchgpipe import GPipe
+from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.testing import observe
+
+ROWS, WIDTH = 4, 256
+ACTIVATION = ROWS * WIDTH * 4
+
+
+class Scale(nn.Module):
+    """Saves its input, and has a parameter of next to no size."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def promise(mode, m, layers, *, first):
+    """The peak of a partition, in activations.
+
+    Its first layer saves its input, the others what they give. Without checkpointing all of it is
+    kept. With it, only the inputs, and all of the micro-batch that is being differentiated. The
+    inputs of the first partition are the caller's anyway.
+    """
+    inputs = 0 if first else m
+    return inputs + (layers - 1) * (m if mode == "never" else 1)
+
+
+def allocated(devices):
+    return [torch.accelerator.memory_allocated(device) for device in devices]
+
+
+def stage(layers):
+    return nn.Sequential(Scale(), *[nn.Tanh() for _ in range(layers - 1)])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["alone", "own streams"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "m", "layers"), [(4, 4, 12), (4, 8, 16), (8, 4, 8), (1, 8, 8)])
+def test_peak(devices, n, m, layers, mode, own):
+    devices = devices[:n]
+    model = GPipe(
+        nn.Sequential(*[stage(layers) for _ in range(n)]),
+        [1] * n,
+        devices=devices,
+        chunks=m,
+        checkpoint=mode,
+    )
+    x = torch.rand(ROWS * m, WIDTH, device=devices[0])
+    for seed in SEEDS[:2]:
+        model.zero_grad()
+        gc.collect()
+        before = allocated(devices)
+        for device in devices:
+            torch.accelerator.reset_peak_memory_stats(device)
+        with own_streams(devices, own), observe(jitter=seed) as seen:
+            model(x).sum().backward()
+        assert not seen.races
+        peaks = [
+            (torch.accelerator.max_memory_allocated(device) - start) / ACTIVATION
+            for device, start in zip(devices, before)
+        ]
+        for j, peak in enumerate(peaks):
+            least = promise(mode, m, layers, first=j == 0)
+            # One arrives, one leaves, and one is being differentiated.
+            most = least + 3
+            # The host of the next device may be ahead, and send its gradients early.
+            most += m * (j < n - 1)
+            # The outputs, and what they are joined to.
+            most += 2 * m * (j == n - 1)
+            assert least <= peak <= most, f"partition {j}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_nothing_is_alive_after_a_step_but_gradients_and_the_output(devices, mode, shared):
+    devices = [devices[0]] * 3 if shared else devices[:3]
+    model = GPipe(
+        nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()) for _ in range(3)]),
+        [1] * 3,
+        devices=devices,
+        chunks=4,
+        checkpoint=mode,
+    )
+    places = list(dict.fromkeys(devices))
+    x = torch.rand(4 * ROWS, WIDTH, device=devices[0])
+    gc.collect()
+    before = dict(zip(places, allocated(places)))
+    gc.disable()
+    try:
+        output = model(x)
+        output.sum().backward()
+        for layers, device in zip(model.partitions, devices):
+            before[device] += sum(p.grad.nbytes for p in layers.parameters())
+        before[devices[-1]] += output.nbytes
+        assert dict(zip(places, allocated(places))) == before
+    finally:
+        gc.enable()
+
+
+@skippable(stash=["wide"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("wide", x.repeat(1, 32))
+        return x
+
+
+@skippable(pop=["wide"])
+class Pop(nn.Module):
+    def forward(self, x):
+        wide = yield pop("wide")
+        return x + wide[:, :WIDTH]
+
+
+def test_a_skip_is_kept_no_longer_than_it_is_on_its_way(devices):
+    n, m = 4, 16
+    layers = [Stash(), nn.Tanh(), nn.Tanh(), Pop()]
+    model = GPipe(nn.Sequential(*layers), [1] * n, devices=devices[:n], chunks=m)
+    x = torch.rand(ROWS * m, WIDTH, device=devices[0])
+    before = allocated(devices[:n])
+    for device in devices[:n]:
+        torch.accelerator.reset_peak_memory_stats(device)
+    with torch.no_grad():
+        model(x)
+    first, *between, last = [
+        (torch.accelerator.max_memory_allocated(device) - start) / ACTIVATION
+        for device, start in zip(devices, before)
+    ]
+    # It leaves the first device when the last one takes it, n cycles later, and one is a clone.
+    assert first <= 32 * (n + 1) + 3
+    assert all(peak <= 4 for peak in between)
+    assert last <= 32 * 2 + 2 * m + 3
