@@ -117,10 +117,10 @@ def test_a_copy_on_one_device_hands_over(calls):
     assert calls == [("wait", "lane 2", "lane 1"), ("record", 1, "lane 2")]
     calls.clear()
     (y * 3).backward()
-    assert calls == [("wait", "lane 1", "lane 2"), ("record", 3, "lane 1")]
+    assert calls == [], "the autograd engine does"
 
 
-def test_wait_hands_over_in_both_directions(calls):
+def test_wait_hands_over_in_forward_and_the_engine_in_backward(calls):
     x = torch.ones(1, requires_grad=True)
     y, z = Wait.apply("copy", "compute", x * 1, x * 2)
     assert calls == [
@@ -130,15 +130,14 @@ def test_wait_hands_over_in_both_directions(calls):
     ]
     calls.clear()
     (y * 3 + z * 4).backward()
-    assert calls == [("wait", "copy", "compute"), ("record", 3, "copy"), ("record", 4, "copy")]
+    assert calls == []
 
 
-def test_wait_records_no_missing_gradient(calls):
+def test_a_missing_gradient_stays_missing(calls):
     x = torch.ones(1, requires_grad=True)
     y, _ = Wait.apply("copy", "compute", x * 1, x * 2)
-    calls.clear()
     y.backward()
-    assert calls == [("wait", "copy", "compute"), ("record", 1, "copy")]
+    assert x.grad.item() == 1
 
 
 @pytest.mark.parametrize("departs", [False, True])

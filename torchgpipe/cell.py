@@ -16,10 +16,10 @@
          │               │
     batch (i, j)       skips
 
-The layers and Wait belong to the compute stream of the partition, all else that crosses streams to
-the copy stream of the micro-batch. The autograd engine lets a stream wait whenever it hands a
-gradient from one stream to another, so in backward the compute stream waits for a gradient where
-Wait is, and nowhere before.
+The layers and Wait belong to the compute stream of the partition, Copy and what comes behind the
+last Wait to the copy stream of the micro-batch. The autograd engine lets a stream wait whenever it
+hands a gradient from one stream to another, so in backward the compute stream waits for a gradient
+where Wait is, and nowhere before.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ class Cell:
         return batch
 
     def join(
-        self, batch: Batch, phonies: Sequence[Tensor], crossing: Collection[Hashable]
+        self, batch: Batch, phonies: Sequence[Tensor], departing: Collection[Hashable] = ()
     ) -> Batch:
         """Has this cell differentiated before those that the phonies come from.
 
         Args:
             batch: the input, or the output.
             phonies: what :meth:`fork` branched off there.
-            crossing: the parts that come from elsewhere, or go there.
+            departing: the parts of the output that go elsewhere.
         """
         for phony in phonies:
-            batch = self._on_lanes(batch, crossing, lambda *tensors, p=phony: join(tensors, p))
+            batch = self._on_lanes(batch, departing, lambda *tensors, p=phony: join(tensors, p))
         return batch
 
     def fork(self, batch: Batch) -> tuple[Batch, list[Tensor]]:
@@ -133,18 +133,18 @@ class Cell:
     def _on_lanes(
         self,
         batch: Batch,
-        crossing: Collection[Hashable],
+        departing: Collection[Hashable],
         function: Callable[..., tuple[Tensor, ...]],
     ) -> Batch:
-        """Applies an autograd function: what crosses streams belongs to the copy stream.
+        """Applies an autograd function: what departs belongs to the copy stream.
 
         What stays belongs to the compute stream, where layers may add to its gradient in place.
         """
-        if crossing:
+        if departing:
             with use_stream(self.copy_stream):
-                batch = batch.map(function, [part for part in batch.parts if part in crossing])
+                batch = batch.map(function, [part for part in batch.parts if part in departing])
         with use_stream(self.stream):
-            return batch.map(function, [part for part in batch.parts if part not in crossing])
+            return batch.map(function, [part for part in batch.parts if part not in departing])
 
     @property
     def named(self) -> Named:

@@ -11,20 +11,18 @@
                             Wait
                              └──── compute
 
-Both do in backward what they do in forward, in the opposite direction. :class:`Wait` hands
-tensors over from one stream to another of the same device, and has them recorded there. Between
-two partitions that share a device, so does :class:`Copy`.
+In backward the gradient takes the same way back. An autograd function belongs to the stream that
+was current when it was applied, and the autograd engine hands gradients over wherever the stream
+changes from one function to the next. So :class:`Wait`, which hands tensors over in forward, has
+nothing to wait for in backward; :class:`Copy` copies. Wait is to be applied with the compute stream
+current, and Copy with the copy stream of the receiving partition current, as everything between
+them. Were they all applied on the compute stream, it would wait, in backward, for gradients that it
+does not need yet.
 
-What leaves the compute stream leaves as a clone, since the compute stream goes on while the copy
-is made and may change the original: autograd adds a gradient that several functions share to the
-next one *in place* as soon as nobody else on the host holds it, and a layer may return the same
-buffer each time. Recording a tensor on a stream only keeps it from being freed.
-
-An autograd function belongs to the stream that was current when it was applied: the autograd
-engine makes that stream wait for the gradient. So :class:`Copy` is to be applied with the copy
-stream of the receiving device current, and :class:`Wait` with the compute stream current. Were
-they all applied on the compute stream, it would wait, in backward, for copies that it does not
-need yet.
+What leaves the compute stream leaves as a clone, in either direction, since the compute stream goes
+on while the copy is made and may change the original: autograd adds a gradient that several
+functions share to the next one *in place* as soon as nobody else on the host holds it, and a layer
+may return the same buffer each time. Recording a tensor on a stream only keeps it from being freed.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Copy(torch.autograd.Function):
     """Brings tensors from one lane to another: ``prev_stream, next_stream, *tensors → *tensors``.
 
     The tensors have to be ready for ``prev_stream``; the copies, on the device of
-    ``next_stream``, are ready for that one.
+    ``next_stream``, are ready for that one. On one device nothing is copied.
     """
 
     @staticmethod
@@ -65,6 +63,8 @@ class Copy(torch.autograd.Function):
         ctx.next_stream = next_stream
         # Detached: to where they are already, tensors "move" by being returned as they are.
         detached = [tensor.detach() for tensor in tensors]
+        if get_device(prev_stream) == get_device(next_stream):
+            _hand_over(detached, prev_stream, next_stream)
         return keep_requires_grad(ctx, tuple(_move(detached, prev_stream, next_stream)))
 
     @staticmethod
@@ -84,19 +84,19 @@ class Wait(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.prev_stream = prev_stream
         ctx.next_stream = next_stream
-        return pass_on(ctx, tuple(_hand_over(tensors, prev_stream, next_stream)))
+        outputs = _leave(tensors, prev_stream, next_stream)
+        _hand_over(outputs, prev_stream, next_stream)
+        return pass_on(ctx, tuple(outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        return (None, None, *_hand_over(grads, ctx.next_stream, ctx.prev_stream))
+        return (None, None, *_leave(grads, ctx.next_stream, ctx.prev_stream))
 
 
 def _move(
     tensors: Sequence[Any], prev_stream: AbstractStream, next_stream: AbstractStream
-) -> Sequence[Any]:
+) -> list[Any]:
     device = get_device(next_stream)
-    if device == get_device(prev_stream):
-        return _hand_over(tensors, prev_stream, next_stream)
     # The host reads what is on the CPU, and writes it, without waiting for any stream.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
     # A copy between two devices is ordered after, and before, the current streams of both.
@@ -104,17 +104,21 @@ def _move(
         return [x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors]
 
 
-def _hand_over(
+def _leave(
     tensors: Sequence[Any], prev_stream: AbstractStream, next_stream: AbstractStream
 ) -> Sequence[Any]:
+    """Clones what leaves the compute stream, which is current where Wait is applied."""
+    if prev_stream == next_stream or prev_stream != current_stream(get_device(prev_stream)):
+        return tensors
+    return [x if x is None else x.clone() for x in tensors]
+
+
+def _hand_over(
+    tensors: Sequence[Tensor], prev_stream: AbstractStream, next_stream: AbstractStream
+) -> None:
     if prev_stream == next_stream:
         # A device without streams: what was issued before is done.
-        return tensors
-    if prev_stream == current_stream(get_device(prev_stream)):
-        # The compute stream, as Wait is applied there.
-        tensors = [x if x is None else x.clone() for x in tensors]
+        return
     wait_stream(next_stream, prev_stream)
     for tensor in tensors:
-        if tensor is not None:
-            record_stream(tensor, next_stream)
-    return tensors
+        record_stream(tensor, next_stream)

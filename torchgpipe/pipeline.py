@@ -138,7 +138,7 @@ class Pipeline:
         batch = cell.arrive(batch)
         phonies = self.phonies.pop((i, j), [])
         if batch.requires_grad:
-            batch = cell.join(batch, phonies, cell.arriving)  # [1]
+            batch = cell.join(batch, phonies)  # [1]
             batch = cell.compute(batch)
         else:
             batch = cell.compute(batch)

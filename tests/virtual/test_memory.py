@@ -85,6 +85,31 @@ def test_peak(devices, n, m, layers, mode, own):
             assert least <= peak <= most, f"partition {j}"
 
 
+class Detour(nn.Module):
+    """Leaves the device, whose thread of autograd has nothing to do meanwhile."""
+
+    def forward(self, x):
+        return x.cpu().tanh().to(x.device)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_micro_batch_is_recomputed_at_a_time(devices, n, requires_grad):
+    m, layers = 8, 12
+    first = nn.Sequential(Scale()) if n == 2 else nn.Sequential()
+    slow = nn.Sequential(stage(layers), Detour(), nn.Tanh())
+    model = GPipe(
+        nn.Sequential(*first, slow), [1] * n, devices=devices[:n], chunks=m, checkpoint="always"
+    )
+    x = torch.rand(ROWS * m, WIDTH, device=devices[0], requires_grad=requires_grad)
+    before = torch.accelerator.memory_allocated(devices[n - 1])
+    torch.accelerator.reset_peak_memory_stats(devices[n - 1])
+    model(x).sum().backward()
+    peak = torch.accelerator.max_memory_allocated(devices[n - 1]) - before
+    # Inputs, outputs and what they are joined to, and the layers of one micro-batch.
+    assert peak / ACTIVATION <= 3 * m + layers + 5
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 def test_nothing_is_alive_after_a_step_but_gradients_and_the_output(devices, mode, shared):

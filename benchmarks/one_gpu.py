@@ -1,0 +1,202 @@
+"""How near a pipeline comes to the schedule's limit on one real GPU, whose partitions share it.
+
+Four partitions, eight micro-batches. Each partition has a compute stream of its own, so the kernels
+of different partitions overlap, as they would on four GPUs, as long as they are small. There are
+two kinds of stages: those that sleep on the GPU for a time that is known, and small matrix
+products, whose times are measured one by one. Printed is the makespan over the ideal one:
+
+    never         (m + n - 1) (F + B)
+    except_last   (m + n - 1) F + m B + (m - 1) R + (n - 1) B
+    always        (m + n - 1) F + m (R + B) + (n - 1) B
+
+Run it with ``python -m benchmarks.one_gpu``. It writes ``benchmarks/one_gpu.json``. To see that the
+script itself is right, ``--virtual`` runs the first kind on a virtual accelerator, where every ratio
+is 1.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Streams that share a hardware queue wait for each other; this is how many queues there can be.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import GPipe, testing
+
+N, M = 4, 8
+MODES = ("never", "except_last", "always")
+
+Row = dict[str, Any]
+
+
+class SleepFunction(torch.autograd.Function):
+    """``input, cycles → output``; backward takes twice as long as forward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, cycles: int) -> Tensor:
+        ctx.cycles = cycles
+        torch.cuda._sleep(cycles)
+        return input * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        torch.cuda._sleep(2 * ctx.cycles)
+        return grad * 1, grad.sum(0), None
+
+
+class Sleep(nn.Module):
+    """A stage that does nothing for a while."""
+
+    def __init__(self, cycles: int) -> None:
+        super().__init__()
+        self.cycles = cycles
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = SleepFunction.apply(input, self.weight, self.cycles)
+        return output
+
+
+def elapsed(function: Callable[[], Any]) -> float:
+    """Milliseconds of the device's time, by events on the current stream."""
+    device = torch.accelerator.current_accelerator()
+    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    torch.accelerator.synchronize()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def median(function: Callable[[], Any], repeat: int) -> float:
+    """The median of some times, after a warm-up."""
+    for _ in range(3):
+        function()
+    return statistics.median(elapsed(function) for _ in range(repeat))
+
+
+def ideal(mode: str, forward: float, backward: float) -> float:
+    """The limit of the schedule; a recomputation takes as long as a forward."""
+    if mode == "never":
+        return (M + N - 1) * (forward + backward)
+    recomputed = M - 1 if mode == "except_last" else M
+    return (M + N - 1) * forward + recomputed * forward + (M + N - 1) * backward
+
+
+def costs(stage: nn.Module, input: Tensor, repeat: int) -> tuple[float, float]:
+    """What a forward and a backward of one micro-batch take, in milliseconds.
+
+    Ten of each in a row, so that the host, which only launches them, is not what is measured.
+    """
+    outputs = [stage(input) for _ in range(10)]
+    grad = torch.ones_like(outputs[0])
+    forward = median(lambda: [stage(input) for _ in range(10)], repeat) / 10
+
+    def backward() -> None:
+        for output in outputs:
+            output.backward(grad, retain_graph=True)
+
+    return forward, median(backward, repeat) / 10
+
+
+def measure(name: str, make: Callable[[], nn.Module], input: Tensor, repeat: int) -> list[Row]:
+    """A row for each checkpoint mode."""
+    forward, backward = costs(make(), input[: len(input) // M].requires_grad_(), repeat)
+    rows = []
+    for mode in MODES:
+        layers = nn.Sequential(*[make() for _ in range(N)])
+        model = GPipe(layers, [1] * N, devices=[input.device] * N, chunks=M, checkpoint=mode)
+        x = input.detach().requires_grad_()
+
+        def step(model: GPipe = model, x: Tensor = x) -> None:
+            output = model(x)
+            output.backward(torch.ones_like(output))
+
+        found, best = median(step, repeat), ideal(mode, forward, backward)
+        rows.append(
+            {
+                "stages": name,
+                "mode": mode,
+                "forward_ms": forward,
+                "backward_ms": backward,
+                "makespan_ms": found,
+                "ideal_ms": best,
+                "ratio": found / best,
+                "without_overlap": (N * M * (forward + backward)) / best,
+            }
+        )
+    return rows
+
+
+def on_gpu(milliseconds: float, repeat: int) -> list[Row]:
+    """Sleeping stages, and products that keep a few multiprocessors busy."""
+    device = torch.device("cuda", 0)
+    probe = 10_000_000
+    cycles = int(milliseconds / median(lambda: torch.cuda._sleep(probe), 5) * probe)
+    x = torch.ones(M, 4, device=device)
+    rows = measure("sleep", lambda: Sleep(cycles).to(device), x, repeat)
+    x = torch.randn(M * 64, 256, device=device)
+    return rows + measure(
+        "small matrix products",
+        lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(32)]).to(device),
+        x,
+        repeat,
+    )
+
+
+def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
+    """The same in virtual time."""
+    (device,) = testing.load(1)
+    x = torch.ones(M, 4, device=device)
+    time = milliseconds
+    return measure("busy", lambda: testing.Busy(time, time, time).to(device), x, repeat)
+
+
+def main() -> None:
+    """Measures, prints a table, and writes the file; without a GPU it says so."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--milliseconds", type=float, default=4.0, help="of a sleeping forward")
+    parser.add_argument("--repeat", type=int, default=11)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--virtual", action="store_true", help="in virtual time; writes nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.virtual:
+        name, rows = "virtual", on_virtual(arguments.milliseconds, arguments.repeat)
+    elif torch.cuda.is_available():
+        name, rows = torch.cuda.get_device_name(0), on_gpu(arguments.milliseconds, arguments.repeat)
+        result = {
+            "gpu": name,
+            "torch": torch.__version__,
+            "partitions": N,
+            "micro_batches": M,
+            "connections": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
+            "rows": rows,
+        }
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    else:
+        print("not run: there is no CUDA GPU here")
+        return
+    print(f"{name}, torch {torch.__version__}, n={N}, m={M}, times in ms")
+    print("stages                 mode            F      B  makespan   ideal  ratio  no overlap")
+    for row in rows:
+        print(
+            f"{row['stages']:22} {row['mode']:12} {row['forward_ms']:5.3f}  {row['backward_ms']:5.3f}"
+            f"  {row['makespan_ms']:8.3f} {row['ideal_ms']:7.3f} {row['ratio']:6.3f}"
+            f" {row['without_overlap']:10.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
