@@ -33,6 +33,12 @@ inline at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dt
   }
   return empty_strided(size, stride, dtype, layout, device, pinned);
 }
+// That of the CPU has no memory, but a dispatch key.
+inline at::Tensor efficient_zeros(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
+                                  std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+                                  std::optional<bool> pinned) {
+  return empty(size, dtype, layout, device, pinned, {}).zero_();
+}
 
 // As on CUDA: on the source's current stream, and ordered with the destination's on both sides.
 inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
@@ -70,7 +76,7 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
   }
   at::AutoDispatchBelowADInplaceOrView below;
   auto twin = twin_of(target);
-  twin.copy_(twin_of(source));
+  source._is_zerotensor() ? twin.zero_() : twin.copy_(twin_of(source));
   return target;
 }
 inline at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
@@ -129,6 +135,7 @@ inline void register_kernels(torch::Library& all, torch::Library& aten, torch::L
   all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   aten.impl("empty.memory_format", &empty);
   aten.impl("empty_strided", &empty_strided);
+  aten.impl("_efficientzerotensor", &efficient_zeros);
   aten.impl("_copy_from", &copy_from);
   aten.impl("_copy_from_and_resize", &copy_from_and_resize);
   aten.impl("_local_scalar_dense", &local_scalar_dense);
@@ -139,7 +146,7 @@ inline void register_kernels(torch::Library& all, torch::Library& aten, torch::L
   aten.impl("native_dropout", &native_dropout);
   aten.impl("_fused_sdp_choice", &fused_sdp_choice);
   // These would not get to the fallback by themselves.
-  for (auto* name : {"convolution", "convolution_backward"})
+  for (auto* name : {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss", "conj_physical_"})
     aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   conjugate.impl("_copy_from", torch::CppFunction::makeFallthrough());
   negative.impl("_copy_from", torch::CppFunction::makeFallthrough());

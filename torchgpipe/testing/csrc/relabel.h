@@ -36,8 +36,11 @@ inline c10::Storage twin_of(const c10::StorageImpl* it) {
       c10::GetAllocator(c10::kCPU), true);
 }
 inline void set_layout(const at::Tensor& t, const at::Tensor& like) {
-  t.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
-  t.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
+  auto* it = t.unsafeGetTensorImpl();
+  it->set_sizes_and_strides(like.sizes(), like.strides());
+  it->set_storage_offset(like.storage_offset());
+  if (it->is_conj() != like.is_conj()) it->_set_conj(like.is_conj());
+  if (it->is_neg() != like.is_neg()) it->_set_neg(like.is_neg());
 }
 inline at::Tensor twin_of(const at::Tensor& t, const c10::Storage& storage) {
   auto twin = at::detail::make_tensor<c10::TensorImpl>(
@@ -124,7 +127,7 @@ class Call {
         twin->set_data_ptr_noswap(borrowed(own->_mutable_data_ptr_no_checks().get()));
       }
       if (a.twin.sizes() != a.own.sizes() || a.twin.strides() != a.own.strides() ||
-          a.twin.storage_offset() != a.own.storage_offset()) {
+          a.twin.storage_offset() != a.own.storage_offset() || a.twin.is_conj() != a.own.is_conj()) {
         set_layout(a.own, a.twin);
         VIRTUAL_LOCK;
         touch(a.own, stream_, true, op, stack_);

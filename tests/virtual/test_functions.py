@@ -1,0 +1,194 @@
+"""Functions of tensors give the CPU's numbers on virtual devices, however they are called."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.virtual.compare import verify
+
+torch.manual_seed(0)  # For what the table has.
+
+CLASSES = torch.tensor([1, 0, 3, 2, 1])
+QUERY, KEY = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8)
+X, SQUARE = torch.randn(5, 4), torch.randn(4, 4)
+
+
+def set_items(x):
+    x[x > 0] = 0.0
+    x[0] = x[1]
+    x[:, 1:3] += 1
+    return x
+
+
+def write_through_views(x):
+    x[1].mul_(2)
+    x.t()[0].fill_(3)
+    x.diagonal().copy_(x[1].clone())
+    return x
+
+
+#: Functions, and their inputs.
+FUNCTIONS = {
+    "attention": (F.scaled_dot_product_attention, [QUERY, KEY, KEY]),
+    "attention, masked": (F.scaled_dot_product_attention, [QUERY, KEY, KEY, torch.eye(5, 6) < 1]),
+    "attention, causal": (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        [QUERY, QUERY],
+    ),
+    "attention, grouped": (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
+        [QUERY, KEY[:, :2]],
+    ),
+    "index": (
+        lambda x, i: (x[i], x[:, 1], x[1:, ::2], x[..., None], x[i, i]),
+        [torch.randn(5, 5), CLASSES],
+    ),
+    "index by mask": (lambda x: (x[x > 0], x.masked_select(x < 0)), [X]),
+    "index_put": (lambda x, i: x.index_put((i,), x * 2, accumulate=True), [X, CLASSES]),
+    "setitem": (set_items, [X]),
+    "index_add": (lambda x, i: x.index_add(0, i, x).index_select(1, i), [X, CLASSES]),
+    "masked_fill": (lambda x: x.masked_fill(x > 0, float("-inf")).exp(), [X]),
+    "where": (lambda x: torch.where(x > 0, x, 0.5 * x), [X]),
+    "nonzero": (lambda x: ((x > 0).nonzero(), torch.where(x > 0)), [X]),
+    "gather": (lambda x, i: x.gather(1, i[:, None]), [X, CLASSES]),
+    "scatter": (
+        lambda x, i: (
+            x.scatter(1, i[:, None], 2 * x[:, :1]),
+            x.scatter_add(1, i[:, None], x[:, :1]),
+        ),
+        [X, CLASSES],
+    ),
+    "scatter_reduce": (
+        lambda x, i: x.scatter_reduce(0, i[:, None].expand(5, 4), x, "amax"),
+        [X, CLASSES],
+    ),
+    "sort": (lambda x: (x.sort(1), x.argsort(0), x.topk(2), x.kthvalue(2), x.median(0)), [X]),
+    "unique": (lambda i: torch.unique(i, return_inverse=True, return_counts=True), [CLASSES]),
+    "bincount": (lambda i: (i.bincount(), torch.histc(i.float(), 4)), [CLASSES]),
+    "cumulate": (lambda x: (x.cumsum(0), x.cumprod(1), x.cummax(0), x.logcumsumexp(1)), [X.exp()]),
+    "reduce": (
+        lambda x: (
+            x.mean(),
+            x.std(0),
+            x.var(),
+            x.amax(1),
+            x.max(0),
+            x.prod(),
+            x.norm(),
+            x.logsumexp(1),
+        ),
+        [X],
+    ),
+    "einsum": (lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b), [QUERY, KEY]),
+    "matmul": (
+        lambda a, b: (a @ b.mT, torch.bmm(a[0], b[0].mT), torch.tensordot(a, b.mT[0, 0], 1)),
+        [QUERY, QUERY],
+    ),
+    "linalg": (
+        lambda x: (torch.linalg.inv(x), torch.linalg.slogdet(x), torch.linalg.cholesky(x @ x.T)),
+        [SQUARE + 4 * torch.eye(4)],
+    ),
+    "join": (
+        lambda x: (
+            torch.cat([x, x]),
+            torch.stack([x, x], 1),
+            x.repeat(2, 1),
+            x.tile(2),
+            x.roll(1),
+            x.flip(0),
+        ),
+        [X],
+    ),
+    "split": (lambda x: (x.split(2), x.chunk(3), x.unbind(1), x.tensor_split(2, 1)), [X]),
+    "views": (
+        lambda x: (
+            x.t(),
+            x.view(-1),
+            x[1:].T.reshape(4, -1),
+            x.expand(2, 5, 4),
+            x.unfold(0, 2, 2),
+            x.diagonal(),
+        ),
+        [X],
+    ),
+    "as_strided": (lambda x: x.as_strided((3, 2), (4, 2), 1).contiguous(), [X]),
+    "in place": (lambda x: x.mul_(2).add_(x.t().clone()).clamp_(-1, 1)[0].exp_(), [SQUARE]),
+    "in place on a view": (write_through_views, [SQUARE]),
+    "fft": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2j, n=4), [X]),
+    "complex": (lambda x: (torch.view_as_complex(x).conj() * 1j).imag, [torch.randn(5, 2)]),
+    "conjugate": (lambda x: torch.view_as_real(torch.fft.fft(x).conj().resolve_conj()), [X]),
+    "negative": (lambda x: torch.fft.fft(x).conj().imag.clone(), [X]),
+    "conjugate in place": (lambda x: torch.fft.fft(x).conj_physical_().abs(), [X]),
+    "conjugated by a kernel": (
+        lambda x, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), b, left=False),
+        [SQUARE + 0j, X + 1j],
+    ),
+    "zeros without memory": (
+        lambda x: torch._efficientzerotensor(5, device=x.device) + x[:, 0],
+        [X],
+    ),
+    "interpolate": (
+        lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh(), align_corners=False),
+        [torch.randn(2, 4, 9, 8)],
+    ),
+    "dtypes": (
+        lambda x: (x.double(), x.half(), x.bfloat16(), x.int(), x > 0, x.to(torch.complex64).real),
+        [X],
+    ),
+    "one_hot": (F.one_hot, [CLASSES]),
+    "cdist": (torch.cdist, [X, torch.randn(3, 4)]),
+    "addcmul": (
+        lambda x: (torch.addcmul(x, x, x), x.lerp(x.t(), 0.3), torch.addmm(x, x, x)),
+        [SQUARE],
+    ),
+    "foreach": (lambda x: torch._foreach_add([x, x[0]], [x, x[1]], alpha=2), [SQUARE]),
+    "scalars": (
+        lambda x: x * x.detach().sum().item() + float(x.detach()[0, 0]) + torch.tensor(2.0),
+        [X],
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "inputs"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_function(function, inputs, devices):
+    verify(devices[1], function, *inputs)
+
+
+def test_outputs_that_are_given(devices):
+    x, y = torch.randn(5, 4, device=devices[1]), torch.empty(5, 4, device=devices[1])
+    assert torch.mul(x, 2, out=y) is y
+    assert torch.equal(y, x * 2)
+    resized = torch.empty(0, device=devices[1])
+    torch.cat([x, y], out=resized)
+    assert torch.equal(resized.cpu(), torch.cat([x.cpu(), y.cpu()]))
+    values, places = torch.empty(0, device=devices[1]), torch.empty(0, device=devices[1]).long()
+    torch.max(x, 1, out=(values, places))
+    assert torch.equal(values, x.amax(1))
+    assert torch.equal(places, x.argmax(1))
+    torch.sum(x, 1, out=(column := torch.zeros(5, 3, device=devices[1]))[:, 1])
+    assert torch.equal(column[:, 1], x.sum(1))
+    assert not column[:, 0].any()
+
+
+def test_resize(devices):
+    x = torch.arange(6.0, device=devices[1])
+    assert x.resize_(2, 2).tolist() == [[0, 1], [2, 3]]
+    grown = x.resize_(3, 4)
+    assert grown.shape == (3, 4)
+    assert grown.flatten()[:6].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.tanh().prod(1),
+        lambda x: F.layer_norm(x, (4,)),
+        lambda x: F.conv1d(x[None], x[:, None, :2], groups=3),
+        lambda x: torch.einsum("ij,kj->ik", x.softmax(1), x),
+    ],
+    ids=["elementwise", "layer_norm", "conv1d", "einsum"],
+)
+def test_gradients_by_finite_differences(function, devices):
+    x = torch.randn(3, 4, dtype=torch.double, device=devices[1], requires_grad=True)
+    assert torch.autograd.gradcheck(function, x)
+    assert torch.autograd.gradgradcheck(function, x)

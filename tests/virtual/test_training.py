@@ -1,0 +1,113 @@
+"""Dropout, recomputation and optimizers on virtual devices."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.virtual.compare import name_of, tensors
+
+
+def test_dropout(devices):
+    x = torch.ones(100, 100, device=devices[1]).requires_grad_()
+    torch.manual_seed(3)
+    first = F.dropout(x, 0.3)
+    second = F.dropout(x, 0.3)
+    torch.manual_seed(3)
+    assert torch.equal(first, F.dropout(x, 0.3))
+    assert not torch.equal(first, second)
+    assert 0.28 < (first == 0).float().mean() < 0.32
+    assert torch.allclose(first[first > 0], torch.tensor(1 / 0.7, device=devices[1]))
+    first.sum().backward()
+    assert torch.equal(x.grad, first)
+    assert torch.equal(F.dropout(x, 0.3, training=False), x)
+    assert not F.dropout(x, 1.0).any()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(),
+        nn.Dropout1d(),
+        nn.AlphaDropout(),
+        nn.LSTM(8, 8, 2, dropout=0.5),
+        nn.TransformerEncoderLayer(8, 2, 16),
+    ],
+    ids=name_of,
+)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_draws_the_same(layer, use_reentrant, devices):
+    layer, x = copy.deepcopy(layer).to(devices[1]), torch.randn(4, 6, 8, device=devices[1])
+    found = []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=use_reentrant)):
+        torch.manual_seed(5)
+        leaf = x.clone().requires_grad_()
+        output = tensors(run(leaf))[0]
+        layer.zero_grad()
+        output.pow(2).sum().backward()
+        found.append([output.detach(), leaf.grad, *[p.grad.clone() for p in layer.parameters()]])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+CPUS = [torch.device("cpu")] * 2
+
+
+def train(optimizer, places, **options):
+    """A model's parameters after four steps of training."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model[:2].to(places[0])
+    model[2:].to(places[1])
+    steps = optimizer(model.parameters(), lr=0.01, **options)
+    for _ in range(4):
+        x = torch.randn(4, 6)
+        steps.zero_grad()
+        model[2:](model[:2](x.to(places[0])).to(places[1])).pow(2).mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=options.get("foreach"))
+        steps.step()
+    return [norm.cpu(), *[x.cpu() for x in model.state_dict().values()]]
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["", "foreach"])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {"weight_decay": 0.1}),
+        ("AdamW", {"amsgrad": True}),
+        ("RMSprop", {"momentum": 0.9}),
+        ("Adagrad", {}),
+    ],
+)
+def test_optimizer_of_two_devices(optimizer, options, foreach, devices):
+    options = {**options, "foreach": foreach}
+    mine = train(getattr(torch.optim, optimizer), devices[1:3], **options)
+    torch.testing.assert_close(mine, train(getattr(torch.optim, optimizer), CPUS, **options))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_fused_optimizer_of_two_devices(optimizer, devices):
+    mine = train(getattr(torch.optim, optimizer), devices[1:3], fused=True)
+    torch.testing.assert_close(mine, train(getattr(torch.optim, optimizer), CPUS, fused=True))
+
+
+def test_gradient_scaler(devices):
+    found = []
+    for device in (torch.device("cpu"), devices[1]):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3).to(device)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=1)
+        for bad in (False, True, False):
+            optimizer.zero_grad()
+            loss = layer(torch.randn(2, 4).to(device)).sum()
+            scaler.scale(loss * (float("inf") if bad else 1)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([scaler.get_scale(), *[p.detach().cpu() for p in layer.parameters()]])
+    torch.testing.assert_close(*found)
