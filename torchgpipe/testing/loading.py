@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from typing import Any
 
 import torch
@@ -86,6 +88,13 @@ def _load(devices: int) -> None:
     torch._register_device_module(NAME, device_module)
     generate_methods_for_privateuse1_backend(for_storage=True)
     recurrent.register()
+    atexit.register(_settle, os.getpid())
+
+
+def _settle(process: int) -> None:
+    """Lets autograd's threads come to rest before Python ends. A forked process has none."""
+    if os.getpid() == process:
+        torch.ops.virtual_accelerator.settle()
 
 
 def _first_backward() -> bool:

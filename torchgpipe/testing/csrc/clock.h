@@ -76,6 +76,11 @@ inline State& state() {
   return *it;
 }
 #define VIRTUAL_LOCK std::lock_guard<std::recursive_mutex> lock_(state().mutex)
+inline int checked(int index) {
+  TORCH_CHECK(index >= 0 && index < state().devices, "there is no such virtual device (index: ", index,
+              ", devices: ", state().devices, "); load more of them with torchgpipe.testing.load(devices=...)");
+  return index;
+}
 
 // ---------------------------------------------------------------- threads of the host
 

@@ -8,11 +8,6 @@
 namespace virtual_accelerator {
 
 inline c10::Device device_at(int index) { return c10::Device(kDeviceType, index); }
-inline int checked(int index) {
-  TORCH_CHECK(index >= 0 && index < state().devices, "there is no such virtual device (index: ", index,
-              ", devices: ", state().devices, "); load more of them with torchgpipe.testing.load(devices=...)");
-  return index;
-}
 inline int index_of(c10::Device d) { return d.has_index() ? checked(d.index()) : thread().device; }
 inline c10::Stream stream_at(int device, int64_t id) {
   return c10::Stream(c10::Stream::UNSAFE, device_at(device), id);
@@ -58,7 +53,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(c10::DeviceIndex d) const override {
     VIRTUAL_LOCK;
-    for (int i = 0; i < kStreams; i++) host_wait(d * kStreams + i);
+    for (int i = 0; i < kStreams; i++) host_wait(checked(d) * kStreams + i);
   }
   static int index_of(const c10::Stream& s) { return virtual_accelerator::index_of(s); }
   static int index_of(c10::Device d) { return virtual_accelerator::index_of(d); }

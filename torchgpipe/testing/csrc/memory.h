@@ -173,7 +173,7 @@ struct Allocator final : public c10::DeviceAllocator {
     VIRTUAL_LOCK;
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* stat : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
-      (*stat)[0].current = memory().allocated[d];
+      (*stat)[0].current = memory().allocated[checked(d)];
       (*stat)[0].peak = memory().peak[d];
     }
     return stats;
@@ -181,7 +181,7 @@ struct Allocator final : public c10::DeviceAllocator {
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex d) override {
     VIRTUAL_LOCK;
-    memory().peak[d] = memory().allocated[d];
+    memory().peak[checked(d)] = memory().allocated[d];
   }
 };
 inline Allocator* allocator() {

@@ -3,6 +3,7 @@
 // clock.h: order and time. memory.h: accesses and races. device.h: what PyTorch asks of a device.
 // relabel.h: how operators are computed. kernels.h: those that are computed otherwise.
 // autocast.h: autocast. Here: what Python asks. Loading the library does nothing; start does.
+#include <future>
 #include "autocast.h"
 #include "kernels.h"
 
@@ -35,6 +36,16 @@ void start() {
                    library("aten", c10::DispatchKey::Conjugate), library("aten", c10::DispatchKey::Negative));
   register_autocast(library("_", c10::DispatchKey::AutocastPrivateUse1),
                     library("aten", c10::DispatchKey::AutocastPrivateUse1));
+}
+
+// Waits for what autograd's threads do after a backward, which is to let go of Python's objects: a
+// process whose Python ends meanwhile aborts. They are done once they have done some more, and that
+// is given by a thread that has no object of Python to pass on to them.
+void settle() {
+  std::async(std::launch::async, [] {
+    for (int d = 0; d < state().devices; d++)
+      at::ones({}, at::TensorOptions(device_at(d))).set_requires_grad(true).mul(2).backward();
+  }).get();
 }
 
 void busy(const at::Tensor& t, double cost, std::string name) {
@@ -164,6 +175,7 @@ void manual_seed(int64_t device, int64_t value) {
 TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("start_devices(int devices) -> ()", &start_devices);
   m.def("start() -> ()", &start);
+  m.def("settle() -> ()", &settle);
   m.def("device_count() -> int", [] { return int64_t(state().devices); });
   m.def("busy(Tensor x, float cost, str name) -> ()", &busy);
   m.def("observe(int jitter, bool raises, int stack_hook) -> ()", &observe);
