@@ -314,5 +314,4 @@ def test_process_forks():
         os._exit(int((torch.ones(3, device=devices[2]) * 2).sum().item()))
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 6)
     """
-    done = run(PROGRAM + program)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run(PROGRAM + program).returncode == 0

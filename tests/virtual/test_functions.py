@@ -123,10 +123,6 @@ FUNCTIONS = {
         lambda x, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), b, left=False),
         [SQUARE + 0j, X + 1j],
     ),
-    "zeros without memory": (
-        lambda x: torch._efficientzerotensor(5, device=x.device) + x[:, 0],
-        [X],
-    ),
     "interpolate": (
         lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh(), align_corners=False),
         [torch.randn(2, 4, 9, 8)],

@@ -163,7 +163,9 @@ def test_copies_of_all_forms(pair, devices):
     z = torch.randn(3, dtype=torch.complex64, device=source)
     assert torch.equal(z.conj().to(target).cpu(), z.cpu().conj())
     assert torch.equal(z.conj().imag.to(target).cpu(), -z.cpu().imag)
-    with pytest.raises(RuntimeError):
+    zeros = torch._efficientzerotensor(3, device=source)  # That of the CPU has no memory.
+    assert torch.equal(torch.ones(3, device=target).copy_(zeros).cpu(), torch.zeros(3))
+    with pytest.raises(RuntimeError, match="must match the size"):
         torch.zeros(5, device=target).copy_(x)
 
 
