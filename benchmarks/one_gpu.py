@@ -9,9 +9,9 @@ products, whose times are measured one by one. Printed is the makespan over the 
     except_last   (m + n - 1) F + m B + (m - 1) R + (n - 1) B
     always        (m + n - 1) F + m (R + B) + (n - 1) B
 
-Run it with ``python -m benchmarks.one_gpu``. It writes ``benchmarks/one_gpu.json``. To see that the
-script itself is right, ``--virtual`` runs the first kind on a virtual accelerator, where every ratio
-is 1.
+Run it with ``python -m benchmarks.one_gpu``. It writes ``benchmarks/one_gpu.json``. To see that
+the script itself is right, ``--virtual`` runs the first kind on a virtual accelerator, where every
+ratio is 1.
 """
 
 from __future__ import annotations
@@ -191,10 +191,10 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, n={N}, m={M}, times in ms")
     print("stages                 mode            F      B  makespan   ideal  ratio  no overlap")
     for row in rows:
+        times = [row[f"{name}_ms"] for name in ("forward", "backward", "makespan", "ideal")]
         print(
-            f"{row['stages']:22} {row['mode']:12} {row['forward_ms']:5.3f}  {row['backward_ms']:5.3f}"
-            f"  {row['makespan_ms']:8.3f} {row['ideal_ms']:7.3f} {row['ratio']:6.3f}"
-            f" {row['without_overlap']:10.3f}"
+            "{stages:22} {mode:12} {:5.3f}  {:5.3f}  {:8.3f} {:7.3f} {ratio:6.3f} "
+            "{without_overlap:10.3f}".format(*times, **row)
         )
 
 

@@ -32,7 +32,7 @@ def make(layers, **changes):
         "j": 2,
         "layers": nn.Sequential(layers),
         "stream": CPUStream(CPU),
-        "copy_stream": CPUStream(CPU),
+        "lanes": {VALUE: CPUStream(CPU)},
         "arriving": {},
         "departing": [],
         "context": Context.capture(),
@@ -251,10 +251,10 @@ def applied(lanes, monkeypatch):
 
 def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
     """Layers may add to its gradient in place there."""
-    cell = make(Double(), stream=Lane("compute"), copy_stream=Lane("copy"), checkpoint=True)
+    cell = make(Double(), stream=Lane("compute"), checkpoint=True)
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
-    batch = cell.compute(cell.join(batch, [phony], cell.arriving))
+    batch = cell.compute(cell.join(batch, [phony]))
     cell.fork(batch)
     assert applied == [("Join", "compute"), ("Recompute", "compute"), ("Fork", "compute")]
 
@@ -269,7 +269,7 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
     cell = make(
         Stash(),
         stream=Lane("compute"),
-        copy_stream=Lane("copy"),
+        lanes={VALUE: Lane("copy")},
         departing=[VALUE],
         checkpoint=True,
     )
@@ -284,6 +284,32 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
     ]
     assert len(phonies) == 2
     assert list(batch.parts) == [VALUE, (None, "x")]
+
+
+def test_a_skip_has_a_lane_of_its_own(lanes, applied):
+    @skippable(stash=["x"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("x", x * 3)
+            return x * 2
+
+    cell = make(
+        Stash(),
+        stream=Lane("compute"),
+        lanes={VALUE: Lane("copy"), (None, "x"): Lane("skip")},
+        departing=[VALUE, (None, "x")],
+        checkpoint=True,
+    )
+    batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
+    cell.fork(batch)
+    assert applied == [
+        ("Wait", "compute"),
+        ("Wait", "compute"),
+        ("Recompute", "copy"),
+        ("Recompute", "skip"),
+        ("Fork", "copy"),
+        ("Fork", "skip"),
+    ]
 
 
 def test_lanes(lanes, applied):
@@ -301,18 +327,18 @@ def test_lanes(lanes, applied):
     cell = make(
         Layer(),
         stream=Lane("compute"),
-        copy_stream=Lane("copy"),
+        lanes={VALUE: Lane("copy")},
         arriving={VALUE: Lane("prev")},
         departing=[VALUE],
         checkpoint=True,
     )
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
-    batch = cell.compute(cell.join(batch, [phony], cell.arriving))
+    batch = cell.compute(cell.join(batch, [phony]))
     batch, _ = cell.fork(batch)
     assert applied == [
         ("Copy", "copy"),
-        ("Join", "copy"),
+        ("Join", "compute"),
         ("Wait", "compute"),
         ("Wait", "compute"),
         ("Recompute", "copy"),

@@ -92,41 +92,47 @@ DEVICE = torch.device("cuda", 0)
 
 def test_streams_are_made_once(pool):
     streams = Streams()
-    assert streams.get(DEVICE, 1) == streams.get(DEVICE, 1)
-    assert pool["next"] == 16
+    assert streams.get(DEVICE, 1, skips=False) == streams.get(DEVICE, 1, skips=False)
+    assert pool["next"] == 15
 
 
-def test_a_partition_alone_computes_where_the_caller_does(pool):
-    ((compute, copies),) = Streams().get(DEVICE, 1)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_partition_alone_computes_where_the_caller_does(pool, skips):
+    ((compute, values, others),) = Streams().get(DEVICE, 1, skips=skips)
     assert compute == pool["current"]
-    assert len(set(copies)) == len(copies) == 16
+    assert len(set(values)) == len(values) == len(others) == 15
+    assert set(values).isdisjoint(others) == skips
 
 
-@pytest.mark.parametrize("partitions", [2, 3, 4, 8, 10])
-def test_partitions_on_one_device_share_no_stream(pool, partitions):
-    found = [s for compute, copies in Streams().get(DEVICE, partitions) for s in (compute, *copies)]
-    assert len(set(found)) == len(found) <= 32
-    assert len(found) >= 3 * partitions
-    assert pool["current"] not in found
+@pytest.mark.parametrize(
+    ("partitions", "skips", "turns"), [(2, 0, 15), (4, 0, 7), (3, 1, 4), (8, 0, 3), (6, 1, 2)]
+)
+def test_partitions_on_one_device_share_no_stream(pool, partitions, skips, turns):
+    found = Streams().get(DEVICE, partitions, skips=skips)
+    streams = [x for s in found for x in (s.compute, *s.values, *(s.skips if skips else ()))]
+    assert len(set(streams)) == len(streams) <= 32
+    assert pool["current"] not in streams
+    assert all(len(s.values) == len(s.skips) == turns for s in found)
 
 
 def test_many_partitions_have_streams_that_alias(pool):
-    found = Streams().get(DEVICE, 20)
-    assert len({compute for compute, _ in found}) == 20
-    assert all(len(copies) == 2 for _, copies in found)
+    found = Streams().get(DEVICE, 20, skips=True)
+    assert len({s.compute for s in found}) == 20
+    assert all(len(s.values) == len(s.skips) == 2 for s in found)
 
 
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("partitions", [1, 4])
 @pytest.mark.parametrize("number", range(1, 32, 5))
-def test_no_stream_is_the_callers_own_of_the_same_pool(pool, partitions, number):
+def test_no_stream_is_the_callers_own_of_the_same_pool(pool, partitions, skips, number):
     streams = Streams()
-    streams.get(DEVICE, partitions)
+    streams.get(DEVICE, partitions, skips=skips)
     pool["current"] = FakeStream(number)
-    for compute, copies in streams.get(DEVICE, partitions):
-        assert pool["current"] not in copies
-        assert (compute == pool["current"]) == (partitions == 1)
+    for s in streams.get(DEVICE, partitions, skips=skips):
+        assert pool["current"] not in s.values + s.skips
+        assert (s.compute == pool["current"]) == (partitions == 1)
 
 
 def test_streams_of_the_cpu_are_one():
     cpu = CPUStream(CPU)
-    assert Streams().get(CPU, 2) == [(cpu, [cpu] * 16)] * 2
+    assert Streams().get(CPU, 2, skips=True) == [(cpu, [cpu] * 15, [cpu] * 15)] * 2

@@ -53,7 +53,7 @@ class Cell:
         j: the partition.
         layers: the partition.
         stream: the stream on which the layers compute.
-        copy_stream: the stream on which the micro-batch arrives and leaves.
+        lanes: the copy streams on which the parts that follow arrive and leave.
         arriving: the parts of the micro-batch that come from another compute stream, and the copy
             stream that they leave it on.
         departing: the parts of the output that go to another compute stream.
@@ -66,7 +66,7 @@ class Cell:
     j: int
     layers: nn.Sequential
     stream: AbstractStream
-    copy_stream: AbstractStream
+    lanes: Mapping[Hashable, AbstractStream]
     arriving: Mapping[Hashable, AbstractStream]
     departing: Collection[Hashable]
     context: Context
@@ -75,10 +75,10 @@ class Cell:
 
     def arrive(self, batch: Batch) -> Batch:
         """Fetches what comes from elsewhere."""
-        if self.arriving:
-            with use_stream(self.copy_stream):
-                for part, stream in self.arriving.items():
-                    batch = batch.map(partial(Copy.apply, stream, self.copy_stream), [part])
+        for part, stream in self.arriving.items():
+            lane = self.lanes[part]
+            with use_stream(lane):
+                batch = batch.map(partial(Copy.apply, stream, lane), [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:
@@ -90,17 +90,15 @@ class Cell:
         checkpoint = None
         batch = batch.take()
         with use_stream(self.stream), self.named:
-            if self.arriving:
-                arrive = partial(Wait.apply, self.copy_stream, self.stream)
-                batch = batch.map(arrive, self.arriving)
+            for lane, parts in self._by_lane(self.arriving):
+                batch = batch.map(partial(Wait.apply, lane, self.stream), parts)
             if self.checkpoint:
                 checkpoint = Checkpoint(self._run, self.context, self.stream, self.named)
                 batch = checkpoint.forward(batch)
             else:
                 batch = self._run(batch)
-            if self.departing:
-                depart = partial(Wait.apply, self.stream, self.copy_stream)
-                batch = batch.map(depart, self.departing)
+            for lane, parts in self._by_lane(self.departing):
+                batch = batch.map(partial(Wait.apply, self.stream, lane), parts)
         if checkpoint is not None:
             batch = self._on_lanes(batch, self.departing, checkpoint.attach)
         return batch
@@ -136,15 +134,23 @@ class Cell:
         departing: Collection[Hashable],
         function: Callable[..., tuple[Tensor, ...]],
     ) -> Batch:
-        """Applies an autograd function: what departs belongs to the copy stream.
+        """Applies an autograd function: what departs belongs to its copy stream.
 
         What stays belongs to the compute stream, where layers may add to its gradient in place.
         """
-        if departing:
-            with use_stream(self.copy_stream):
-                batch = batch.map(function, [part for part in batch.parts if part in departing])
+        for lane, parts in self._by_lane(departing):
+            with use_stream(lane):
+                batch = batch.map(function, parts)
         with use_stream(self.stream):
             return batch.map(function, [part for part in batch.parts if part not in departing])
+
+    def _by_lane(self, parts: Collection[Hashable]) -> list[tuple[AbstractStream, list[Hashable]]]:
+        lanes: list[tuple[AbstractStream, list[Hashable]]] = []
+        for part in parts:
+            if not lanes or lanes[-1][0] is not self.lanes[part]:
+                lanes.append((self.lanes[part], []))
+            lanes[-1][1].append(part)
+        return lanes
 
     @property
     def named(self) -> Named:

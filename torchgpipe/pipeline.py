@@ -167,8 +167,10 @@ class Pipeline:
             j,
             self.partitions[j],
             stream=routes.compute[j],
-            copy_stream=routes.lane(i, j),
-            arriving={part: routes.lane(i, k) for part, k in routes.sources[j].items()},
+            lanes={
+                part: routes.lane(i, j, part) for part in (*routes.sources[j], *routes.targets[j])
+            },
+            arriving={part: routes.lane(i, k, part) for part, k in routes.sources[j].items()},
             departing=routes.targets[j],
             context=self.context,
             state=self.states[j],

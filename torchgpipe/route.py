@@ -14,7 +14,7 @@ come from its stream, outputs go back to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,34 +50,41 @@ class Routes:
         n = len(devices)
         homes = list(zip(devices, groups))
         counts = Counter([device for device, _ in set(homes)])
-        made = {device: iter(streams.get(device, count)) for device, count in counts.items()}
+        skips = any(skip_layout.popped)
+        made = {
+            device: iter(streams.get(device, count, skips=skips))
+            for device, count in counts.items()
+        }
         of_home = {home: next(made[home[0]]) for home in dict.fromkeys(homes)}
         self._streams = [of_home[home] for home in homes]
         #: The caller's stream for the device of each partition.
         self._outside = [current_stream(device) for device in devices]
         #: On which stream each partition computes.
-        self.compute = [stream for stream, _ in self._streams]
+        self.compute = [streams.compute for streams in self._streams]
         #: For each partition, the parts of a micro-batch that come from another stream, or go to
-        #: one, and the partition there. Skips come first, since they have been ready for longer.
+        #: one, and the partition there. Backward takes them the other way round: first the skips,
+        #: of which those of the partitions next to this one will be needed first.
         self.sources = [
-            self._elsewhere(j, {**skip_layout.popped[j], VALUE: j - 1}) for j in range(n)
+            self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
+            for j in range(n)
         ]
         self.targets = [
-            self._elsewhere(j, {**skip_layout.stashed[j], VALUE: j + 1}) for j in range(n)
+            self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
         #: By how many micro-batches neighbours on a stream differ at least.
-        self.turns = min(len(copies) for _, copies in self._streams)
+        self.turns = min(len(streams.values) for streams in self._streams)
 
     def _elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
         # Before the first partition, and after the last one, is the caller.
         places = [self._outside[0], *self.compute, self._outside[-1]]
         return {part: k for part, k in parts.items() if places[k + 1] != self.compute[j]}
 
-    def lane(self, i: int, k: int) -> AbstractStream:
-        """On which stream micro-batch ``i`` comes to a partition and leaves it."""
+    def lane(self, i: int, k: int, part: Hashable) -> AbstractStream:
+        """On which stream a part of micro-batch ``i`` comes to a partition and leaves it."""
         if k < 0:
             return self._outside[0]
-        copies = self._streams[k].copies
+        streams = self._streams[k]
+        copies = streams.values if part is VALUE else streams.skips
         return copies[i % len(copies)]
 
     @contextmanager
@@ -99,6 +106,11 @@ class Routes:
         """Hands the output of the last partition over to the caller."""
         if VALUE not in self.targets[-1]:
             return batch
-        lane, caller = self.lane(i, len(self.compute) - 1), self._outside[-1]
+        lane, caller = self.lane(i, len(self.compute) - 1, VALUE), self._outside[-1]
         with use_stream(caller):
             return batch.map(partial(Copy.apply, lane, caller), [VALUE])
+
+
+def by_partition(parts: dict[Any, int]) -> dict[Any, int]:
+    """The parts in the order of the partitions that they lead to."""
+    return dict(sorted(parts.items(), key=lambda item: item[1]))

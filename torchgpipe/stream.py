@@ -169,8 +169,10 @@ class PartitionStreams(NamedTuple):
 
     compute: AbstractStream
     """On which its layers compute."""
-    copies: list[AbstractStream]
-    """On which micro-batches arrive and leave; they take these in turns."""
+    values: list[AbstractStream]
+    """On which what passes from partition to partition comes and goes; micro-batches take turns."""
+    skips: list[AbstractStream]
+    """On which skips come and go, likewise: they must not be in each other's way."""
 
 
 class Streams:
@@ -181,33 +183,41 @@ class Streams:
     and changes nothing else.
     """
 
-    #: How many copy streams a partition has at most.
-    COPIES = 16
+    #: How many copy streams of one kind a partition has at most.
+    COPIES = 15
     #: How many streams the pool of a device has, as far as is known (CUDA: 32).
     POOL = 32
 
     def __init__(self) -> None:
         self._made: dict[torch.device, list[AbstractStream]] = {}
 
-    def get(self, device: torch.device, partitions: int) -> list[PartitionStreams]:
+    def get(self, device: torch.device, partitions: int, *, skips: bool) -> list[PartitionStreams]:
         """The streams for each of so many partitions on one device.
 
         A partition that is alone there computes on the caller's current stream. No other stream is
         that one, which would be delayed.
+
+        Args:
+            device: where the streams are.
+            partitions: how many share it.
+            skips: whether there are skips.
         """
         current = current_stream(device)
         if device.type in STREAMLESS:
-            return [PartitionStreams(current, [current] * self.COPIES)] * partitions
+            same = [current] * self.COPIES
+            return [PartitionStreams(current, same, same)] * partitions
         own = 0 if partitions == 1 else partitions
-        copies = max(2, min(self.COPIES, (self.POOL - own) // partitions))
+        kinds = partitions * (1 + skips)
+        turns = max(2, min(self.COPIES, (self.POOL - own) // kinds))
         # The caller's own stream may be from the same pool.
         streams = [stream for stream in self._made.get(device, []) if stream != current]
-        while len(streams) < own + copies * partitions:
+        while len(streams) < own + kinds * turns:
             stream = new_stream(device)
             if stream != current:
                 streams.append(stream)
         self._made[device] = streams
+        copies = [streams[own + kind * turns :][:turns] for kind in range(kinds)]
         return [
-            PartitionStreams(streams[k] if own else current, streams[own + k :: partitions])
+            PartitionStreams(streams[k] if own else current, copies[k], copies[k - partitions])
             for k in range(partitions)
         ]

@@ -33,12 +33,14 @@ class Stage(Busy):
         return BusyFunction.apply(x.tanh(), self.weight, costs, self.name)
 
 
+#: How many times as wide as what is passed on a skip is.
+WIDER = 5
+
+
 @skippable(stash=["skip"])
 class Stashing(Stage):
-    """Stashes something that is wider than what it passes on."""
-
     def forward(self, x):
-        yield stash("skip", (x * self.weight).repeat(1, 5))
+        yield stash("skip", (x * self.weight).repeat(1, WIDER))
         return super().forward(x)
 
 
@@ -61,13 +63,13 @@ def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803
     return (m + n - 1) * F + costs_of(mode, m) * R + m * B + (n - 1) * B
 
 
-def ideal(mode, m, forward, recompute, backward, copies=None):
+def ideal(mode, m, forward, recompute, backward, copies=None, skips=()):
     """The makespan of the dependency graph, of tasks that start as soon as they may.
 
     A device computes the forwards of all micro-batches in order, then in reverse order of each the
-    recomputation, if it is due, and the backward. A forward needs that of the partition before, a
-    backward that of the partition after, both copied; a recomputation needs nothing. The last
-    partition's backwards need all its forwards, for the loss.
+    recomputation, if it is due, and the backward. A forward needs those of the partitions that its
+    input and its skips come from, a backward those that they go to, all copied; a recomputation
+    needs nothing. The last partition's backwards need all its forwards, for the loss.
 
     Args:
         mode: what is checkpointed.
@@ -76,9 +78,10 @@ def ideal(mode, m, forward, recompute, backward, copies=None):
         recompute: likewise.
         backward: likewise.
         copies: what a copy between each partition and the next one takes, in either direction.
+        skips: from which partition to which one, and what their copies take, likewise.
     """
     n = len(forward)
-    copies = copies or [0] * (n - 1)
+    edges = [(j, j + 1, copy) for j, copy in enumerate(copies or [0] * (n - 1))] + [*skips]
     recomputed = costs_of(mode, m)
     order = [("F", i) for i in range(m)]
     for i in reversed(range(m)):
@@ -90,10 +93,10 @@ def ideal(mode, m, forward, recompute, backward, copies=None):
         """When the k-th task of a partition is done."""
         kind = order[k][0]
         start = end(k - 1, j) if k else 0
-        if kind == "F" and j:
-            start = max(start, end(k, j - 1) + copies[j - 1])
-        if kind == "B" and j < n - 1:
-            start = max(start, end(k, j + 1) + copies[j])
+        if kind == "F":
+            start = max([start, *[end(k, a) + copy for a, b, copy in edges if b == j]])
+        if kind == "B":
+            start = max([start, *[end(k, b) + copy for a, b, copy in edges if a == j]])
         return start + cost[kind][j]
 
     # Task by task: the graph is deeper than Python's stack.
