@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import linecache
 import math
-import traceback
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -48,8 +51,8 @@ class Observation:
     """
 
     def __init__(self) -> None:
-        self._stacks: dict[int, tuple[str, ...]] = {}
-        self._stack_numbers = itertools.count()
+        self._stacks: dict[int, tuple[tuple[CodeType, int], ...]] = {}
+        self._stack_numbers: dict[tuple[tuple[CodeType, int], ...], int] = {}
         self._last: dict[str, Any] | None = None
 
     def _get(self, name: str) -> Any:
@@ -125,25 +128,40 @@ class Observation:
         Path(path).write_text(trace.to_json(self.spans), encoding="utf-8")
 
     def _access(self, access: dict[str, Any]) -> Access:
-        stack = access["stack"]
+        # An operator that began before this observation has a stack in another one, or none.
+        stack = self._stacks.get(access["stack"], ())
         return Access(
             access["op"],
             Stream(access["device"], access["stream"]),
             access["write"],
-            self._stacks[stack] if stack >= 0 else (),
+            tuple([_line(code, number) for code, number in stack]),
         )
 
     def _take_stack(self) -> int:
-        number = next(self._stack_numbers)
-        # Without this frame.
-        frames = traceback.extract_stack()[:-1]
-        self._stacks[number] = tuple(
-            [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames]
-        )
+        frames = []
+        frame = sys._getframe().f_back
+        while frame is not None:
+            frames.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        stack = tuple(frames[::-1])
+        # Most operators are issued where others were: each stack is kept once.
+        number = self._stack_numbers.get(stack)
+        if number is None:
+            number = self._stack_numbers[stack] = next(_counter)
+            self._stacks[number] = stack
         return number
 
 
-_active = False
+def _line(code: CodeType, number: int) -> str:
+    text = linecache.getline(code.co_filename, number).strip()
+    return f"{code.co_filename}:{number} in {code.co_name}: {text}"
+
+
+#: Numbers stacks, for all observations.
+_counter = itertools.count()
+
+#: Held by the observation that is under way.
+_observing = threading.Lock()
 
 
 @contextmanager
@@ -183,31 +201,29 @@ def observe(
             with ``raise_on_race``, there is a race.
         ValueError: a cost is negative, or a bandwidth not positive, or a device is not there.
     """
-    global _active
     verify_loaded()
     costs, bandwidth = dict(costs or {}), dict(bandwidth or {})
     _verify(costs, bandwidth, jitter)
-    if _active:
+    if not _observing.acquire(blocking=False):
         raise RuntimeError(
             "there is one observation at a time; end the other before, or use what it has seen"
         )
-    _active = True
     observation = Observation()
-    hook = _Hook(observation._take_stack)
-    address = ctypes.cast(hook, ctypes.c_void_p).value if stacks else 0
-    # Threads may still be about to call it when this one is over.
-    _hooks[:] = [*_hooks[-1:], hook]
-    _ops.observe(-1 if jitter is None else jitter, raise_on_race, address)
     try:
+        hook = _Hook(observation._take_stack)
+        address = ctypes.cast(hook, ctypes.c_void_p).value if stacks else 0
+        # Threads may still be about to call it when this one is over.
+        _hooks[:] = [*_hooks[-1:], hook]
+        _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
         for op, cost in costs.items():
-            _ops.set_cost(op, cost)
+            _ops.set_cost(op.removeprefix("aten::"), cost)
         for (source, target), bytes in bandwidth.items():
             _ops.set_bandwidth(_index(source), _index(target), bytes)
         yield observation
     finally:
         observation._end()
-        _ops.observe(-1, False, 0)
-        _active = False
+        _ops.observe(False, -1, False, 0)
+        _observing.release()
 
 
 def _verify(
@@ -216,25 +232,42 @@ def _verify(
     jitter: int | None,
 ) -> None:
     for op, cost in costs.items():
-        if not 0 <= cost < math.inf:
+        if not torch._C._jit_get_schemas_for_operator(op if "::" in op else f"aten::{op}"):
             raise ValueError(
-                f"a cost must be a time in milliseconds (operator: {op!r}, cost: {cost})"
+                f"a cost belongs to an operator of PyTorch's dispatcher (operator: {op!r}, cost: "
+                f"{cost}); a linear layer, for one, is 'addmm'"
+            )
+        if not (_is_number(cost) and 0 <= cost < math.inf):
+            raise ValueError(
+                f"a cost must be a time in milliseconds (operator: {op!r}, cost: {cost!r}); leave "
+                "out what takes no time"
             )
     devices = torch.accelerator.device_count()
     for link, bytes in bandwidth.items():
-        for end in link:
-            if end != CPU and not (isinstance(end, int) and 0 <= end < devices):
-                raise ValueError(
-                    "a link leads from one device to another, each an index or 'cpu' (link: "
-                    f"{link!r}, devices: {devices})"
-                )
-        if not bytes > 0:
+        if not (isinstance(link, tuple) and len(link) == 2 and all(_is_end(x) for x in link)):
+            raise ValueError(
+                "a link leads from one device to another, each an index or 'cpu' (link: "
+                f"{link!r}, devices: {devices}); name it by a pair, such as (0, 1)"
+            )
+        if not (_is_number(bytes) and bytes > 0):
             raise ValueError(
                 "a bandwidth must be positive, in bytes per millisecond (link: "
-                f"{link!r}, bandwidth: {bytes}); a link that is not named takes no time"
+                f"{link!r}, bandwidth: {bytes!r}); leave out a link that takes no time"
             )
-    if jitter is not None and not 0 <= jitter < 2**31:
-        raise ValueError(f"jitter must be None or a seed from 0 to 2**31 - 1 (jitter: {jitter})")
+    if jitter is not None and not (isinstance(jitter, int) and 0 <= jitter < 2**31):
+        raise ValueError(
+            f"jitter must be None or a seed from 0 to 2**31 - 1 (jitter: {jitter!r}); use 0 for a "
+            "start, and then others"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _is_end(value: object) -> bool:
+    devices = torch.accelerator.device_count()
+    return value == CPU or (isinstance(value, int) and 0 <= value < devices)
 
 
 def _index(end: int | str) -> int:

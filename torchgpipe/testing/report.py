@@ -23,7 +23,8 @@ class Access:
     """One of the two sides of a race.
 
     Args:
-        op: the operator, as PyTorch's dispatcher calls it, or the name of a busy layer.
+        op: the operator, as PyTorch's dispatcher calls it, or the name of a busy layer; ``empty``
+            where the memory was allocated, after what its stream was given before.
         stream: where it was issued.
         write: whether it writes.
         stack: what Python was doing when it was issued, innermost last, if that was asked for.
@@ -44,6 +45,9 @@ class Access:
 @dataclass(frozen=True)
 class Race:
     """Two accesses to the same memory, neither ordered before the other.
+
+    A tensor is taken to occupy all bytes from its first element to its last one: two sets of
+    columns of a matrix overlap, two sets of rows do not.
 
     Args:
         kind: ``read after write``, ``write after read``, ``write after write``, ``reuse of freed
@@ -91,14 +95,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """A time in which a stream had work to do, and waited for another's.
+    """A time before a piece of work, in which its stream waited for another, or for the host.
 
     Args:
         stream: which one waited.
         start: when it had done the work before.
         end: when it went on.
         span: the index of the span that it went on with.
-        cause: the index of the span that it waited for; -1 for the host.
+        cause: the index of the span that it waited for, or that the host waited for before it
+            issued the work.
     """
 
     stream: Stream

@@ -47,7 +47,9 @@ def _events(spans: list[Span]) -> list[dict[str, Any]]:
         if wait.cause >= 0:
             cause = spans[wait.cause]
             arrow = {"name": "wait", "cat": "wait", "id": wait.span}
-            events.append({"ph": "s", **arrow, **_place(cause.stream), "ts": _micro(cause.end)})
+            # An arrow starts from the slice that is there: a nanosecond later there is none.
+            end = _micro(cause.end) - 0.001
+            events.append({"ph": "s", **arrow, **_place(cause.stream), "ts": end})
             events.append(
                 {"ph": "f", "bp": "e", **arrow, **_place(wait.stream), "ts": _micro(wait.end)}
             )

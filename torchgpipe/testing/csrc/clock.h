@@ -27,12 +27,19 @@ constexpr int kHost = -1;     // Where a device is expected: the host.
 
 using VectorClock = std::vector<uint32_t>;
 
+// Counts the beginnings and ends of observations.
+inline std::atomic<int64_t> epoch{0};
+
 // When something ends, and which span of work it is the end of: -1 for none.
 struct Time {
   double at = 0;
   int64_t span = -1;
+  int64_t since = epoch;  // Where time begins. An event that was recorded before is long past.
 };
-inline Time later(Time a, Time b) { return b.at > a.at ? b : a; }
+inline Time later(Time a, Time b) {
+  if (a.since != b.since) return b.since > a.since ? b : a;
+  return b.at > a.at ? b : a;
+}
 
 struct StreamState {
   VectorClock clock;
@@ -64,7 +71,7 @@ struct State {
   std::vector<int> next_stream;
   std::map<std::pair<int, int>, Traffic> traffic;
   // Settings of an observation.
-  std::atomic<int64_t> epoch{0};  // Counts observations.
+  bool observed = false;
   std::unordered_map<std::string, double> costs;
   std::map<std::pair<int, int>, double> bandwidth;  // Bytes per millisecond.
   std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
@@ -95,8 +102,8 @@ struct Thread {
 };
 inline Thread& thread() {
   thread_local Thread it;
-  if (it.epoch != state().epoch) {
-    it.epoch = state().epoch;
+  if (int64_t now = epoch; it.epoch != now) {
+    it.epoch = now;
     it.observer = false;
     it.time = {};
     it.random.seed(state().jitter.load() * 1000003 + it.number);
@@ -142,7 +149,7 @@ inline void begin(int s) {
 inline void spend(int s, double cost, const std::string& name) {
   if (cost <= 0) return;
   auto& it = state().streams[s];
-  state().spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span});
+  if (state().observed) state().spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span});
   it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
 }
 inline void spend_by_table(int s, const std::string& name) {

@@ -51,7 +51,7 @@ struct Memory {
   std::vector<Race> races;
   std::map<std::string, size_t> known;
   bool raise = false;
-  int64_t (*stack_hook)() = nullptr;
+  std::atomic<int64_t (*)()> stack_hook{nullptr};
 };
 inline Memory& memory() {
   static auto* it = new Memory;
@@ -60,7 +60,7 @@ inline Memory& memory() {
 
 inline int64_t python_stack() {
   // Not under the lock: this takes Python's own.
-  auto hook = memory().stack_hook;
+  auto hook = memory().stack_hook.load();
   return hook ? hook() : -1;
 }
 inline std::string name_of(int stream) {
@@ -91,8 +91,10 @@ inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, co
     if (a.stream != s && (a.write || write) && a.low < high && low < a.high && clock[a.stream] < a.clock)
       report(write ? (a.write ? "write after write" : "write after read") : "read after write",
              block->device, block->bytes, a, access);
-  // What this access stands for from now on: whatever is ordered after it is after those, too.
+  // What need not be kept: all is ordered after what the host has waited for, and what is ordered
+  // after this access is after those that it stands for.
   auto superseded = [&](const Access& a) {
+    if (state().host[a.stream] >= a.clock) return true;
     if (a.low < low || a.high > high) return false;
     return a.stream == s ? write || !a.write : write && clock[a.stream] >= a.clock;
   };
@@ -136,6 +138,8 @@ inline c10::DataPtr new_block(int device, int64_t bytes, c10::DataPtr cpu_memory
   VIRTUAL_LOCK;
   int s = current_stream(device);
   auto* block = new Block{device, bytes, s, {}, {}, std::move(cpu_memory), own};
+  // Earlier work of this stream may still use the memory: other streams have to wait for it.
+  block->accesses.push_back({s, stream_state(s).clock[s], 0, bytes, true, op, stack});
   void* data = own ? own : block->cpu_memory.get();
   c10::DataPtr pointer(data, block, &free_block, c10::Device(kDeviceType, device));
   account(device, bytes);

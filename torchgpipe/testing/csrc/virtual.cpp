@@ -59,10 +59,13 @@ void busy(const at::Tensor& t, double cost, std::string name) {
   spend(s, cost, name);
 }
 
-// Everything so far is done when an observation begins.
-void observe(int64_t jitter_seed, bool raise, int64_t stack_hook) {
+// An observation begins or ends: everything so far is done.
+void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
   VIRTUAL_LOCK;
   auto& s = state();
+  s.jitter = jitter_seed;
+  epoch++;
+  s.observed = begins;
   for (auto& stream : s.streams) {
     join(s.host, stream.clock);
     stream.time = {};
@@ -73,9 +76,7 @@ void observe(int64_t jitter_seed, bool raise, int64_t stack_hook) {
   s.costs.clear();
   s.bandwidth.clear();
   s.observer = {};
-  s.jitter = jitter_seed;
-  s.epoch++;
-  thread().observer = true;
+  thread().observer = begins;
   auto& m = memory();
   for (auto& freed : m.freed) freed.clear();
   m.races.clear();
@@ -134,11 +135,19 @@ std::string races() {
   VIRTUAL_LOCK;
   auto all = memory().races;
   // Freed, still in use, and not allocated again yet: whoever comes next may get it.
-  for (size_t s = 0; s < memory().freed.size(); s++)
+  for (size_t s = 0; s < memory().freed.size(); s++) {
+    std::map<std::pair<std::string, int>, size_t> known;
     for (auto& block : memory().freed[s])
-      for (auto& a : block.accesses)
-        if (stream_state(s).clock[a.stream] < a.clock)
+      for (auto& a : block.accesses) {
+        if (stream_state(s).clock[a.stream] >= a.clock) continue;
+        auto [found, fresh] = known.emplace(std::pair(a.op, a.stream), all.size());
+        if (fresh) {
           all.push_back({"memory freed in use", block.device, block.bytes, a, {int(s), 0, 0, 0, true, "free", -1}});
+        } else {
+          all[found->second].count++;
+        }
+      }
+  }
   return listed(all);
 }
 std::string spans() {
@@ -178,7 +187,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("settle() -> ()", &settle);
   m.def("device_count() -> int", [] { return int64_t(state().devices); });
   m.def("busy(Tensor x, float cost, str name) -> ()", &busy);
-  m.def("observe(int jitter, bool raises, int stack_hook) -> ()", &observe);
+  m.def("observe(bool begins, int jitter, bool raises, int stack_hook) -> ()", &observe);
   m.def("set_cost(str op, float cost) -> ()", &set_cost);
   m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
   m.def("races() -> str", &races);

@@ -1,0 +1,108 @@
+"""Memory: given back while it is in use, and taken by the next."""
+
+import pytest
+import torch
+
+from tests.virtual.programs import new_streams, one, place, read
+from torchgpipe.testing import Stream, observe
+
+
+def test_memory_allocated_on_another_stream(devices):
+    # What came before on that stream may use the same memory.
+    s, t = new_streams(devices[0], 2)
+    with observe() as seen:
+        with s:
+            one(devices[0])
+            read(torch.ones(4, device=devices[0]))
+            x = torch.empty(4, device=devices[0])
+        with t:
+            x.fill_(1)
+    (race,) = seen.races
+    assert (race.kind, race.first.op, race.first.stream) == ("write after write", "empty", place(s))
+
+
+def use_and_free(device, s, record=False):
+    x = torch.ones(4, device=device)
+    s.wait_stream(torch.accelerator.current_stream(device))
+    with s:
+        read(x, "use")
+    if record:
+        x.record_stream(s)
+
+
+def test_memory_freed_in_use(devices):
+    s = torch.Stream(device=devices[2])
+    with observe() as seen:
+        use_and_free(devices[2], s)
+        use_and_free_again = seen.races
+        x = torch.neg(torch.ones(100, device="cpu")).to(devices[2])
+        read(x)
+    (race,) = use_and_free_again
+    assert (race.kind, race.device, race.bytes) == ("memory freed in use", 2, 16)
+    assert (race.first.op, race.first.stream) == ("use", place(s))
+    assert (race.second.op, race.second.stream) == ("free", Stream(2, 0))
+    # Once it is allocated again, whoever took it is to be seen instead.
+    (race,) = seen.races
+    assert (race.kind, race.bytes) == ("reuse of freed memory", 16)
+    assert (race.first.op, race.first.stream) == ("use", place(s))
+    assert (race.second.op, race.second.stream) == ("empty", Stream(2, 0))
+
+
+def test_memory_reused_by_the_output_of_an_operator(devices):
+    x, s = one(devices[0]), torch.Stream(device=devices[0])
+    with observe() as seen:
+        use_and_free(devices[0], s)
+        torch.cumsum(x, 0)
+    assert [race.second.op for race in seen.races if race.kind == "reuse of freed memory"]
+
+
+def test_memory_freed_in_use_is_counted(devices):
+    s = torch.Stream(device=devices[0])
+    xs = [torch.ones(4, device=devices[0]) for _ in range(3)]
+    with observe() as seen:
+        with s:
+            for x in xs:
+                read(x)
+        del x
+        xs.clear()
+    (race,) = seen.races
+    assert (race.kind, race.count) == ("memory freed in use", 3)
+
+
+def test_memory_freed_after_record_stream(devices):
+    s = torch.Stream(device=devices[0])
+    with observe() as seen:
+        use_and_free(devices[0], s, record=True)
+        torch.ones(4, device=devices[0])
+    assert not seen.races
+
+
+def test_memory_freed_and_ordered_before_reuse(devices):
+    s = torch.Stream(device=devices[0])
+    with observe() as seen:
+        use_and_free(devices[0], s)
+        torch.accelerator.current_stream(devices[0]).wait_stream(s)
+        assert not seen.races
+        torch.ones(4, device=devices[0])
+    assert not seen.races
+
+
+def test_memory_goes_back_to_the_stream_it_came_from(devices):
+    s, t = new_streams(devices[0], 2)
+    with observe() as seen:
+        use_and_free(devices[0], s)
+        with t:
+            torch.ones(4, device=devices[0])
+    assert [race.kind for race in seen.races] == ["memory freed in use"]
+
+
+def test_raise_on_reuse(devices):
+    s = torch.Stream(device=devices[0])
+    before = torch.accelerator.memory_allocated(devices[0])
+    with observe(raise_on_race=True) as seen:
+        use_and_free(devices[0], s)
+        with pytest.raises(RuntimeError, match="race: reuse of freed memory: empty on"):
+            torch.ones(4, device=devices[0])
+        torch.ones(4, device=devices[0])
+    assert len(seen.races) == 1
+    assert torch.accelerator.memory_allocated(devices[0]) == before

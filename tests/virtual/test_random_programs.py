@@ -1,0 +1,191 @@
+"""Random programs on random streams, held against graphs of all their steps."""
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.virtual.programs import new_streams, one, place, read
+from torchgpipe.testing import observe
+
+STREAMS, TENSORS, EVENTS = range(4), range(2), range(3)
+PARTS = [slice(0, 8), slice(0, 4), slice(4, 8)]
+STEPS = st.one_of(
+    st.tuples(
+        st.just("access"),
+        st.sampled_from(STREAMS[:3]),
+        st.sampled_from(TENSORS),
+        st.sampled_from(range(len(PARTS))),
+        st.booleans(),
+    ),
+    st.tuples(st.just("record"), st.sampled_from(STREAMS), st.sampled_from(EVENTS)),
+    st.tuples(st.just("wait"), st.sampled_from(STREAMS), st.sampled_from(EVENTS)),
+    st.tuples(st.just("synchronize"), st.sampled_from(STREAMS)),
+)
+
+
+def edges_of(program):
+    """The steps that directly precede each step: on its stream, by an event, or by the host."""
+    edges = []
+    last = {}  # The last step of each stream.
+    records = {}  # The last record of each event.
+    synchronized = []
+    for index, (kind, stream, *rest) in enumerate(program):
+        before = list(synchronized)
+        if stream in last:
+            before.append(last[stream])
+        if kind == "wait" and rest[0] in records:
+            before.append(records[rest[0]])
+        if kind == "record":
+            records[rest[0]] = index
+        if kind == "synchronize":
+            synchronized.append(index)
+        last[stream] = index
+        edges.append(before)
+    return edges
+
+
+def expected(program):
+    """The races of each step: a graph of all steps, and a search in it.
+
+    Where a later access stands for earlier ones, since it is ordered after them and excludes at
+    least as much, that one alone is to be reported.
+    """
+    edges = edges_of(program)
+
+    def reaches(i, j):
+        todo, seen = [j], set()
+        while todo:
+            step = todo.pop()
+            if step == i:
+                return True
+            if step not in seen:
+                seen.add(step)
+                todo.extend(edges[step])
+        return False
+
+    def part(i):
+        return range(8)[PARTS[program[i][3]]]
+
+    def stands_for(k, i):
+        (_, stream1, tensor1, _, write1), (_, stream2, tensor2, _, write2) = program[i], program[k]
+        return (
+            tensor1 == tensor2
+            and set(part(i)) <= set(part(k))
+            and reaches(i, k)
+            and (write2 or (stream1 == stream2 and not write1))
+        )
+
+    races = [Counter() for _ in program]
+    accesses = [i for i, step in enumerate(program) if step[0] == "access"]
+    for j in accesses:
+        for i in accesses[: accesses.index(j)]:
+            (_, stream1, tensor1, _, write1), (_, stream2, tensor2, _, write2) = (
+                program[i],
+                program[j],
+            )
+            if (
+                tensor1 == tensor2
+                and set(part(i)) & set(part(j))
+                and (write1 or write2)
+                and not reaches(i, j)
+                and not any(stands_for(k, i) for k in accesses if i < k < j)
+            ):
+                kind = f"{'write' if write2 else 'read'} after {'write' if write1 else 'read'}"
+                races[j][kind, stream1, stream2] += 1
+    return races
+
+
+def order(kind, stream, event=None):
+    if kind == "record":
+        stream.record_event(event)
+    elif kind == "wait":
+        stream.wait_event(event)
+    else:
+        stream.synchronize()
+
+
+@settings(max_examples=300)
+@given(st.lists(STEPS, max_size=40))
+def test_races_are_what_no_path_orders(devices, program):
+    # The last stream is another device's: it only passes on what it waited for.
+    streams = [*new_streams(devices[0], 3), *new_streams(devices[1], 1)]
+    numbers = {place(stream): number for number, stream in enumerate(streams)}
+    tensors = [one(devices[0], 8) for _ in TENSORS]
+    events = [torch.Event() for _ in EVENTS]
+    steps = []
+    before = Counter()
+    with observe() as seen:
+        for kind, number, *rest in program:
+            stream = streams[number]
+            if kind == "access":
+                tensor, part, write = rest
+                x = tensors[tensor][PARTS[part]]
+                with stream:
+                    x.fill_(1) if write else read(x)
+            else:
+                order(kind, stream, *[events[event] for event in rest])
+            now = Counter()
+            for race in seen.races:
+                key = race.kind, numbers[race.first.stream], numbers[race.second.stream]
+                now[key] += race.count
+            steps.append(now - before)
+            before = now
+    assert steps == expected(program)
+
+
+# ---------------------------------------------------------------- time
+
+TIMED_STEPS = st.one_of(
+    st.tuples(st.just("work"), st.sampled_from(STREAMS), st.sampled_from([0, 1, 2, 5])),
+    st.tuples(st.just("record"), st.sampled_from(STREAMS), st.sampled_from(EVENTS)),
+    st.tuples(st.just("wait"), st.sampled_from(STREAMS), st.sampled_from(EVENTS)),
+    st.tuples(st.just("synchronize"), st.sampled_from(STREAMS)),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(TIMED_STEPS, max_size=40))
+def test_time_is_the_longest_path(devices, program):
+    streams = [*new_streams(devices[0], 2), *new_streams(devices[1], 2)]
+    tensors = [one(stream.device) for stream in streams]
+    events = [torch.Event() for _ in EVENTS]
+    with observe() as seen:
+        for kind, number, *rest in program:
+            if kind == "work":
+                with streams[number]:
+                    read(tensors[number], "work", rest[0])
+            else:
+                order(kind, streams[number], *[events[event] for event in rest])
+
+    edges = edges_of(program)
+
+    @cache
+    def end(index):
+        return start(index) + (program[index][2] if program[index][0] == "work" else 0)
+
+    @cache
+    def start(index):
+        return max(map(end, edges[index]), default=0)
+
+    work = [i for i, step in enumerate(program) if step[0] == "work" and step[2]]
+    spans = seen.spans
+    assert [(span.stream, span.start, span.end) for span in spans] == [
+        (place(streams[program[i][1]]), start(i), end(i)) for i in work
+    ]
+    assert seen.makespan == max(map(end, work), default=0)
+
+    # What is derived from it.
+    path = seen.critical_path
+    assert sum(span.end - span.start for span in path) == seen.makespan
+    assert all(before.end == after.start for before, after in pairwise(path))
+    for stream, busy in seen.busy.items():
+        ends = [span.end for span in spans if span.stream == stream]
+        waited = sum(wait.end - wait.start for wait in seen.waits if wait.stream == stream)
+        assert busy + waited == ends[-1]
+        assert busy + seen.idle[stream] == seen.makespan
+    for wait in seen.waits:
+        assert spans[wait.span].start == wait.end == spans[wait.cause].end
