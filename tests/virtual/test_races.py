@@ -193,6 +193,18 @@ def test_bytes_of_a_storage(devices, first, second, races):
     assert len(seen.races) == races
 
 
+def test_read_does_not_stand_for_the_write_before_it(devices):
+    x = one(devices[0])
+    s, t = new_streams(devices[0], 2)
+    with observe() as seen:
+        with s:
+            x.fill_(1)
+            read(x)
+        with t:
+            read(x)
+    assert [(race.kind, race.first.op) for race in seen.races] == [("read after write", "fill_")]
+
+
 def test_part_of_what_was_written_does_not_stand_for_the_rest(devices):
     x = one(devices[0], 8)
     s, t, u = new_streams(devices[0], 3)

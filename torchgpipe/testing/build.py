@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -42,9 +43,9 @@ def build() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchgpipe"
     # Named otherwise than a module of Python, lest one be taken for the other.
     library = cache / f"libvirtual-{torch.__version__}-{_digest(command)}.so"
-    if library.exists():
-        return library
     try:
+        if library.exists():
+            return library
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             output = Path(folder) / library.name
@@ -114,7 +115,9 @@ def _links() -> list[str]:
 
 
 def _digest(command: list[str]) -> str:
-    digest = hashlib.sha256(" ".join([*command, torch.version.git_version]).encode())
+    # A home may be shared by machines of several kinds.
+    parts = [*command, torch.version.git_version, sys.platform, platform.machine()]
+    digest = hashlib.sha256(" ".join(parts).encode())
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -73,7 +73,14 @@ def _load(devices: int) -> None:
             "virtual accelerators take the place that PyTorch has for a backend of one's own, and "
             f"it is taken (backend: {other}); use a process without it"
         )
-    torch.ops.load_library(build())
+    library = build()
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise UnavailableError(
+            "virtual accelerators are loaded from where programs may be run (library: "
+            f"{library}, error: {error}); delete it, or set XDG_CACHE_HOME to another folder"
+        ) from error
     ops: Any = torch.ops.virtual_accelerator
     ops.start_devices(devices)
     if not _first_backward():

@@ -189,8 +189,9 @@ def observe(
         costs: what operators take, in milliseconds, by the names that PyTorch's dispatcher has for
             them, such as ``"addmm"`` for a linear layer.
         bandwidth: what links carry, in bytes per millisecond, by source and target, each the index
-            of a device or ``"cpu"``. Copies over other links take no time. Links are not shared:
-            copies on different streams do not slow each other down.
+            of a device or ``"cpu"``. Copies over other links take what ``costs`` has for
+            ``"copy_"``. Links are not shared: copies on different streams do not slow each other
+            down.
         jitter: a seed. Threads of the host are delayed at random, so that whatever depends on their
             timing shows itself.
         raise_on_race: have the operator raise that is not ordered after another, in backward, too.
