@@ -13,6 +13,14 @@ from torchgpipe.testing import Busy, Stream, Transfers, Wait, observe
 DEFAULT = Stream(0, 0)
 
 
+def run_threads(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def times(seen):
     return [(span.name, span.start, span.end) for span in seen.spans]
 
@@ -163,12 +171,20 @@ def test_wait_of_one_thread_delays_no_other(devices):
             read(x, "b", 1)
 
     with observe() as seen:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        run_threads(work)
         with u:
             read(x, "c", 1)
     assert times(seen) == [("a", 0, 3), ("b", 3, 4), ("c", 0, 1)]
+
+
+def test_wait_of_the_observer_delays_the_work_it_gives_to_others(devices):
+    x, y = one(devices[0]), one(devices[1])
+    with observe() as seen:
+        read(x, "a", 3)
+        torch.accelerator.synchronize(devices[0])
+        run_threads(lambda: read(y, "b", 1))
+    assert times(seen) == [("a", 0, 3), ("b", 3, 4)]
+    assert seen.waits == [Wait(Stream(1, 0), 0, 3, 1, 0)]
 
 
 def test_events_tell_the_time(devices):
@@ -273,14 +289,6 @@ def test_jitter_shows_what_is_not_fixed(devices):
     orders = {order(seed) for seed in range(8)}
     assert len(orders) > 1
     assert all(order.count("a") == order.count("b") == 30 for order in orders)
-
-
-def run_threads(*functions):
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 WRONG = [

@@ -205,6 +205,20 @@ def test_read_does_not_stand_for_the_write_before_it(devices):
     assert [(race.kind, race.first.op) for race in seen.races] == [("read after write", "fill_")]
 
 
+def test_read_of_another_stream_does_not_stand_for_a_write(devices):
+    x = one(devices[0])
+    s, t, u = new_streams(devices[0], 3)
+    with observe() as seen:
+        with s:
+            x.fill_(1)
+        t.wait_stream(s)
+        with t:
+            read(x)
+        with u:
+            read(x)
+    assert [(race.kind, race.first.op) for race in seen.races] == [("read after write", "fill_")]
+
+
 def test_part_of_what_was_written_does_not_stand_for_the_rest(devices):
     x = one(devices[0], 8)
     s, t, u = new_streams(devices[0], 3)
