@@ -200,8 +200,8 @@ def observe(
     Raises:
         RuntimeError: no virtual accelerators were loaded, or another observation is under way, or,
             with ``raise_on_race``, there is a race.
-        ValueError: a cost is negative or no operator's, a bandwidth is not positive, a device is not
-            there, or the seed is none.
+        ValueError: a cost is negative or no operator's, a bandwidth not positive, a device not
+            there, or the seed none.
     """
     verify_loaded()
     costs, bandwidth = dict(costs or {}), dict(bandwidth or {})
