@@ -5,7 +5,7 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test soak check clean
 
 demo: $(installed)  ## Trains two models on handwritten digits, wrapped and unwrapped.
 	$(python) -m examples.digits
@@ -13,6 +13,9 @@ demo: $(installed)  ## Trains two models on handwritten digits, wrapped and unwr
 test: $(installed)  ## Runs the tests.
 	$(python) -m pytest -q
 	$(python) -m pytest -q tests/virtual
+
+soak: $(installed)  ## Runs the tests of virtual accelerators with many host timings.
+	TORCHGPIPE_SEEDS=50 $(python) -m pytest -q tests/virtual
 
 check: $(installed)  ## Lint, format and types.
 	$(venv)/bin/ruff check .

@@ -1,12 +1,17 @@
 """What all tests share."""
 
 import os
+import re
 from pathlib import Path
+from textwrap import dedent
 
 import hypothesis
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from torchgpipe import GPipe
 from torchgpipe.stream import accelerators
 
 # The same examples in every run; `make test HYPOTHESIS=explore` looks for new ones.
@@ -39,3 +44,20 @@ def seed():
 def device(request):
     """Where a test computes."""
     return request.param
+
+
+@pytest.fixture
+def run():
+    """Runs the code blocks of a file, and returns their names."""
+
+    def run(file, **names):
+        blocks = re.findall(
+            r"\.\. code-block:: python\n\n((?:   .*\n|\n)+)", file.read_text("utf-8")
+        )
+        assert blocks
+        names |= {"__name__": file.stem, "GPipe": GPipe, "F": F, "nn": nn, "torch": torch}
+        for block in blocks:
+            exec(compile(dedent(block), str(file), "exec"), names)
+        return names
+
+    return run
