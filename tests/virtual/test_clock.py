@@ -295,7 +295,9 @@ WRONG = [
     ({"costs": {"addmm": -1.0}}, r"time in milliseconds \(operator: 'addmm', cost: -1.0\); leave"),
     ({"costs": {"addmm": float("nan")}}, "cost: nan"),
     ({"costs": {"addmm": "1"}}, "cost: '1'"),
-    ({"costs": {"adm": 1.0}}, r"an operator of PyTorch's dispatcher \(operator: 'adm'.* 'addmm'"),
+    ({"costs": {"adm": 1.0}}, r"not made of others \(operator: 'adm', cost: 1.0\); .* 'addmm'"),
+    ({"costs": {"linear": 1.0}}, "not made of others"),
+    ({"costs": {"aten::conv2d": 1.0}}, "not made of others"),
     ({"bandwidth": {(0, 1): 0}}, r"must be positive.*\(link: \(0, 1\), bandwidth: 0\); leave out"),
     ({"bandwidth": {(0, 8): 1}}, r"\(link: \(0, 8\), devices: 8\); name it"),
     ({"bandwidth": {("gpu", 0): 1}}, "link: .*gpu"),
@@ -320,3 +322,15 @@ def test_wrong_arguments(devices, arguments, message):
 def test_wrong_costs_of_a_busy_layer(name, cost):
     with pytest.raises(ValueError, match=f"times in milliseconds .*{name}: {cost}"):
         Busy(**{name: cost})
+
+
+def test_in_place_or_not_an_operator_has_one_cost(devices):
+    x = torch.ones(3, device=devices[0])
+    with observe(costs={"add": 1.0, "mul_": 2.0, "fill": 4.0, "aten::copy_": 8.0}) as seen:
+        x += 1
+        x + 1
+        x.mul_(2)
+        x * 2
+        x.fill_(0)
+        x.clone()
+    assert [span.end - span.start for span in seen.spans] == [1, 1, 2, 2, 4, 8]

@@ -1,5 +1,6 @@
 """The limit of the schedule, exactly, whatever the timing of the host."""
 
+from time import sleep
 from unittest.mock import patch
 
 import pytest
@@ -79,6 +80,29 @@ def test_more_micro_batches_than_streams(devices, mode):
     """CUDA has 32 streams on each device."""
     model = wrap([Stage() for _ in range(4)], devices[:4], 64, mode)
     assert makespans(model, seed=0, rows=1) == [limit(mode, 4, 64)] * 2
+
+
+class Lagging(Stage):
+    """Its host takes its time in backward."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: sleep(0.002))
+        return y
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("j", [0, 1])
+def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
+    """The next one gets ahead of it by as many micro-batches as there are copy streams."""
+    stages = [Stage(), Stage(), Stage()]
+    stages[j] = Lagging()
+    with patch.object(Streams, "COPIES", 4):
+        model = wrap(stages, devices[:3], 16, mode)
+        found = makespans(model, rows=1, requires_grad=requires_grad)
+    assert found == [limit(mode, 3, 16)] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -84,3 +84,20 @@ def test_what_is_copied_between_devices(devices, name, mode, requires_grad):
     }
     assert {link: transfers.count for link, transfers in found.items()} == copies
     assert {link: transfers.bytes for link, transfers in found.items()} == volume
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_leave_in_the_order_in_which_they_are_needed(devices, mode):
+    """Those of skips before the value's, else they came in any order to where all of them go."""
+    n, m, skips = 4, 5, LAYOUTS["several to one"]
+    model = GPipe(
+        nn.Sequential(*[layer(j, skips) for j in range(n)]),
+        [1] * n,
+        devices=devices[:n],
+        chunks=m,
+        checkpoint=mode,
+    )
+    with observe(jitter=0, bandwidth={(3, j): 1e3 for j in range(3)}) as seen:
+        model(torch.rand(ROWS * m, WIDTH, device=devices[0])).sum().backward()
+    targets = [int(span.name[-1]) for span in seen.spans]
+    assert targets == [2, 1, 0, 2] * m

@@ -187,10 +187,10 @@ def observe(
 
     Args:
         costs: what operators take, in milliseconds, by the names that PyTorch's dispatcher has for
-            them, such as ``"addmm"`` for a linear layer.
+            them, such as ``"addmm"`` for a linear layer. ``"add"`` is ``"add_"``, too.
         bandwidth: what links carry, in bytes per millisecond, by source and target, each the index
             of a device or ``"cpu"``. Copies over other links take what ``costs`` has for
-            ``"copy_"``. Links are not shared: copies on different streams do not slow each other
+            ``"copy"``. Links are not shared: copies on different streams do not slow each other
             down.
         jitter: a seed. Threads of the host are delayed at random, so that whatever depends on their
             timing shows itself.
@@ -218,7 +218,8 @@ def observe(
         _hooks[:] = [*_hooks[-1:], hook]
         _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
         for op, cost in costs.items():
-            _ops.set_cost(op.removeprefix("aten::"), cost)
+            # What computes in place, and what does not, may reach the device as one.
+            _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
         for (source, target), bytes in bandwidth.items():
             _ops.set_bandwidth(_index(source), _index(target), bytes)
         yield observation
@@ -234,10 +235,12 @@ def _verify(
     jitter: int | None,
 ) -> None:
     for op, cost in costs.items():
-        if not torch._C._jit_get_schemas_for_operator(op if "::" in op else f"aten::{op}"):
+        schemas = torch._C._jit_get_schemas_for_operator(op if "::" in op else f"aten::{op}")
+        if all(_is_composite(schema) for schema in schemas if schema.overload_name != "out"):
             raise ValueError(
-                f"a cost belongs to an operator of PyTorch's dispatcher (operator: {op!r}, cost: "
-                f"{cost}); a linear layer, for one, is 'addmm'"
+                "a cost belongs to an operator that PyTorch's dispatcher gives to a device, and "
+                f"that is not made of others (operator: {op!r}, cost: {cost}); a linear layer, for "
+                "one, is 'addmm', and a convolution 'convolution'"
             )
         if not (_is_number(cost) and 0 <= cost < math.inf):
             raise ValueError(
@@ -261,6 +264,11 @@ def _verify(
             f"jitter must be None or a seed from 0 to 2**31 - 1 (jitter: {jitter!r}); use 0 for a "
             "start, and then others"
         )
+
+
+def _is_composite(schema: Any) -> bool:
+    name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def _is_number(value: object) -> bool:

@@ -153,7 +153,7 @@ inline void spend(int s, double cost, const std::string& name) {
   it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
 }
 inline void spend_by_table(int s, const std::string& name) {
-  auto found = state().costs.find(name);
+  auto found = state().costs.find(name.substr(0, name.find_last_not_of('_') + 1));
   if (found != state().costs.end()) spend(s, found->second, name);
 }
 // What is issued on a stream from now on comes after all that another one was given so far.
