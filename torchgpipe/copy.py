@@ -90,6 +90,10 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        for grad in grads:
+            if grad is not None:
+                # It waits, but what comes from a device without streams is recorded nowhere.
+                record_stream(grad, ctx.prev_stream)
         return (None, None, *_leave(grads, ctx.next_stream, ctx.prev_stream))
 
 

@@ -121,8 +121,7 @@ class Pipeline:
             for cycle in clock_cycles(len(self.batches), len(self.partitions)):
                 tasks = [(self.devices[j], partial(self.step, i, j)) for i, j in cycle]
                 self.workers.run(tasks, self.context)
-        for i, batch in enumerate(self.batches):
-            self.batches[i] = self.routes.back_to_caller(i, batch)
+        self.batches[:] = self.routes.back_to_caller(self.batches)
         for state in self.states:
             if state is not None:
                 state.settle()

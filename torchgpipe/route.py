@@ -20,11 +20,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 
 from torchgpipe.copy import Copy
+from torchgpipe.dependency import needs_backward, pass_on
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.stream import AbstractStream, Streams, current_stream, use_stream, wait_stream
+from torchgpipe.stream import (
+    AbstractStream,
+    Streams,
+    current_stream,
+    get_device,
+    use_stream,
+    wait_stream,
+)
 
 __all__: list[str] = []
 
@@ -50,15 +60,26 @@ class Routes:
         n = len(devices)
         homes = list(zip(devices, groups))
         counts = Counter([device for device, _ in set(homes)])
-        skips = any(skip_layout.popped)
+        has_skips = any(skip_layout.popped)
         made = {
-            device: iter(streams.get(device, count, skips=skips))
+            device: iter(streams.get(device, count, skips=has_skips))
             for device, count in counts.items()
         }
         of_home = {home: next(made[home[0]]) for home in dict.fromkeys(homes)}
         self._streams = [of_home[home] for home in homes]
         #: The caller's stream for the device of each partition.
         self._outside = [current_stream(device) for device in devices]
+        #: All of these, each with the caller's stream on its device, but for that itself.
+        self._waiting = [
+            (stream, current_stream(device))
+            for (device, _), (own, values, skips) in of_home.items()
+            for stream in dict.fromkeys((own, *values, *skips))
+            if stream != current_stream(device)
+        ]
+        #: Compute streams that are not the caller's.
+        self._apart = [
+            own for (device, _), (own, *_) in of_home.items() if own != current_stream(device)
+        ]
         #: On which stream each partition computes.
         self.compute = [streams.compute for streams in self._streams]
         #: For each partition, the parts of a micro-batch that come from another stream, or go to
@@ -93,22 +114,61 @@ class Routes:
 
         The caller may have changed parameters, and will change them, or read buffers.
         """
-        apart = [(own, caller) for own, caller in zip(self.compute, self._outside) if own != caller]
-        for own, caller in apart:
-            wait_stream(own, caller)
+        self.wait_for_caller()
         try:
             yield
         finally:
-            for own, caller in apart:
-                wait_stream(caller, own)
+            self.have_caller_wait()
 
-    def back_to_caller(self, i: int, batch: Batch) -> Batch:
-        """Hands the output of the last partition over to the caller."""
-        if VALUE not in self.targets[-1]:
-            return batch
-        lane, caller = self.lane(i, len(self.compute) - 1, VALUE), self._outside[-1]
-        with use_stream(caller):
-            return batch.map(partial(Copy.apply, lane, caller), [VALUE])
+    def wait_for_caller(self) -> None:
+        """Orders what is computed from now on after the caller.
+
+        The caller changes gradients of parameters, or uses them and frees them. Their memory is
+        that of a partition's streams; of a copy stream where it is the gradient that has arrived.
+        """
+        for stream, caller in self._waiting:
+            wait_stream(stream, caller)
+
+    def have_caller_wait(self) -> None:
+        """Orders what the caller does from now on, on its current streams, after partitions."""
+        for own in self._apart:
+            wait_stream(current_stream(get_device(own)), own)
+
+    def back_to_caller(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Hands the outputs of the last partition over to the caller."""
+        if VALUE in self.targets[-1]:
+            n, caller = len(self.compute), self._outside[-1]
+            with use_stream(caller):
+                batches = [
+                    batch.map(partial(Copy.apply, self.lane(i, n - 1, VALUE), caller), [VALUE])
+                    for i, batch in enumerate(batches)
+                ]
+        outputs = tuple([tensor for batch in batches for tensor in batch])
+        if self._apart and needs_backward(outputs):
+            entered = iter(Enter.apply(self, *outputs))
+            batches = [batch.replace([next(entered) for _ in batch]) for batch in batches]
+        return list(batches)
+
+
+class Enter(torch.autograd.Function):
+    """Passes outputs on, and orders their backward: ``routes, *tensors → *tensors``.
+
+    It comes after the caller, which may have used the gradients of another one since the forward,
+    and before what the caller does next, which may change weights that have no gradient. For those
+    that have one, the autograd engine would see to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, routes: Routes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.routes = routes
+        return pass_on(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.routes.wait_for_caller()
+        # When all of this backward is done.
+        Variable._execution_engine.queue_callback(ctx.routes.have_caller_wait)
+        return (None, *grads)
 
 
 def by_partition(parts: dict[Any, int]) -> dict[Any, int]:

@@ -1,0 +1,338 @@
+"""A wrapped model computes what its layers compute without it, and nothing races.
+
+Two steps in a row, with an optimizer and clipping between them, under a host that stumbles.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.virtual.models import (
+    LAYERS,
+    ROWS,
+    WIDTH,
+    Apply,
+    InPlace,
+    Shifted,
+    skip_layer,
+)
+from tests.virtual.random_models import Pipeline
+from tests.virtual.stages import MODES, SEEDS, own_streams
+from tests.virtual.training import WAYS, verify
+from torchgpipe import GPipe
+from torchgpipe.stream import Streams
+from torchgpipe.testing import observe
+
+
+def layers(*names):
+    return [LAYERS[name]() for name in names]
+
+
+def chain(j, n):
+    """Each partition stashes for the next one."""
+    popped = {f"{j - 1}": "shift"} if j else {}
+    stashed = {f"{j}": "output"} if j < n - 1 else {}
+    return [skip_layer(stashed, popped), *layers("linear")]
+
+
+def nested(j, n):
+    """Partition j stashes for partition n - 1 - j."""
+    ways = {f"{min(j, n - 1 - j)}": "wide" if j % 2 else "new"}
+    return (
+        [skip_layer(stashed=ways), *layers("linear")]
+        if j < n // 2
+        else [
+            *layers("linear"),
+            skip_layer(popped=dict.fromkeys(ways, "add")),
+        ]
+    )
+
+
+def several(j, n):
+    """The first partition stashes for all others, of which the last pops two."""
+    every = {
+        f"{k}": way for k, way in zip(range(1, n + 1), 2 * ["input", "output", "scalar", "none"])
+    }
+    if j == 0:
+        return [*layers("linear"), skip_layer(stashed=every)]
+    names = [f"{j}"] if j < n - 1 else [f"{n - 1}", f"{n}"]
+    return [skip_layer(popped=dict.fromkeys(names, "shift")), *layers("linear")]
+
+
+def long(j, n):
+    if j == 0:
+        return [*layers("linear"), skip_layer(stashed={"long": "output"})]
+    if j == n - 1:
+        return [skip_layer(popped={"long": "shift"}), *layers("linear")]
+    # Its gradient is the one that the skip's is added to.
+    return [Shifted(), *layers("tanh")]
+
+
+#: The layers of partition j of n.
+CASES = {
+    "linear": lambda j, n: layers("linear", "tanh"),
+    "adjacent skips": chain,
+    "nested skips": nested,
+    "several skips": several,
+    "a long skip": long,
+    "tuples": lambda j, n: layers(
+        *[["linear", "pair", "detached"], ["all shifted", "reversed"], ["sum", "linear"]][j % 3]
+    ),
+    "integers": lambda j, n: layers(*[["linear", "integers"], ["first", "tanh"]][j % 2]),
+    "views": lambda j, n: layers("linear", ["transposed", "expanded", "halves", "view"][j % 4]),
+    "in place": lambda j, n: [InPlace(), *layers("linear", "in place")],
+    "dropout": lambda j, n: layers("linear", "dropout", "tanh"),
+    "batch norm": lambda j, n: layers("linear", "batch norm"),
+    "deferred batch norm": lambda j, n: layers("linear", "batch norm", "tanh"),
+    "uneven batches": lambda j, n: layers("linear", "tanh", "layer norm"),
+    "shifted": lambda j, n: [Shifted(twice=bool(j % 2)), *layers("linear")],
+    "frozen": lambda j, n: layers("frozen", *["shifted"] * (j == n // 2), "tanh"),
+}
+
+
+def wrap(partitions, devices, *, chunks=3, mode="never", **options):
+    layers = [layer for partition in partitions for layer in partition]
+    balance = [len(partition) for partition in partitions]
+    return GPipe(
+        nn.Sequential(*layers).double(),
+        balance,
+        devices=devices,
+        chunks=chunks,
+        checkpoint=mode,
+        **options,
+    )
+
+
+def batch(rows):
+    return torch.randn(rows, WIDTH).double()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_parity(devices, name, n, mode):
+    chunks = 3
+    model = wrap(
+        [CASES[name](j, n) for j in range(n)],
+        devices[:n],
+        chunks=chunks,
+        mode=mode,
+        deferred_batch_norm=name.startswith("deferred"),
+    )
+    rows = ROWS * chunks + (name == "uneven batches")
+    for seed in SEEDS[n // 8 :: 2]:
+        verify(
+            model,
+            batch(rows),
+            seed=seed,
+            streams=(seed + MODES.index(mode)) % 2 == 1,
+            requires_grad=(seed // 2 + len(name)) % 2 == 1,
+        )
+
+
+#: Devices of partitions that share some, by their indices.
+SHARED = [[0, 0], [0, 0, 1], [0, 1, 0], [0] * 4, [0, 0, 1, 1], [0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", SHARED, ids=str)
+def test_partitions_that_share_devices(devices, place, mode):
+    """A gradient in two places is added to in place by whoever comes last."""
+    n = len(place)
+    for k, name in enumerate(["a long skip", "shifted", "batch norm"]):
+        model = wrap(
+            [CASES[name](j, n) for j in range(n)],
+            [devices[d] for d in place],
+            mode=mode,
+            deferred_batch_norm=True,
+        )
+        verify(model, batch(6), seed=k, streams=k % 2 == 1, requires_grad=k > 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1]], ids=str)
+def test_what_else_a_caller_does(devices, place, way, mode):
+    model = wrap(
+        [layers("linear", "tanh"), layers("shifted twice", "linear"), layers("linear", "tanh")],
+        [devices[d] for d in place],
+        mode=mode,
+    )
+    verify(model, batch(6), way=way, requires_grad=True, around=mode != "never")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_in_the_memory_of_a_copy_stream(devices, mode):
+    """The caller frees it when the next micro-batch may be about to come in that memory."""
+    made = [layers("linear"), layers("stopped", "shifted"), layers("tanh"), layers("tanh")]
+    model = wrap(made, [devices[d] for d in (1, 0, 1, 0)], mode=mode)
+    verify(model, batch(6), streams=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_without_a_gradient(devices, mode):
+    """Backward reads them, and the autograd engine tells the caller's stream nothing of that."""
+    made = [layers("linear"), layers("frozen"), layers("frozen", "tanh")]
+    model = wrap(made, [devices[d] for d in (0, 1, 1)], mode=mode)
+    verify(model, batch(6), way="backward")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [[0, 1, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1]], ids=str)
+def test_partitions_that_share_layers(devices, place, mode):
+    made = [layers("linear", "batch norm", "tanh") for _ in place]
+    # The last one on a device has a layer of the first, and a parameter of another of its layers.
+    first, last = place.index(place[-1]), len(place) - 1
+    made[last][1] = made[first][1]
+    made[last][0].layer.weight = made[first][0].layer.weight
+    model = wrap(made, [devices[d] for d in place], mode=mode, deferred_batch_norm=True)
+    verify(model, batch(6), seed=1, streams=True)
+    verify(model, batch(6), seed=2, requires_grad=True)
+
+
+@pytest.mark.parametrize("place", [[0, "cpu", 1], ["cpu", 0, 0], [0, 0, "cpu"]], ids=str)
+def test_the_cpu_among_them(devices, place, monkeypatch):
+    """What comes from there is used on other streams than it came on, which soon bring more."""
+    monkeypatch.setattr(Streams, "COPIES", 2)
+    for k, mode in enumerate(MODES):
+        model = wrap(
+            [layers("linear", "shifted") for _ in place],
+            [d if d == "cpu" else devices[d] for d in place],
+            chunks=6,
+            mode=mode,
+        )
+        verify(model, batch(12), seed=k, streams=k == 1, requires_grad=True)
+
+
+class Between(nn.Sequential):
+    """Two wrappers on the same devices, in opposite order, and layers around them."""
+
+    def __init__(self, devices, mode):
+        one, other = (
+            wrap([layers("shifted", "linear") for _ in order], order, mode=mode)
+            for order in (devices, devices[::-1])
+        )
+        super().__init__(one, nn.Linear(WIDTH, WIDTH).double().to(devices[-1]), other)
+
+
+@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1]], ids=str)
+def test_two_wrappers(devices, place):
+    for k, mode in enumerate(MODES):
+        x = batch(6).to(devices[place[0]])
+        with own_streams(devices, wanted=k % 2), observe(jitter=k) as seen:
+            model = Between([devices[d] for d in place], mode)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        assert not seen.races, "\n".join(map(str, seen.races[:3]))
+
+
+def use(streams):
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(0)
+
+
+def others(devices):
+    """Streams that come after the current ones."""
+    streams = [torch.Stream(device) for device in devices]
+    for stream in streams:
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    return streams
+
+
+@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("when", ["between steps", "before backward", "for the optimizer"])
+def test_the_caller_changes_its_streams(devices, place, when):
+    for k, mode in enumerate(MODES):
+        made = [layers("linear"), layers("stopped", "shifted"), layers("linear", "tanh")]
+        model = wrap(made, [devices[d] for d in place], mode=mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = batch(6).to(devices[0])
+        with own_streams(devices), observe(jitter=k) as seen:
+            for _ in range(3):
+                if when != "before backward":
+                    # There, whoever frees a gradient has to record it on the other stream.
+                    optimizer.zero_grad()
+                output = model(x)
+                if when == "before backward":
+                    use(others(devices))
+                output.square().mean().backward()
+                del output
+                steps = [torch.accelerator.current_stream(device) for device in devices]
+                if when == "for the optimizer":
+                    use(others(devices))
+                optimizer.step()
+                if when == "between steps":
+                    use(others(devices))
+                if when == "for the optimizer":
+                    for stream in steps:
+                        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+                    use(steps)
+            x.mul_(2)
+        assert not seen.races, "\n".join(map(str, seen.races[:3]))
+
+
+class Buffered(nn.Module):
+    """Returns the same memory every time."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(ROWS, WIDTH))
+
+    def forward(self, x):
+        return self.buffer.copy_(x * 2)
+
+
+@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1], [0, 0, 0]], ids=str)
+def test_a_layer_that_returns_the_same_memory(devices, place):
+    made = [layers("linear"), [Buffered()], layers("linear")]
+    model = wrap(made, [devices[d] for d in place])
+    for way in ("no_grad", "inference_mode"):
+        verify(model, batch(6), way=way, steps=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1], [0, 0, 0]], ids=str)
+def test_a_layer_that_fails(devices, place, mode):
+    """In the midst of a step, when others compute; the next one is none the worse."""
+    calls = []
+
+    def failing(x):
+        calls.append(x)
+        if len(calls) == 2:
+            raise ArithmeticError
+        return x
+
+    made = [layers("linear", "tanh"), [Apply(failing), *layers("shifted")], layers("linear")]
+    model = wrap(made, [devices[d] for d in place], mode=mode)
+    x = batch(6).to(devices[0])
+    with observe(jitter=0) as seen:
+        with pytest.raises(ArithmeticError):
+            model(x)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        x.mul_(0.5)
+        for _ in range(2):
+            model(x).sum().backward()
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    verify(model, batch(6))
+
+
+#: What a layer may not change in place, or not there: some of the random ones do.
+NOT_ALLOWED = "in.?place|refers to a single memory location"
+
+
+@pytest.mark.parametrize("seed", range(30 * len(SEEDS)))
+def test_random_models(devices, seed, monkeypatch):
+    pipeline = Pipeline(seed)
+    monkeypatch.setattr(Streams, "COPIES", pipeline.copies)
+    try:
+        verify(pipeline.model(devices), pipeline.value(), seed=seed, **pipeline.options)
+    except RuntimeError as error:
+        if not re.search(NOT_ALLOWED, str(error)):
+            raise
