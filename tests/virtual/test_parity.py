@@ -192,13 +192,15 @@ def test_partitions_that_share_layers(devices, place, mode):
     verify(model, batch(6), seed=2, requires_grad=True)
 
 
-@pytest.mark.parametrize("place", [[0, "cpu", 1], ["cpu", 0, 0], [0, 0, "cpu"]], ids=str)
+@pytest.mark.parametrize(
+    "place", [[0, "cpu"], [0, "cpu", 1], ["cpu", 0, 0], [0, 0, "cpu"]], ids=str
+)
 def test_the_cpu_among_them(devices, place, monkeypatch):
     """What comes from there is used on other streams than it came on, which soon bring more."""
     monkeypatch.setattr(Streams, "COPIES", 2)
     for k, mode in enumerate(MODES):
         model = wrap(
-            [layers("linear", "shifted") for _ in place],
+            [layers("linear") for _ in place],
             [d if d == "cpu" else devices[d] for d in place],
             chunks=6,
             mode=mode,
