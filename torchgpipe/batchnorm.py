@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.checkpoint import is_recomputing
-from torchgpipe.stream import AbstractStream, current_stream, use_stream, wait_stream
 
 __all__ = ["DeferredBatchNorm"]
 
@@ -43,8 +42,6 @@ class Moments(NamedTuple):
     """Their mean, of shape ``(channels,)``."""
     squares: Tensor
     """The sum of their squared distances from the mean, of shape ``(channels,)``."""
-    stream: AbstractStream
-    """On which they are computed."""
 
     def merged(self, other: Moments) -> Moments:
         """Those of both batches together."""
@@ -52,8 +49,7 @@ class Moments(NamedTuple):
         delta = other.mean - self.mean
         mean = self.mean + delta * (other.size / size)
         squares = self.squares + other.squares
-        squares = squares + delta.square() * (self.size * other.size / size)
-        return Moments(size, mean, squares, other.stream)
+        return Moments(size, mean, squares + delta.square() * (self.size * other.size / size))
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -108,18 +104,16 @@ class DeferredBatchNorm(_BatchNorm):
             with torch.no_grad():
                 # The sums may be larger than a number of half precision can be.
                 wide = torch.promote_types(mean.dtype, torch.float32)
-                squares = variance.to(wide) * (size - 1)
-                moments = Moments(size, mean.to(wide), squares, current_stream(mean.device))
+                moments = Moments(size, mean.to(wide), variance.to(wide) * (size - 1))
                 self._moments = moments if self._moments is None else self._moments.merged(moments)
         return output
 
     def _update(self) -> None:
         if self._moments is None:
             return
-        size, mean, squares, stream = self._moments
+        size, mean, squares = self._moments
         momentum = self.momentum
-        # Where the partition computes, which will read them in backward; then for the caller, too.
-        with torch.no_grad(), use_stream(stream):
+        with torch.no_grad():
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
                 if momentum is None:
@@ -130,7 +124,6 @@ class DeferredBatchNorm(_BatchNorm):
             ):
                 assert running is not None
                 running.lerp_(new.to(running.dtype), momentum or 0.0)
-        wait_stream(current_stream(mean.device), stream)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -90,11 +90,12 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        for grad in grads:
+        left = _leave(grads, ctx.next_stream, ctx.prev_stream)
+        for grad in left:
             if grad is not None:
-                # It waits, but what comes from a device without streams is recorded nowhere.
+                # The engine records on no stream what comes from a device without streams.
                 record_stream(grad, ctx.prev_stream)
-        return (None, None, *_leave(grads, ctx.next_stream, ctx.prev_stream))
+        return (None, None, *left)
 
 
 def _move(

@@ -33,6 +33,7 @@ from torchgpipe.stream import (
     current_stream,
     get_device,
     use_stream,
+    wait_all,
     wait_stream,
 )
 
@@ -69,17 +70,6 @@ class Routes:
         self._streams = [of_home[home] for home in homes]
         #: The caller's stream for the device of each partition.
         self._outside = [current_stream(device) for device in devices]
-        #: All of these, each with the caller's stream on its device, but for that itself.
-        self._waiting = [
-            (stream, current_stream(device))
-            for (device, _), (own, values, skips) in of_home.items()
-            for stream in dict.fromkeys((own, *values, *skips))
-            if stream != current_stream(device)
-        ]
-        #: Compute streams that are not the caller's.
-        self._apart = [
-            own for (device, _), (own, *_) in of_home.items() if own != current_stream(device)
-        ]
         #: On which stream each partition computes.
         self.compute = [streams.compute for streams in self._streams]
         #: For each partition, the parts of a micro-batch that come from another stream, or go to
@@ -92,6 +82,12 @@ class Routes:
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
+        #: The other streams that are in use on each device, by the caller's there.
+        self._beside: dict[AbstractStream, set[AbstractStream]] = {}
+        for j, (compute, values, skips) in enumerate(self._streams):
+            if self.sources[j] or self.targets[j]:
+                used = {compute, *values, *skips} - {self._outside[j]}
+                self._beside.setdefault(self._outside[j], set()).update(used)
         #: By how many micro-batches neighbours on a stream differ at least.
         self.turns = min(len(streams.values) for streams in self._streams)
 
@@ -126,12 +122,12 @@ class Routes:
         The caller changes gradients of parameters, or uses them and frees them. Their memory is
         that of a partition's streams; of a copy stream where it is the gradient that has arrived.
         """
-        for stream, caller in self._waiting:
-            wait_stream(stream, caller)
+        for caller, streams in self._beside.items():
+            wait_all(streams, caller)
 
     def have_caller_wait(self) -> None:
         """Orders what the caller does from now on, on its current streams, after partitions."""
-        for own in self._apart:
+        for own in {*self.compute} - {*self._outside}:
             wait_stream(current_stream(get_device(own)), own)
 
     def back_to_caller(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -144,7 +140,7 @@ class Routes:
                     for i, batch in enumerate(batches)
                 ]
         outputs = tuple([tensor for batch in batches for tensor in batch])
-        if self._apart and needs_backward(outputs):
+        if {*self.compute} != {*self._outside} and needs_backward(outputs):
             entered = iter(Enter.apply(self, *outputs))
             batches = [batch.replace([next(entered) for _ in batch]) for batch in batches]
         return list(batches)

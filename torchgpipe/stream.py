@@ -8,6 +8,7 @@ others, where whatever was issued before is done, a :class:`CPUStream`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -119,6 +120,15 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
         source.wait_stream(target)
     else:
         target.synchronize()
+
+
+def wait_all(sources: Iterable[AbstractStream], target: AbstractStream) -> None:
+    """:func:`wait_stream` for several streams of an accelerator, by one event."""
+    if isinstance(target, torch.Stream):
+        event = target.record_event()
+        for source in sources:
+            assert isinstance(source, torch.Stream)
+            source.wait_event(event)
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:

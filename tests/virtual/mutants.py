@@ -1,0 +1,62 @@
+"""The package with one change in its source, to see whether the tests would notice."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from contextlib import contextmanager
+
+#: The virtual accelerators are loaded once, and pytest knows its own modules.
+KEPT = ("torchgpipe.testing", "tests.conftest", "tests.virtual.conftest", "tests.virtual.mutants")
+
+
+class Mutant(importlib.abc.SourceLoader):
+    """Loads a module with a change in its source."""
+
+    def __init__(self, path, old, new):
+        self.path, self.old, self.new = path, old, new
+
+    def get_filename(self, name):
+        return self.path
+
+    def get_data(self, path):
+        with open(self.path, encoding="utf-8") as file:
+            source = file.read()
+        assert self.old in source, f"{self.path} has no {self.old!r}"
+        return source.replace(self.old, self.new).encode()
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds that loader for one module, and what is there for all others."""
+
+    def __init__(self, module, old, new):
+        self.module, self.change = module, (old, new)
+
+    def find_spec(self, name, path, target=None):
+        if name != self.module:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        loader = Mutant(found.origin, *self.change)
+        return importlib.machinery.ModuleSpec(name, loader, origin=found.origin)
+
+
+def _of_package(name):
+    ours = name == "torchgpipe" or name.startswith(("torchgpipe.", "tests."))
+    return ours and not name.startswith(KEPT)
+
+
+@contextmanager
+def mutated(module, old, new):
+    """Within a ``with`` block, what is imported of the package and its tests has the change."""
+    before = {name: value for name, value in sys.modules.items() if _of_package(name)}
+    for name in before:
+        del sys.modules[name]
+    finder = Finder(f"torchgpipe.{module}", old, new)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if _of_package(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)

@@ -1,0 +1,30 @@
+"""Deferred batch normalisation, whose statistics are updated when the forward is over."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.virtual.stages import MODES
+from torchgpipe import GPipe
+from torchgpipe.testing import observe
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [[0, 1], [0, 0], [0, 1, 0]], ids=str)
+def test_statistics_can_be_read_after_a_forward(devices, place, mode):
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in place]
+    model = GPipe(
+        nn.Sequential(*layers),
+        [1] * len(place),
+        devices=[devices[d] for d in place],
+        chunks=4,
+        checkpoint=mode,
+        deferred_batch_norm=True,
+    )
+    x = torch.rand(16, 4, device=devices[0])
+    with observe(jitter=0) as seen:
+        output = model(x)
+        read = [buffer + 0 for buffer in model.buffers()]
+        output.sum().backward()
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert len(read) == 3 * len(place)

@@ -1,0 +1,333 @@
+"""Each safeguard is needed: a test fails without it."""
+
+import importlib
+import inspect
+
+import pytest
+
+from tests.helpers import CPUS
+from tests.virtual.mutants import mutated
+
+#: Tests, by a short name: the module, the function, and some of its arguments.
+TESTS = {
+    "limit": ("virtual.test_limit", "test_the_limit", {"n": 4, "m": 8}),
+    "many": ("virtual.test_limit", "test_more_micro_batches_than_streams", {}),
+    "few streams": (
+        "virtual.test_limit",
+        "test_few_copy_streams_do",
+        {"requires_grad": False},
+    ),
+    "slow host": (
+        "virtual.test_limit",
+        "test_a_host_that_is_slow_takes_no_time",
+        {"requires_grad": False, "j": 0},
+    ),
+    "shared limit": (
+        "virtual.test_limit",
+        "test_partitions_that_share_devices_overlap",
+        {"n": 4, "m": 8, "place": "one device"},
+    ),
+    "skip": ("virtual.test_limit", "test_a_skip_that_arrives_just_in_time_takes_no_time", {}),
+    "peak": (
+        "virtual.test_memory",
+        "test_peak",
+        {"n": 4, "m": 8, "layers": 16, "own": False},
+    ),
+    "detour": (
+        "virtual.test_memory",
+        "test_one_micro_batch_is_recomputed_at_a_time",
+        {"n": 2, "requires_grad": False},
+    ),
+    "skip peak": (
+        "virtual.test_memory",
+        "test_a_skip_is_kept_no_longer_than_it_is_on_its_way",
+        {},
+    ),
+    "order of skips": (
+        "virtual.test_skips",
+        "test_gradients_leave_in_the_order_in_which_they_are_needed",
+        {},
+    ),
+    "shifted": ("virtual.test_parity", "test_parity", {"name": "shifted", "n": 4}),
+    "dropout": ("virtual.test_parity", "test_parity", {"name": "dropout", "n": 4}),
+    "long skip": ("virtual.test_parity", "test_parity", {"name": "a long skip", "n": 4}),
+    "shared": (
+        "virtual.test_parity",
+        "test_partitions_that_share_devices",
+        {"place": [0, 1, 0]},
+    ),
+    "shared last": (
+        "virtual.test_parity",
+        "test_partitions_that_share_devices",
+        {"place": [0, 1, 1]},
+    ),
+    "gradient in a copy": (
+        "virtual.test_parity",
+        "test_a_gradient_in_the_memory_of_a_copy_stream",
+        {},
+    ),
+    "gradients between": (
+        "virtual.test_parity",
+        "test_what_else_a_caller_does",
+        {"place": [0, 0, 1], "way": "gradients scaled between"},
+    ),
+    "frozen weights": ("virtual.test_parity", "test_weights_without_a_gradient", {}),
+    "from the CPU": ("virtual.test_parity", "test_the_cpu_among_them", {"place": [0, "cpu"]}),
+    "failure": ("virtual.test_parity", "test_a_layer_that_fails", {"place": [0, 0, 1]}),
+    "shared layers": (
+        "virtual.test_parity",
+        "test_partitions_that_share_layers",
+        {"place": [0, 0, 0, 0]},
+    ),
+    "same memory": (
+        "virtual.test_parity",
+        "test_a_layer_that_returns_the_same_memory",
+        {"place": [0, 1, 2]},
+    ),
+    "last use": (
+        "skip.test_pipeline",
+        "test_alive_until_its_last_use",
+        {"devices": CPUS[:2], "balance": [1, 4], "grad": False},
+    ),
+    "let go": ("test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
+}
+
+#: Safeguards: the module, what is there, what would be there instead, and a test that then fails.
+MUTANTS = {
+    "hand-over by Wait": (
+        "copy",
+        "        _hand_over(outputs, prev_stream, next_stream)\n",
+        "",
+        "limit",
+    ),
+    "hand-over by Copy": (
+        "copy",
+        "            _hand_over(detached, prev_stream, next_stream)\n",
+        "            pass\n",
+        "shared limit",
+    ),
+    "waiting": ("copy", "    wait_stream(next_stream, prev_stream)\n", "", "limit"),
+    "recording": ("copy", "        record_stream(tensor, next_stream)", "        pass", "limit"),
+    "clone in forward": (
+        "copy",
+        "_leave(tensors, prev_stream, next_stream)",
+        "tensors",
+        "same memory",
+    ),
+    "clone in backward": (
+        "copy",
+        "_leave(grads, ctx.next_stream, ctx.prev_stream)",
+        "grads",
+        "shifted",
+    ),
+    "source's lane": (
+        "copy",
+        "with use_stream(prev_stream), use_stream(next_stream):",
+        "with use_stream(next_stream):",
+        "limit",
+    ),
+    "target's lane": (
+        "copy",
+        "with use_stream(prev_stream), use_stream(next_stream):",
+        "with use_stream(prev_stream):",
+        "limit",
+    ),
+    "lane of Copy": (
+        "cell",
+        "            with use_stream(lane):\n                batch = batch.map(partial(Copy",
+        "            with use_stream(self.stream):\n                batch = batch.map(partial(Copy",
+        "limit",
+    ),
+    "lane of arriving Wait": (
+        "cell",
+        "batch = batch.map(partial(Wait.apply, lane, self.stream), parts)",
+        "with use_stream(lane): batch = batch.map(partial(Wait.apply, lane, self.stream), parts)",
+        "shifted",
+    ),
+    "lane of leaving Wait": (
+        "cell",
+        "batch = batch.map(partial(Wait.apply, self.stream, lane), parts)",
+        "with use_stream(lane): batch = batch.map(partial(Wait.apply, self.stream, lane), parts)",
+        "same memory",
+    ),
+    "lane of Recompute": (
+        "cell",
+        "self._on_lanes(batch, self.departing, checkpoint.attach)",
+        "self._on_lanes(batch, (), checkpoint.attach)",
+        "limit",
+    ),
+    "lane of Fork": (
+        "cell",
+        "self._on_lanes(batch, self.departing, branch)",
+        "self._on_lanes(batch, (), branch)",
+        "limit",
+    ),
+    "lane of leaving Join": ("pipeline", "phonies, cell.departing)", "phonies)", "limit"),
+    "a lane for skips": (
+        "route",
+        "streams.values if part is VALUE else streams.skips",
+        "streams.values",
+        "skip",
+    ),
+    "skips first": (
+        "route",
+        "{VALUE: j - 1, **by_partition(skip_layout.popped[j])}",
+        "{**by_partition(skip_layout.popped[j]), VALUE: j - 1}",
+        "order of skips",
+    ),
+    "near skips first": (
+        "route",
+        "**by_partition(skip_layout.popped[j])}",
+        "**dict(reversed(by_partition(skip_layout.popped[j]).items()))}",
+        "order of skips",
+    ),
+    "lanes in turns": ("route", "copies[i % len(copies)]", "copies[0]", "limit"),
+    "lanes beside computing": (
+        "route",
+        "        return copies[i % len(copies)]",
+        "        return self.compute[k]",
+        "limit",
+    ),
+    "stream of recomputation": (
+        "checkpoint",
+        "            use_stream(self.stream),\n            self.context",
+        "            self.context",
+        "limit",
+    ),
+    "random numbers": ("checkpoint", "            rng.restored(),\n", "", "dropout"),
+    "join [1]": (
+        "pipeline",
+        "            batch = cell.join(batch, phonies)  # [1]\n",
+        "",
+        "detour",
+    ),
+    "join [1] before the layers": (
+        "pipeline",
+        "        if batch.requires_grad:\n",
+        "        if False:\n",
+        "detour",
+    ),
+    "join [1']": (
+        "pipeline",
+        "            batch = cell.join(batch, phonies, cell.departing)  # [1']\n",
+        "",
+        "slow host",
+    ),
+    "fork [2]": (
+        "pipeline",
+        "            batch, phonies = cell.fork(batch)  # [2]\n",
+        "",
+        "slow host",
+    ),
+    "lead [3]": (
+        "pipeline",
+        "                if k >= 0 and j - k < lead:\n",
+        "                if False:\n",
+        "slow host",
+    ),
+    "after the caller": (
+        "route",
+        "        self.wait_for_caller()\n        try",
+        "        try",
+        "shared last",
+    ),
+    "before the caller": (
+        "route",
+        "            self.have_caller_wait()\n",
+        "            pass\n",
+        "failure",
+    ),
+    "copies after the caller": (
+        "route",
+        "used = {compute, *values, *skips}",
+        "used = {compute}",
+        "gradient in a copy",
+    ),
+    "backward after the caller": (
+        "route",
+        "        ctx.routes.wait_for_caller()\n",
+        "",
+        "gradients between",
+    ),
+    "backward before the caller": (
+        "route",
+        "queue_callback(ctx.routes.have_caller_wait)",
+        "queue_callback(lambda: None)",
+        "frozen weights",
+    ),
+    "recording in backward": (
+        "copy",
+        "                record_stream(grad, ctx.prev_stream)",
+        "                pass",
+        "from the CPU",
+    ),
+    "back to the caller": (
+        "route",
+        "        if VALUE not in self.targets[-1]:",
+        "        if True:",
+        "shared",
+    ),
+    "own streams": (
+        "stream",
+        "own = 0 if partitions == 1 else partitions",
+        "own = 0",
+        "shared limit",
+    ),
+    "groups": (
+        "gpipe",
+        "self._groups = groups(self.partitions)",
+        "self._groups = list(range(len(self.partitions)))",
+        "shared layers",
+    ),
+    "letting go of a skip": ("pipeline", "        del popped\n", "", "last use"),
+    "letting go of the input": (
+        "cell",
+        "        batch = batch.take()\n        with",
+        "        with",
+        "last use",
+    ),
+    "letting go of slots": (
+        "checkpoint",
+        "slots, self.slots = deque(self.slots), []",
+        "slots = deque(self.slots)",
+        "peak",
+    ),
+    "letting go of what was kept": (
+        "checkpoint",
+        "(batch, versions, rng), self.kept = self.kept, None",
+        "batch, versions, rng = self.kept",
+        "let go",
+    ),
+}
+
+
+def judge(test, devices):
+    """Runs a test, in all checkpoint modes if it takes one."""
+    module, function, arguments = TESTS[test]
+    check = getattr(importlib.import_module(f"tests.{module}"), function)
+    names = inspect.signature(check).parameters
+    for mode in ("never", "except_last", "always") if "mode" in names else [None]:
+        with pytest.MonkeyPatch.context() as patch:
+            given = {"devices": devices, "device": devices[0], "mode": mode, "monkeypatch": patch}
+            given |= arguments
+            check(**{name: value for name, value in given.items() if name in names})
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_test_fails_without(devices, name):
+    module, old, new, test = MUTANTS[name]
+    # Where it takes a host that stumbles in the right moment, it may take more than one attempt.
+    for _ in range(5):
+        try:
+            with mutated(module, old, new):
+                judge(test, devices)
+        except (AssertionError, RuntimeError, UserWarning):
+            return
+    pytest.fail(f"{test} passes")
+
+
+@pytest.mark.parametrize("test", ["limit", "shifted", "last use"])
+def test_what_finds_it_passes_otherwise(devices, test):
+    """The package is imported anew here, too."""
+    with mutated("pipeline", "", ""):
+        judge(test, devices)
