@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -33,6 +34,11 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path == VIRTUAL and not any("virtual" in name for name in config.args):
         return True
     return None
+
+
+def pytest_collection_finish():
+    # What has been imported is never collected: there is no need to look at it again and again.
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

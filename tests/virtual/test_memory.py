@@ -50,7 +50,7 @@ def stage(layers):
 
 @pytest.mark.parametrize("own", [False, True], ids=["alone", "own streams"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("n", "m", "layers"), [(4, 4, 12), (4, 8, 16), (8, 4, 8), (1, 8, 8)])
+@pytest.mark.parametrize(("n", "m", "layers"), [(4, 8, 16), (8, 4, 8), (1, 8, 8)])
 def test_peak(devices, n, m, layers, mode, own):
     devices = devices[:n]
     model = GPipe(
@@ -61,7 +61,7 @@ def test_peak(devices, n, m, layers, mode, own):
         checkpoint=mode,
     )
     x = torch.rand(ROWS * m, WIDTH, device=devices[0])
-    for seed in SEEDS[:2]:
+    for seed in SEEDS[::2]:
         model.zero_grad()
         gc.collect()
         before = allocated(devices)

@@ -103,7 +103,7 @@ def flags() -> list[str]:
     include = Path(torch.__file__).parent / "include"
     abi = int(torch.compiled_with_cxx11_abi())
     return [
-        *("-O1", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        *("-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
         *("-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")),
     ]
 
