@@ -218,14 +218,15 @@ class Streams:
             return [PartitionStreams(current, same, same)] * partitions
         own = 0 if partitions == 1 else partitions
         kinds = partitions * (1 + skips)
-        turns = max(2, min(self.COPIES, (self.POOL - own) // kinds))
-        # The caller's own stream may be from the same pool.
-        streams = [stream for stream in self._made.get(device, []) if stream != current]
-        while len(streams) < own + kinds * turns:
+        turns = max(2, min(self.COPIES, (self.POOL - 1 - own) // kinds))
+        needed = own + kinds * turns
+        made = self._made.setdefault(device, [])
+        # The caller's own stream may be from the same pool, and another one the next time.
+        streams = [stream for stream in made if stream != current]
+        while len(made) <= needed or len(streams) < needed:
             stream = new_stream(device)
-            if stream != current:
-                streams.append(stream)
-        self._made[device] = streams
+            made.append(stream)
+            streams += [stream] * (stream != current)
         copies = [streams[own + kind * turns :][:turns] for kind in range(kinds)]
         return [
             PartitionStreams(streams[k] if own else current, copies[k], copies[k - partitions])

@@ -69,6 +69,17 @@ def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
         assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_callers_streams_may_be_others_in_each_step(devices, n):
+    """They are of the pool that ours are of, and take nothing away from them."""
+    model = wrap(
+        [Stage() for _ in range(4)], [devices[0]] * 4 if n == 1 else devices[:4], 8, "never"
+    )
+    for _ in range(33):
+        with own_streams(devices):
+            assert makespans(model, rows=1, steps=1) == [limit("never", 4, 8)]
+
+
 def test_partitions_that_share_layers_do_not_overlap(devices):
     stages = [Stage() for _ in range(3)]
     model = wrap([*stages[:2], stages[0], stages[2]], [devices[0]] * 4, 4, "never")
