@@ -40,6 +40,14 @@ CPU, _HOST = "cpu", -1
 
 _Hook = ctypes.CFUNCTYPE(ctypes.c_int64)
 
+#: Operators that get to the device in another way than through the fallback, which counts costs.
+_OWN = {
+    *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
+    *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
+    *("_fused_sdp_choice", "_thnn_fused_lstm_cell", "_thnn_fused_lstm_cell_backward_impl"),
+    *("_thnn_fused_gru_cell", "_thnn_fused_gru_cell_backward"),
+}
+
 #: The hook that the library calls; it must not be collected while it may be called.
 _hooks: list[Any] = []
 
@@ -235,8 +243,7 @@ def _verify(
     jitter: int | None,
 ) -> None:
     for op, cost in costs.items():
-        schemas = torch._C._jit_get_schemas_for_operator(op if "::" in op else f"aten::{op}")
-        if all(_is_composite(schema) for schema in schemas if schema.overload_name != "out"):
+        if not _reaches_a_device(op):
             raise ValueError(
                 "a cost belongs to an operator that PyTorch's dispatcher gives to a device, and "
                 f"that is not made of others (operator: {op!r}, cost: {cost}); a linear layer, for "
@@ -266,9 +273,24 @@ def _verify(
         )
 
 
-def _is_composite(schema: Any) -> bool:
-    name = f"{schema.name}.{schema.overload_name}".rstrip(".")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+def _reaches_a_device(op: str) -> bool:
+    name = op if "::" in op else f"aten::{op}"
+    if name.removeprefix("aten::").rstrip("_") in _OWN:
+        return name in ("aten::copy", "aten::copy_")
+    known = set(torch._C._dispatch_get_all_op_names())
+    # Some compute by the overload that is given its output.
+    overloads = [
+        f"{schema.name}.{schema.overload_name}".rstrip(".")
+        for schema in torch._C._jit_get_schemas_for_operator(name)
+    ]
+    return any(not _is_composite(overload) for overload in overloads if overload in known)
+
+
+def _is_composite(name: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "CompositeImplicitAutograd") or (
+        has(name, "CompositeExplicitAutograd") and not has(name, "PrivateUse1")
+    )
 
 
 def _is_number(value: object) -> bool:
