@@ -300,8 +300,9 @@ WRONG = [
     ({"costs": {"aten::conv2d": 1.0}}, "not made of others"),
     *[
         ({"costs": {op: 1.0}}, "not made of others")
-        for op in ("clone", "embedding", "native_layer_norm", "native_dropout", "_foreach_add", "to")
+        for op in ("clone", "embedding", "native_layer_norm", "native_dropout", "_foreach_add")
     ],
+    ({"costs": {"to": 1.0}}, "not made of others"),
     ({"bandwidth": {(0, 1): 0}}, r"must be positive.*\(link: \(0, 1\), bandwidth: 0\); leave out"),
     ({"bandwidth": {(0, 8): 1}}, r"\(link: \(0, 8\), devices: 8\); name it"),
     ({"bandwidth": {("gpu", 0): 1}}, "link: .*gpu"),

@@ -274,14 +274,15 @@ def _verify(
 
 
 def _reaches_a_device(op: str) -> bool:
-    name = op if "::" in op else f"aten::{op}"
-    if name.removeprefix("aten::").rstrip("_") in _OWN:
-        return name in ("aten::copy", "aten::copy_")
+    name = (op if "::" in op else f"aten::{op}").rstrip("_")
+    if name.removeprefix("aten::") in _OWN:
+        return name == "aten::copy"
     known = set(torch._C._dispatch_get_all_op_names())
-    # Some compute by the overload that is given its output.
+    # In place, out of place, or into an output that is given: one computes by another.
     overloads = [
         f"{schema.name}.{schema.overload_name}".rstrip(".")
-        for schema in torch._C._jit_get_schemas_for_operator(name)
+        for form in (name, f"{name}_")
+        for schema in torch._C._jit_get_schemas_for_operator(form)
     ]
     return any(not _is_composite(overload) for overload in overloads if overload in known)
 
