@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -242,3 +243,15 @@ def test_fails_where_required():
     done = run(*TESTS, CXX="/nonexistent", TORCHGPIPE_REQUIRE_VIRTUAL="1")
     assert done.returncode not in (0, 5)
     assert "UnavailableError" in done.stdout + done.stderr
+
+
+def test_the_conftest_of_the_guide_skips(tmp_path):
+    text = (ROOT / "docs" / "testing.rst").read_text("utf-8")
+    block = text.partition("``conftest.py`` such as:")[2].partition("The message of the error")[0]
+    code = block.partition(".. code-block:: python")[2]
+    (tmp_path / "conftest.py").write_text(dedent(code))
+    (tmp_path / "test_it.py").write_text("def test_it(devices): pass\n")
+    arguments = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tmp_path))
+    done = run(*arguments, f"--rootdir={tmp_path}", "-c/dev/null", CXX="/nonexistent")
+    assert "1 skipped" in done.stdout, done.stderr
+    assert "(CXX: '/nonexistent')" in done.stdout
