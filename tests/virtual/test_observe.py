@@ -79,6 +79,24 @@ def test_stacks(devices):
     assert seen.races[0].first.stack == ()
 
 
+def test_races_of_several_places_are_told_apart_by_their_stacks(devices):
+    x = one(devices[0])
+    s, t = new_streams(devices[0], 2)
+
+    def race():
+        with s:
+            x.fill_(1)
+        with t:
+            read(x)
+        torch.accelerator.synchronize(x.device)
+
+    for stacks, counts in (False, [2]), (True, [1, 1]):
+        with observe(stacks=stacks) as seen:
+            race()
+            race()
+        assert [race.count for race in seen.races] == counts
+
+
 def test_stacks_in_threads_of_autograd(devices):
     x, y = one(devices[1]).requires_grad_(), one(devices[1])
     with observe(stacks=True) as seen:

@@ -57,7 +57,8 @@ class Race:
         bytes: how large it is.
         first: the access that was issued first.
         second: the access that was not ordered after it. For freed memory, what took it next.
-        count: how often this happened, between the same operators on the same streams.
+        count: how often this happened, between the same operators on the same streams, and where
+            stacks are taken, with the same stacks.
     """
 
     kind: str

@@ -70,7 +70,8 @@ inline std::string name_of(int stream) {
 }
 inline void report(const char* kind, int device, int64_t bytes, const Access& first, const Access& second) {
   std::ostringstream key;
-  key << kind << ' ' << first.op << ' ' << first.stream << ' ' << second.op << ' ' << second.stream;
+  key << kind;
+  for (auto* a : {&first, &second}) key << ' ' << a->op << ' ' << a->stream << ' ' << a->stack;
   auto [found, fresh] = memory().known.emplace(key.str(), memory().races.size());
   if (!fresh) {
     memory().races[found->second].count++;

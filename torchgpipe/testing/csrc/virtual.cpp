@@ -136,11 +136,11 @@ std::string races() {
   auto all = memory().races;
   // Freed, still in use, and not allocated again yet: whoever comes next may get it.
   for (size_t s = 0; s < memory().freed.size(); s++) {
-    std::map<std::pair<std::string, int>, size_t> known;
+    std::map<std::tuple<std::string, int, int64_t>, size_t> known;
     for (auto& block : memory().freed[s])
       for (auto& a : block.accesses) {
         if (stream_state(s).clock[a.stream] >= a.clock) continue;
-        auto [found, fresh] = known.emplace(std::pair(a.op, a.stream), all.size());
+        auto [found, fresh] = known.emplace(std::tuple(a.op, a.stream, a.stack), all.size());
         if (fresh) {
           all.push_back({"memory freed in use", block.device, block.bytes, a, {int(s), 0, 0, 0, true, "free", -1}});
         } else {
