@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 class SleepFunction(torch.autograd.Function):
-    """``input, cycles → output``; backward takes twice as long as forward."""
+    """``input, weight, cycles → output``; backward takes twice as long as forward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, cycles: int) -> Tensor:

@@ -23,7 +23,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS", "default"))
 # Small operators are faster alone, and so are two test processes side by side.
 torch.set_num_threads(1)
 
-VIRTUAL = Path(__file__).parent / "virtual"
+VIRTUAL = Path(__file__).resolve().parent / "virtual"
 
 #: The CPU, and one accelerator where there is one.
 DEVICES = [torch.device("cpu"), *accelerators()[:1]]
@@ -31,13 +31,14 @@ DEVICES = [torch.device("cpu"), *accelerators()[:1]]
 
 def pytest_ignore_collect(collection_path, config):
     """What needs virtual accelerators runs in a process of its own, which asks for it by name."""
-    if collection_path == VIRTUAL and not any("virtual" in name for name in config.args):
+    asked = [Path(config.invocation_params.dir, name.split("::")[0]) for name in config.args]
+    if collection_path == VIRTUAL and not any(x.resolve().is_relative_to(VIRTUAL) for x in asked):
         return True
     return None
 
 
 def pytest_collection_finish():
-    # What has been imported is never collected: there is no need to look at it again and again.
+    """What has been imported is never collected, so it need not be looked at again and again."""
     gc.freeze()
 
 

@@ -173,17 +173,21 @@ def test_what_is_shared_stays_shared(source, target):
     assert one.bias is not two.bias
 
 
+class Own(nn.Module):
+    """A layer that may remember anything."""
+
+
 def test_groups_are_of_partitions_that_share_layers_or_tensors():
-    act, tied = nn.ReLU(), nn.Linear(2, 2)
+    own, tied, act = Own(), nn.Linear(2, 2), nn.ReLU()
     tied_too = nn.Linear(2, 2)
     tied_too.weight = tied.weight
     parts = [
-        nn.Sequential(nn.Linear(1, 1)),
-        nn.Sequential(act),
-        nn.Sequential(tied),
-        nn.Sequential(nn.Sequential(act), nn.Linear(1, 1)),
-        nn.Sequential(nn.Linear(1, 1)),
-        nn.Sequential(tied_too, act),
+        nn.Sequential(nn.Linear(1, 1), act),
+        nn.Sequential(own),
+        nn.Sequential(tied, act),
+        nn.Sequential(nn.Sequential(own), nn.Linear(1, 1)),
+        nn.Sequential(nn.Linear(1, 1), act),
+        nn.Sequential(tied_too, own),
     ]
     assert groups(parts[:5]) == [0, 1, 2, 1, 4]
     assert groups(parts) == [0, 1, 1, 1, 4, 1]

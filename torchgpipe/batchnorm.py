@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.checkpoint import is_recomputing
+from torchgpipe.stream import current_stream, record_stream
 
 __all__ = ["DeferredBatchNorm"]
 
@@ -112,6 +113,9 @@ class DeferredBatchNorm(_BatchNorm):
         if self._moments is None:
             return
         size, mean, squares = self._moments
+        for tensor in (mean, squares):
+            # The partition may have a stream of its own, which they are from.
+            record_stream(tensor, current_stream(tensor.device))
         momentum = self.momentum
         with torch.no_grad():
             if self.num_batches_tracked is not None:

@@ -114,13 +114,15 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
 def groups(partitions: Iterable[nn.Module]) -> list[int]:
     """For each partition, which one is the first that it shares layers or tensors with.
 
-    Layers may have state: what shares them must not compute at the same time.
+    Layers may have state: what shares them must not compute at the same time. Those of torch that
+    have neither parameters nor buffers, such as an activation, have none.
     """
     partitions = list(partitions)
     group = list(range(len(partitions)))
     owners: dict[object, int] = {}
     for j, partition in enumerate(partitions):
-        for thing in [*partition.modules(), *[tensor for _, tensor in tensors(partition)]]:
+        layers = [x for x in partition.modules() if not type(x).__module__.startswith("torch.nn.")]
+        for thing in [*layers, *[tensor for _, tensor in tensors(partition)]]:
             one, other = group[owners.setdefault(thing, j)], group[j]
             if one != other:
                 group = [min(one, other) if g in (one, other) else g for g in group]

@@ -107,7 +107,7 @@ class Pipeline:
         self.workers = workers
         self.context = Context.capture()
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
-        self.routes = Routes(devices, groups, skip_layout, streams)
+        self.routes = Routes(partitions, devices, groups, skip_layout, streams)
         #: For each cell, the phonies of those that are to be differentiated after it.
         self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
         #: Of each micro-batch, what was stashed and not popped yet.

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from torchgpipe.copy import Copy
@@ -32,6 +32,7 @@ from torchgpipe.stream import (
     Streams,
     current_stream,
     get_device,
+    record_stream,
     use_stream,
     wait_all,
     wait_stream,
@@ -44,6 +45,7 @@ class Routes:
     """The routes of one step.
 
     Args:
+        partitions: the layers, partition by partition.
         devices: the device of each partition.
         groups: a number for each partition. Those with the same one share layers or tensors, and
             on one device they share their streams.
@@ -53,12 +55,14 @@ class Routes:
 
     def __init__(
         self,
+        partitions: Sequence[nn.Module],
         devices: Sequence[torch.device],
         groups: Sequence[int],
         skip_layout: SkipLayout,
         streams: Streams,
     ) -> None:
         n = len(devices)
+        self._partitions = partitions
         homes = list(zip(devices, groups))
         counts = Counter([device for device, _ in set(homes)])
         has_skips = any(skip_layout.popped)
@@ -130,6 +134,15 @@ class Routes:
         for own in {*self.compute} - {*self._outside}:
             wait_stream(current_stream(get_device(own)), own)
 
+    def end_backward(self) -> None:
+        """Leaves gradients to the caller: they are in memory of a partition's streams."""
+        self.have_caller_wait()
+        for layers, own, caller in zip(self._partitions, self.compute, self._outside):
+            if own != caller:
+                for parameter in layers.parameters():
+                    if parameter.grad is not None:
+                        record_stream(parameter.grad, current_stream(get_device(own)))
+
     def back_to_caller(self, batches: Sequence[Batch]) -> list[Batch]:
         """Hands the outputs of the last partition over to the caller."""
         if VALUE in self.targets[-1]:
@@ -163,7 +176,7 @@ class Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.routes.wait_for_caller()
         # When all of this backward is done.
-        Variable._execution_engine.queue_callback(ctx.routes.have_caller_wait)
+        Variable._execution_engine.queue_callback(ctx.routes.end_backward)
         return (None, *grads)
 
 

@@ -22,7 +22,8 @@ class Mutant(importlib.abc.SourceLoader):
     def get_data(self, path):
         with open(self.path, encoding="utf-8") as file:
             source = file.read()
-        assert self.old in source, f"{self.path} has no {self.old!r}"
+        if self.old not in source:
+            raise LookupError(f"{self.path} has no {self.old!r}")
         return source.replace(self.old, self.new).encode()
 
 

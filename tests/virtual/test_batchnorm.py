@@ -28,3 +28,18 @@ def test_statistics_can_be_read_after_a_forward(devices, place, mode):
         output.sum().backward()
     assert not seen.races, "\n".join(map(str, seen.races[:3]))
     assert len(read) == 3 * len(place)
+
+
+@pytest.mark.parametrize("place", [[0, 1], [0, 0]], ids=str)
+def test_a_forward_without_backward(devices, place):
+    layers = [nn.BatchNorm1d(4) for _ in place]
+    model = GPipe(
+        nn.Sequential(*layers),
+        [1] * len(place),
+        devices=[devices[d] for d in place],
+        chunks=4,
+        deferred_batch_norm=True,
+    )
+    with observe(jitter=0) as seen, torch.no_grad():
+        model(torch.rand(16, 4, device=devices[0]))
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))

@@ -128,7 +128,7 @@ def test_parity(devices, name, n, mode):
             batch(rows),
             seed=seed,
             streams=(seed + MODES.index(mode)) % 2 == 1,
-            requires_grad=(seed // 2 + len(name)) % 2 == 1,
+            requires_grad=(seed // 2 + n // 4 + len(name)) % 2 == 1,
         )
 
 
@@ -169,6 +169,39 @@ def test_a_gradient_in_the_memory_of_a_copy_stream(devices, mode):
     made = [layers("linear"), layers("stopped", "shifted"), layers("tanh"), layers("tanh")]
     model = wrap(made, [devices[d] for d in (1, 0, 1, 0)], mode=mode)
     verify(model, batch(6), streams=True)
+
+
+def allocate(device):
+    """Takes some memory of each stream of a device's pool."""
+    for _ in range(32):
+        with torch.Stream(device):
+            torch.empty(1, device=device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", SHARED, ids=str)
+def test_gradients_are_freed_at_the_end_of_a_step(devices, place, mode):
+    """And whoever has a stream from the same pool as the partitions gets their memory."""
+    places = [devices[d] for d in place]
+    model = wrap([layers("linear", "shifted") for _ in place], places, mode=mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = batch(6).to(devices[0])
+    with observe(jitter=0) as seen:
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            allocate(devices[0])
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+
+
+@pytest.mark.parametrize("place", SHARED, ids=str)
+def test_outputs_are_freed_when_they_are_joined(devices, place):
+    model = wrap([layers("linear") for _ in place], [devices[d] for d in place])
+    with observe(jitter=0) as seen, torch.no_grad():
+        model(batch(6).to(devices[0]))
+        allocate(devices[place[-1]])
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))
 
 
 @pytest.mark.parametrize("mode", MODES)

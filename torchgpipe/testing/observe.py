@@ -243,7 +243,7 @@ def _verify(
     jitter: int | None,
 ) -> None:
     for op, cost in costs.items():
-        if not _reaches_a_device(op):
+        if not (isinstance(op, str) and _reaches_a_device(op)):
             raise ValueError(
                 "a cost belongs to an operator that PyTorch's dispatcher gives to a device, and "
                 f"that is not made of others (operator: {op!r}, cost: {cost}); a linear layer, for "

@@ -64,7 +64,7 @@ inline bool takes_cpu_tensors(const std::string& op) {
 // Operators for whose output, or its size, the host waits.
 inline bool host_waits_for(const std::string& op) {
   static const std::set<std::string> ops{"nonzero", "masked_select", "_unique2", "unique_dim",
-                                         "unique_consecutive", "equal", "bincount"};
+                                         "unique_consecutive", "equal", "bincount", "repeat_interleave"};
   return ops.count(op);
 }
 // Operators that ask for sizes alone.
