@@ -1,0 +1,97 @@
+"""What an observation is told: costs, bandwidths and a seed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__: list[str] = []
+
+#: What a table of bandwidths calls the host, and what the library does.
+CPU, _HOST = "cpu", -1
+
+#: Operators that get to the device in another way than through the fallback, which counts costs.
+_OWN = {
+    *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
+    *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
+    *("_fused_sdp_choice", "_thnn_fused_lstm_cell", "_thnn_fused_lstm_cell_backward_impl"),
+    *("_thnn_fused_gru_cell", "_thnn_fused_gru_cell_backward"),
+}
+
+
+def verify_settings(
+    costs: dict[str, float],
+    bandwidth: dict[tuple[int | str, int | str], float],
+    jitter: int | None,
+) -> None:
+    """Raises :exc:`ValueError` for what is not possible, or would be without effect."""
+    for op, cost in costs.items():
+        if not (isinstance(op, str) and _reaches_a_device(op)):
+            raise ValueError(
+                "a cost belongs to an operator that PyTorch's dispatcher gives to a device, and "
+                f"that is not made of others (operator: {op!r}, cost: {cost}); a linear layer, for "
+                "one, is 'addmm', and a convolution 'convolution'"
+            )
+        if not (_is_number(cost) and 0 <= cost < math.inf):
+            raise ValueError(
+                f"a cost must be a time in milliseconds (operator: {op!r}, cost: {cost!r}); leave "
+                "out what takes no time"
+            )
+    devices = torch.accelerator.device_count()
+    for link, bytes in bandwidth.items():
+        if not (isinstance(link, tuple) and len(link) == 2 and all(_is_end(x) for x in link)):
+            raise ValueError(
+                "a link leads from one device to another, each an index or 'cpu' (link: "
+                f"{link!r}, devices: {devices}); name it by a pair, such as (0, 1)"
+            )
+        if not (_is_number(bytes) and bytes > 0):
+            raise ValueError(
+                "a bandwidth must be positive, in bytes per millisecond (link: "
+                f"{link!r}, bandwidth: {bytes!r}); leave out a link that takes no time"
+            )
+    if jitter is not None and not (isinstance(jitter, int) and 0 <= jitter < 2**31):
+        raise ValueError(
+            f"jitter must be None or a seed from 0 to 2**31 - 1 (jitter: {jitter!r}); use 0 for a "
+            "start, and then others"
+        )
+
+
+def _reaches_a_device(op: str) -> bool:
+    name = (op if "::" in op else f"aten::{op}").rstrip("_")
+    if name.removeprefix("aten::") in _OWN:
+        return name == "aten::copy"
+    known = set(torch._C._dispatch_get_all_op_names())
+    # In place, out of place, or into an output that is given: one computes by another.
+    overloads = [
+        f"{schema.name}.{schema.overload_name}".rstrip(".")
+        for form in (name, f"{name}_")
+        for schema in torch._C._jit_get_schemas_for_operator(form)
+    ]
+    return any(not _is_composite(overload) for overload in overloads if overload in known)
+
+
+def _is_composite(name: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "CompositeImplicitAutograd") or (
+        has(name, "CompositeExplicitAutograd") and not has(name, "PrivateUse1")
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _is_end(value: object) -> bool:
+    devices = torch.accelerator.device_count()
+    return value == CPU or (isinstance(value, int) and 0 <= value < devices)
+
+
+def index_of(end: int | str) -> int:
+    """The number that the library has for an end of a link."""
+    return _HOST if end == CPU else int(end)
+
+
+def name_of(index: int) -> int | str:
+    """The inverse of :func:`index_of`."""
+    return CPU if index == _HOST else index
