@@ -66,6 +66,26 @@ def test_wait_between_cpu_and_accelerator():
     stream.record_stream(torch.zeros(1), stream.new_stream(device))
 
 
+def test_a_sparse_tensor_is_recorded_by_its_parts():
+    recorded = []
+
+    class Part:
+        def __init__(self, name):
+            self.record_stream = lambda _: recorded.append(name)
+
+    class Sparse:
+        device, is_sparse = CPU, True
+
+        def _indices(self):
+            return Part("indices")
+
+        def _values(self):
+            return Part("values")
+
+    stream.record_stream(Sparse(), torch.Stream(device="cpu"))
+    assert recorded == ["indices", "values"]
+
+
 @dataclass(frozen=True)
 class FakeStream:
     """A stream of a pool that goes round, as those of CUDA do."""

@@ -137,7 +137,9 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     Needed wherever a tensor is used on a stream other than the one it was allocated on.
     """
     if isinstance(stream, torch.Stream) and tensor.device == stream.device:
-        tensor.record_stream(stream)
+        # A gradient of an embedding may be sparse, which is two tensors.
+        for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            part.record_stream(stream)
 
 
 class Stopwatch:
