@@ -51,16 +51,16 @@ class Popping(Stage):
         return super().forward(x + skip[:, :4])
 
 
-def costs_of(mode, m):
+def recomputed(mode, m):
     """How many micro-batches are recomputed."""
     return {"never": 0, "except_last": m - 1, "always": m}[mode]
 
 
-def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803
+def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803 (the field's names)
     """The makespan of n equal stages and m micro-batches, with copies that take no time."""
     if mode == "never":
         return (m + n - 1) * (F + B)
-    return (m + n - 1) * F + costs_of(mode, m) * R + m * B + (n - 1) * B
+    return (m + n - 1) * F + recomputed(mode, m) * R + m * B + (n - 1) * B
 
 
 def ideal(mode, m, forward, recompute, backward, copies=None, skips=()):
@@ -82,10 +82,10 @@ def ideal(mode, m, forward, recompute, backward, copies=None, skips=()):
     """
     n = len(forward)
     edges = [(j, j + 1, copy) for j, copy in enumerate(copies or [0] * (n - 1))] + [*skips]
-    recomputed = costs_of(mode, m)
+    again = recomputed(mode, m)
     order = [("F", i) for i in range(m)]
     for i in reversed(range(m)):
-        order += [("R", i)] * (i < recomputed) + [("B", i)]
+        order += [("R", i)] * (i < again) + [("B", i)]
     cost = {"F": forward, "R": recompute, "B": backward}
 
     @cache

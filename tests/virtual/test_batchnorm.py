@@ -9,18 +9,22 @@ from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", [[0, 1], [0, 0], [0, 1, 0]], ids=str)
-def test_statistics_can_be_read_after_a_forward(devices, place, mode):
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in place]
-    model = GPipe(
+def wrap(devices, mode):
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in devices]
+    return GPipe(
         nn.Sequential(*layers),
-        [1] * len(place),
-        devices=[devices[d] for d in place],
+        [1] * len(devices),
+        devices=devices,
         chunks=4,
         checkpoint=mode,
         deferred_batch_norm=True,
     )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [[0, 1], [0, 0], [0, 1, 0]], ids=str)
+def test_statistics_can_be_read_after_a_forward(devices, place, mode):
+    model = wrap([devices[d] for d in place], mode)
     x = torch.rand(16, 4, device=devices[0])
     with observe(jitter=0) as seen:
         output = model(x)
@@ -32,14 +36,7 @@ def test_statistics_can_be_read_after_a_forward(devices, place, mode):
 
 @pytest.mark.parametrize("place", [[0, 1], [0, 0]], ids=str)
 def test_a_forward_without_backward(devices, place):
-    layers = [nn.BatchNorm1d(4) for _ in place]
-    model = GPipe(
-        nn.Sequential(*layers),
-        [1] * len(place),
-        devices=[devices[d] for d in place],
-        chunks=4,
-        deferred_batch_norm=True,
-    )
+    model = wrap([devices[d] for d in place], "never")
     with observe(jitter=0) as seen, torch.no_grad():
         model(torch.rand(16, 4, device=devices[0]))
     assert not seen.races, "\n".join(map(str, seen.races[:3]))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.virtual.stages import MODES
-from torchgpipe import GPipe
+from tests.virtual.stages import MODES, wrap
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import observe
 
@@ -55,13 +54,7 @@ def layer(j, skips):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_copied_between_devices(devices, name, mode, requires_grad):
     n, m, skips = 4, 5, LAYOUTS[name]
-    model = GPipe(
-        nn.Sequential(*[layer(j, skips) for j in range(n)]),
-        [1] * n,
-        devices=devices[:n],
-        chunks=m,
-        checkpoint=mode,
-    )
+    model = wrap([layer(j, skips) for j in range(n)], devices[:n], m, mode)
     x = torch.rand(ROWS * m, WIDTH, device=devices[0], requires_grad=requires_grad)
     with observe(jitter=0) as seen:
         output = model(x)
@@ -90,13 +83,7 @@ def test_what_is_copied_between_devices(devices, name, mode, requires_grad):
 def test_gradients_leave_in_the_order_in_which_they_are_needed(devices, mode):
     """Those of skips before the value's, else they came in any order to where all of them go."""
     n, m, skips = 4, 5, LAYOUTS["several to one"]
-    model = GPipe(
-        nn.Sequential(*[layer(j, skips) for j in range(n)]),
-        [1] * n,
-        devices=devices[:n],
-        chunks=m,
-        checkpoint=mode,
-    )
+    model = wrap([layer(j, skips) for j in range(n)], devices[:n], m, mode)
     with observe(jitter=0, bandwidth={(3, j): 1e3 for j in range(3)}) as seen:
         model(torch.rand(ROWS * m, WIDTH, device=devices[0])).sum().backward()
     targets = [int(span.name[-1]) for span in seen.spans]
