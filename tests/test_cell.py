@@ -1,6 +1,7 @@
 """A cell: its lanes, its copies, its checkpoint, and what it says of an error."""
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -36,6 +37,7 @@ def make(layers, **changes):
         "arriving": {},
         "departing": [],
         "context": Context.capture(),
+        "numbers": nullcontext(),
         "checkpoint": False,
     }
     arguments.update(changes)
@@ -54,7 +56,8 @@ def names(tensor):
 
 class Double(nn.Module):
     def forward(self, x):
-        return x.mul(2)
+        # What it saves for backward would be dropped under checkpointing.
+        return x.mul(torch.full_like(x, 2))
 
 
 @pytest.mark.parametrize("arriving", [{}, {VALUE: CPUStream(CPU)}])
@@ -137,12 +140,16 @@ def test_error_in_recomputation_names_the_cell():
 
 
 def test_output_that_cannot_pass_names_the_cell():
-    class List(nn.Module):
-        def forward(self, x):
-            return [x]
+    @dataclass
+    class Pair:
+        x: torch.Tensor
 
-    with pytest.raises(TypeError, match="value: list") as caught:
-        make(List()).compute(Batch(torch.ones(1)))
+    class Make(nn.Module):
+        def forward(self, x):
+            return Pair(x)
+
+    with pytest.raises(TypeError, match="class: Pair") as caught:
+        make(Make()).compute(Batch(torch.ones(1)))
     assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
 
 
@@ -264,7 +271,7 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
     class Stash(nn.Module):
         def forward(self, x):
             yield stash("x", x * 3)
-            return x * 2
+            return x.mul(torch.full_like(x, 2))
 
     cell = make(
         Stash(),
@@ -291,7 +298,7 @@ def test_a_skip_has_a_lane_of_its_own(lanes, applied):
     class Stash(nn.Module):
         def forward(self, x):
             yield stash("x", x * 3)
-            return x * 2
+            return x.mul(torch.full_like(x, 2))
 
     cell = make(
         Stash(),

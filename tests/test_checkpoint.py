@@ -167,7 +167,7 @@ def test_flags_after_a_checkpoint_within(device):
     def function(x):
         y = checkpoint(torch.sin, x)
         seen.append((is_checkpointing(), is_recomputing()))
-        return y
+        return y.sin()
 
     checkpoint(function, torch.ones(1, device=device, requires_grad=True)).backward()
     assert seen == [(True, False), (False, True)]
@@ -192,10 +192,10 @@ def test_random_numbers_are_repeated(device):
 
 def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatch):
     """So several accelerators recompute side by side."""
-    monkeypatch.setattr("torchgpipe.rng._cpu_generator", None)
+    monkeypatch.setattr("torchgpipe.rng._locks", {})
     x = torch.ones(2, device=device, requires_grad=True)
     checkpoint(lambda x: x * x, x).sum().backward()
-    with pytest.raises((AttributeError, TypeError)):
+    with pytest.raises(KeyError):
         checkpoint(lambda x: x * torch.rand(2).to(x.device), x).sum().backward()
 
 
@@ -333,8 +333,8 @@ def test_saved_tensor_changed_in_place_is_an_error(device):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (lambda x: x.sin(), lambda x: x.sin().sin(), "more than 1 saved, forward: 1 saved"),
-        (lambda x: x.sin().sin(), lambda x: x.sin(), "1 saved, forward: 2 saved"),
+        (lambda x: x.sin(), lambda x: x.sin().sin(), r"shape \(2,\) of .*, forward: no more"),
+        (lambda x: x.sin().sin(), lambda x: x.sin(), r"no more, forward: shape \(2,\) of"),
         (lambda x: x.sin(), lambda x: x[:1].sin(), r"shape \(1,\) of .*, forward: shape \(2,\)"),
         (lambda x: x.sin(), lambda x: x.double().sin(), ".* of torch.float64, .* of torch.float32"),
     ],

@@ -13,7 +13,7 @@ import torchgpipe
 PACKAGE = Path(torchgpipe.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = {"stream", "phony", "dependency", "copy", "microbatch"}
+GROUND = {"stream", "phony", "dependency", "copy", "microbatch", "structure"}
 
 #: Modules (or packages) that a module (or package) must not import.
 FORBIDDEN = {
@@ -130,9 +130,11 @@ print("torchgpipe.testing" in sys.modules)
 def test_exports():
     assert sorted(torchgpipe.__all__) == [
         "GPipe",
+        "NoChunk",
         "__version__",
         "is_checkpointing",
         "is_recomputing",
+        "verify_recomputation",
     ]
     public = {
         name

@@ -1,14 +1,14 @@
 """Micro-batches: scatter and gather."""
 
-from collections import namedtuple
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe import microbatch
 from torchgpipe.microbatch import Batch, gather, scatter
+from torchgpipe.structure import Arguments, NoChunk
 
 rows = st.integers(0, 40)
 chunks = st.integers(1, 12)
@@ -67,25 +67,29 @@ def test_gradients_pass():
 
 
 def test_different_numbers_of_rows_are_an_error():
-    with pytest.raises(ValueError, match=r"same size in dimension 0.*\(4, 2\), \(3,\)"):
+    with pytest.raises(ValueError, match=r"same size in dim.*'\[0\]': \(4, 2\), '\[1\]': \(3,\)"):
         scatter((torch.empty(4, 2), torch.empty(3)), 2)
 
 
-@pytest.mark.parametrize("value", [torch.tensor(1.0), (torch.empty(2), torch.tensor(1.0))])
+@pytest.mark.parametrize("value", [torch.tensor(1.0), None, NoChunk(torch.empty(2)), {}])
 def test_nothing_to_split_is_an_error(value):
-    with pytest.raises(ValueError, match="must have a batch dimension"):
+    with pytest.raises(ValueError, match="must be an input tensor to split.*chunks: 2"):
         scatter(value, 2)
+    (batch,) = scatter(value, 1)
+    expected = value.value if isinstance(value, NoChunk) else value
+    assert batch.value is expected or batch.value == expected == {}
 
 
-def test_nothing_to_join_along_is_an_error():
-    with pytest.raises(ValueError, match="must have a batch dimension.*outside"):
-        gather([Batch(torch.tensor(1.0)), Batch(torch.tensor(2.0))])
+def test_tensors_without_a_dimension_are_stacked():
+    losses = [torch.tensor(float(i)) for i in range(3)]
+    assert gather(list(map(Batch, losses))).tolist() == [0, 1, 2]
+    assert gather([Batch(losses[1])]).tolist() == [1]
 
 
-def test_every_output_has_something_to_join_along():
-    both = Batch((torch.ones(1), torch.tensor(1.0)))
-    with pytest.raises(ValueError, match="must have a batch dimension"):
-        gather([both, both])
+@pytest.mark.parametrize("shapes", [[(2, 3), (2, 4)], [(2,), ()], [(2,), (2, 1)]])
+def test_shapes_that_cannot_be_joined_are_an_error(shapes):
+    with pytest.raises(ValueError, match="same shape but for dimension 0.*shapes:"):
+        gather([Batch((torch.empty(1), torch.empty(shape))) for shape in shapes])
 
 
 def test_one_tensor_in_several_places():
@@ -124,36 +128,44 @@ def test_shared_memory():
     assert Batch(x, {"a": x}).with_skips({}).shared == {None}
 
 
-@pytest.mark.parametrize("other", [torch.empty(1), (torch.empty(1), torch.empty(1))])
-def test_outputs_of_different_structure_are_an_error(other):
-    with pytest.raises(ValueError, match=r"same number of tensors"):
-        gather([Batch((torch.empty(1),)), Batch(other)])
-
-
-Point = namedtuple("Point", "x y")
+X = torch.empty(1)
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
+    "values",
     [
-        (None, "NoneType"),
-        (1, "int"),
-        ([torch.empty(1)], "list"),
-        ({"x": torch.empty(1)}, "dict"),
-        ((), r"tuple of \(\)"),
-        ((torch.empty(1), 1), r"tuple of \(Tensor, int\)"),
-        (Point(torch.empty(1), torch.empty(1)), r"Point of \(Tensor, Tensor\)"),
+        [(X,), X],
+        [(X,), (X, X)],
+        [X, [X]],
+        [(X, None), (X, X)],
+        [{"x": X}, {"y": X}],
+        [(X, 1), (X, 1, 1)],
+        [[X, 1], [1, X]],
     ],
 )
-def test_other_values_are_an_error(value, kind):
-    for function in (microbatch.check, Batch, lambda value: scatter(value, 2)):
-        with pytest.raises(TypeError, match=rf"value: {kind}.*pack the tensors into a tuple"):
-            function(value)
+def test_outputs_of_different_structure_are_an_error(values):
+    for some in (values, values[::-1]):
+        with pytest.raises(ValueError, match="same structure.*micro-batch 0: .*Tensor.*batch 1: "):
+            gather([Batch(value) for value in some])
 
 
-def test_check_passes_tensors():
-    microbatch.check(torch.empty(1))
-    microbatch.check((torch.empty(1), torch.nn.Parameter(torch.empty(1))))
+@pytest.mark.parametrize(("a", "b"), [(1, 2), ("a", None), (1, True), (object, int)])
+def test_outputs_that_differ_are_an_error(a, b):
+    message = rf"output: \['n'\], micro-batch 0: {re.escape(repr(a))}, micro-batch 2: "
+    with pytest.raises(ValueError, match=message + re.escape(repr(b))):
+        gather([Batch({"x": X, "n": n}) for n in (a, a, b)])
+
+
+class Array:
+    def __eq__(self, other):
+        return torch.ones(2) == torch.ones(2)
+
+
+def test_outputs_that_cannot_tell_whether_they_differ():
+    array = Array()
+    assert gather([Batch((X, array))] * 2)[1] is array
+    with pytest.raises(ValueError, match=r"no tensors must be the same.*output: \[1\]"):
+        gather([Batch((X, Array())), Batch((X, Array()))])
 
 
 def test_batch():
@@ -167,6 +179,8 @@ def test_batch():
     assert list(both) == [a, b]
     assert (alone.requires_grad, both.requires_grad) == (False, True)
     assert alone.call(lambda x: (x, x)).atomic is False
+    arguments = Batch(Arguments((a,), {"b": b}))
+    assert arguments.call(lambda x, b: x + b).value == 1
     assert alone.replace([b]).value is b
     assert both.replace([b, a]).value == (b, a)
     assert repr(alone) == "Batch(tensor([0.]))"

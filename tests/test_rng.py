@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from torchgpipe.rng import RNGState
+from torchgpipe.rng import RNGState, _set
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_restored(device):
     now = RNGState(device)
     after = draw(device)
 
-    now._set(now.before)
+    _set(now.before)
     with state.restored():
         again = draw(device)
     # As if nothing had been drawn within the block.
@@ -36,7 +36,7 @@ def test_restored_after_an_exception(device):
     state.settle()
     now = RNGState(device)
     after = draw(device)
-    now._set(now.before)
+    _set(now.before)
     with pytest.raises(KeyError), state.restored():
         draw(device)
         raise KeyError

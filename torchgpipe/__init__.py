@@ -1,8 +1,16 @@
 """Pipeline parallelism with micro-batches and checkpointing (GPipe) for PyTorch."""
 
-from torchgpipe.checkpoint import is_checkpointing, is_recomputing
+from torchgpipe.checkpoint import is_checkpointing, is_recomputing, verify_recomputation
 from torchgpipe.gpipe import GPipe
+from torchgpipe.structure import NoChunk
 
-__all__ = ["GPipe", "is_checkpointing", "is_recomputing", "__version__"]
+__all__ = [
+    "GPipe",
+    "NoChunk",
+    "is_checkpointing",
+    "is_recomputing",
+    "verify_recomputation",
+    "__version__",
+]
 
 __version__ = "0.1.0"

@@ -25,7 +25,7 @@ where Wait is, and nowhere before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,6 +58,7 @@ class Cell:
             stream that they leave it on.
         departing: the parts of the output that go to another compute stream.
         context: the modes of the caller.
+        numbers: has the layers draw the random numbers of the micro-batch within it.
         state: what the layers are made of, for a step that checkpoints any micro-batch.
         checkpoint: whether to compute this one under checkpointing.
     """
@@ -70,6 +71,7 @@ class Cell:
     arriving: Mapping[Hashable, AbstractStream]
     departing: Collection[Hashable]
     context: Context
+    numbers: AbstractContextManager[None]
     state: LayersState | None
     checkpoint: bool
 
@@ -93,10 +95,12 @@ class Cell:
             for lane, parts in self._by_lane(self.arriving):
                 batch = batch.map(partial(Wait.apply, lane, self.stream), parts)
             if self.checkpoint:
-                checkpoint = Checkpoint(self._run, self.context, self.stream, self.named)
-                batch = checkpoint.forward(batch)
-            else:
-                batch = self._run(batch)
+                assert self.state is not None
+                checkpoint = Checkpoint(
+                    self._run, self.context, self.stream, self.named, self.state.lasts
+                )
+            with self.numbers:
+                batch = checkpoint.forward(batch) if checkpoint else self._run(batch)
             for lane, parts in self._by_lane(self.departing):
                 batch = batch.map(partial(Wait.apply, self.stream, lane), parts)
         if checkpoint is not None:
@@ -175,7 +179,7 @@ class Cell:
         value = batch.take().with_skips({})
         again = self.state.restored() if self.state and is_recomputing() else nullcontext()
         with again, use_skip_tracker(tracker):
-            output = Batch(self.layers(value.value), tracker.tensors)
+            output = value.call(self.layers).with_skips(tracker.tensors)
         if versions != [version_of(x) for x in watched]:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):

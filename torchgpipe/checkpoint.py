@@ -39,12 +39,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import Context
 from torchgpipe.dependency import pass_on
-from torchgpipe.microbatch import Batch, TensorOrTensors
+from torchgpipe.microbatch import VALUE, Batch
+from torchgpipe.note import running
 from torchgpipe.rng import RNGState
 from torchgpipe.state import version_of
 from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
 
-__all__ = ["is_checkpointing", "is_recomputing"]
+__all__ = ["is_checkpointing", "is_recomputing", "verify_recomputation"]
 
 
 class _ThreadLocal(threading.local):
@@ -86,27 +87,75 @@ def _flag(name: str) -> Iterator[None]:
         setattr(_thread_local, name, previous)
 
 
-class Slot:
-    """The place of one saved tensor, empty until it is recomputed."""
+class _Verification:
+    #: In how many ``with`` blocks the process is.
+    depth = 0
 
-    __slots__ = ("dtype", "shape", "tensor", "version")
+
+@contextmanager
+def verify_recomputation() -> Iterator[None]:
+    """Has recomputations compare what they compute with what the forward did: to find bugs.
+
+    ::
+
+        with verify_recomputation():
+            model(input).sum().backward()
+
+    It concerns what runs forward within the block, and takes the memory that checkpointing saves.
+    Without it, only number, shape and dtype of what layers save for backward are compared.
+    """
+    _Verification.depth += 1
+    try:
+        yield
+    finally:
+        _Verification.depth -= 1
+
+
+class Slot:
+    """The place of one saved tensor, empty until it is recomputed.
+
+    Args:
+        tensor: what is to be saved.
+        lasting: whether it is there anyway, as parameters are. It is never empty then.
+    """
+
+    __slots__ = ("dtype", "expected", "lasting", "layer", "shape", "tensor", "version")
 
     tensor: Tensor | None
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, lasting: bool) -> None:
+        self.layer = running.layer
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.tensor = None
+        self.lasting = lasting
+        self.tensor = tensor if lasting else None
+        self.version = version_of(tensor)
+        self.expected = tensor.detach().clone() if _Verification.depth and not lasting else None
 
     def fill(self, tensor: Tensor) -> None:
-        if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
-            raise _mismatch(
-                f"shape {tuple(tensor.shape)} of {tensor.dtype}",
-                f"shape {tuple(self.shape)} of {self.dtype}",
-            )
-        # Detached: without the recomputed graph. It still counts in-place changes with the tensor.
-        self.tensor = tensor.detach()
-        self.version = version_of(tensor)
+        # Within another layer's own checkpointing it is not known in backward.
+        other = running.layer not in (None, self.layer)
+        if other or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            raise _mismatch(_described(tensor, running.layer), _described(self, self.layer))
+        if self.expected is not None:
+            self._compare(tensor, self.expected)
+        if not self.lasting:
+            # Detached: without the recomputed graph. It still counts changes with the tensor.
+            self.tensor = tensor.detach()
+            self.version = version_of(tensor)
+
+    def _compare(self, tensor: Tensor, expected: Tensor) -> None:
+        self.expected = None
+        try:
+            # Recording nothing, or this would be called again.
+            with torch.no_grad():
+                torch.testing.assert_close(tensor.detach(), expected, equal_nan=True)
+        except AssertionError as error:
+            raise RuntimeError(
+                "a recomputation must compute the same values as the forward "
+                f"(layer: {self.layer}, {error}); make the layer compute the same from the same "
+                "input whenever it runs"
+            ) from None
 
 
 class Checkpoint:
@@ -117,6 +166,7 @@ class Checkpoint:
         context: the modes of the caller, for both runs.
         stream: the stream on which it computes, for both runs.
         within: a context manager to recompute in.
+        lasting: whether a tensor will be there in backward, and is not to be computed again.
     """
 
     def __init__(
@@ -125,11 +175,13 @@ class Checkpoint:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
+        lasting: Callable[[Tensor], bool],
     ) -> None:
         self.function = function
         self.context = context
         self.stream = stream
         self.within = within
+        self.lasting = lasting
         self.slots: list[Slot] = []
         self.kept: tuple[Batch, list[int], RNGState] | None = None
 
@@ -149,12 +201,16 @@ class Checkpoint:
                 "pops, since it is computed again from these; have the layer compute out of "
                 "place, or clone the tensor there"
             )
-        rng.settle()
-        self.kept = batch, versions, rng
+        if not all(slot.lasting for slot in self.slots):
+            rng.settle()
+            self.kept = batch, versions, rng
         return output
 
     def attach(self, *outputs: Tensor) -> tuple[Tensor, ...]:
         """Lets the gradients of outputs trigger the recomputation, on the current stream."""
+        if self.kept is None:
+            # Nothing was dropped, as where all layers are frozen.
+            return outputs
         tensors: tuple[Tensor, ...] = Recompute.apply(self, *outputs)
         return tensors
 
@@ -181,11 +237,10 @@ class Checkpoint:
             )
         # From here on, each slot is held by the node that saved it, and by nothing else.
         slots, self.slots = deque(self.slots), []
-        expected = len(slots)
 
         def fill(tensor: Tensor) -> None:
             if not slots:
-                raise _mismatch(f"more than {expected} saved", f"{expected} saved")
+                raise _mismatch(_described(tensor, running.layer), "no more")
             slots.popleft().fill(tensor)
 
         with (
@@ -200,10 +255,10 @@ class Checkpoint:
             del batch
             self.function(again)
         if slots:
-            raise _mismatch(f"{expected - len(slots)} saved", f"{expected} saved")
+            raise _mismatch("no more", _described(slots[0], slots[0].layer))
 
     def _drop(self, tensor: Tensor) -> Slot:
-        slot = Slot(tensor)
+        slot = Slot(tensor, self.lasting(tensor))
         self.slots.append(slot)
         return slot
 
@@ -241,14 +296,12 @@ class Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
-def checkpoint(
-    function: Callable[[TensorOrTensors], TensorOrTensors], input: TensorOrTensors
-) -> TensorOrTensors:
+def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
     """Runs a function without keeping what it saves for backward, which recomputes it.
 
     Args:
-        function: takes and gives a tensor or a tuple of tensors.
-        input: a tensor or a tuple of tensors, on the device where the function computes.
+        function: takes and gives any nested structure of tensors.
+        input: its input, with a tensor at least, all on the device where the function computes.
 
     Returns:
         The output of the function.
@@ -261,13 +314,19 @@ def checkpoint(
         Context.capture(),
         current_stream(batch[0].device),
         nullcontext(),
+        lambda tensor: False,
     )
     output = checkpointed.forward(batch)
-    return output.replace(checkpointed.attach(*output)).value
+    return output.map(checkpointed.attach, [VALUE]).value
 
 
 def _not_saved(_: None) -> Tensor:
     raise RuntimeError("a layer cannot run backward within its own forward under checkpointing")
+
+
+def _described(saved: Tensor | Slot, layer: str | None) -> str:
+    by = f" by layer {layer}" if layer else ""
+    return f"shape {tuple(saved.shape)} of {saved.dtype}{by}"
 
 
 def _mismatch(actual: str, expected: str) -> RuntimeError:

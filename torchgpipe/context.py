@@ -6,11 +6,13 @@ threads of its own. Neither has any of the caller's modes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchgpipe.stream import device_types
 
@@ -65,3 +67,35 @@ def _autocast(kind: str) -> Autocast:
         torch.get_autocast_dtype(kind),
         torch.is_autocast_cache_enabled(),
     )
+
+
+def verify_no_transform() -> None:
+    """Checks that no transform of :mod:`torch.func` is active, which workers would not see.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "a wrapped model cannot be called within a torch.func transform (grad, vmap, jvp, "
+            "...), since these do not reach its workers and its backward; use "
+            "torch.autograd.grad(), with create_graph=True for higher orders, or transform the "
+            "plain model (model.module) on one device"
+        )
+
+
+def verify_no_tangents(tensors: Iterable[Tensor]) -> None:
+    """Checks that none of the tensors has a tangent, which would be lost.
+
+    Raises:
+        RuntimeError: one has.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                "a wrapped model cannot be differentiated in forward mode (tensor with a tangent: "
+                f"{tuple(tensor.shape)}); use torch.autograd.functional.jvp(), which goes "
+                "backward twice, or the plain model (model.module) on one device"
+            )

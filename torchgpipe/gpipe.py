@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
-from torchgpipe.microbatch import TensorOrTensors
+from torchgpipe.context import verify_no_tangents, verify_no_transform
 from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.stream import Device, Streams, accelerators, canonical_device
+from torchgpipe.structure import Arguments
 from torchgpipe.worker import Workers
 
 __all__ = ["GPipe"]
@@ -243,31 +245,38 @@ class GPipe(nn.Module):
             own.append(key)
         return own
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers, micro-batch by micro-batch.
 
         Args:
-            input: a tensor or a tuple of tensors on ``devices[0]``, all with the same size in
-                dimension 0, which is split into micro-batches.
+            *args: what the first layer takes: any nested structure (tuples, lists, dicts, named
+                tuples and whatever is registered with :mod:`torch.utils._pytree`) of tensors, all
+                on ``devices[0]``, and other objects. Tensors have the same size in dimension 0,
+                along which they are split into micro-batches. Marked by :class:`NoChunk`, or
+                without a dimension, they go into each micro-batch whole, as other objects do.
+            **kwargs: likewise.
 
         Returns:
-            What the last layer returns for the micro-batches, joined along dimension 0, on
-            ``devices[-1]``.
+            What the last layer returns for the micro-batches, on ``devices[-1]``: tensors joined
+            along dimension 0, those without a dimension stacked to shape ``(m,)``.
 
         Raises:
-            TypeError: the input, or what passes between partitions, is neither a tensor nor a
-                tuple of tensors.
-            ValueError: the input is on another device, or its tensors differ in their first size.
-            RuntimeError: a parameter or buffer was moved to another device.
+            TypeError: the input, or what passes between partitions, holds tensors in something
+                that PyTorch does not know as a container.
+            ValueError: the input is on another device, or its tensors differ in their first size;
+                or the outputs of the micro-batches cannot be joined.
+            RuntimeError: a parameter or buffer was moved to another device; or a
+                :mod:`torch.func` transform or forward-mode differentiation is active.
         """
-        microbatch.check(input)
         if not self.devices:
-            return input
-        self._check_input(input)
+            return self.module(*args, **kwargs)
+        verify_no_transform()
         partitions: Any = self.partitions
         verify_placement(partitions, self.devices)
 
-        batches = microbatch.scatter(input, self.chunks)
+        batches = microbatch.scatter(_value(args, kwargs), self.chunks)
+        self._check_input(batches[0])
+        verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
         m = len(batches)
         recorded = self.training and torch.is_grad_enabled()
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
@@ -285,14 +294,22 @@ class GPipe(nn.Module):
             pipeline.run()
         return microbatch.gather(batches)
 
-    def _check_input(self, input: TensorOrTensors) -> None:
-        for tensor in microbatch.Batch(input):
+    def _check_input(self, batch: microbatch.Batch) -> None:
+        for tensor in batch:
             if tensor.device != self.devices[0]:
                 raise ValueError(
                     "the input must be on the device of the first partition "
                     f"(first partition: {self.devices[0]}, input: {tensor.device}); "
                     "pass input.to(model.devices[0])"
                 )
+
+
+def _value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The input as a value: that of the first layer, if it is but one."""
+    if not args and kwargs.keys() == {"input"}:
+        # What the forward of an nn.Sequential calls it.
+        return kwargs["input"]
+    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
 def _is_positive_int(value: object) -> bool:

@@ -8,15 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain, combinations, product, starmap
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
+from torchgpipe.structure import (
+    ALONE,
+    Arguments,
+    NoChunk,
+    Tensors,
+    flatten,
+    is_split,
+    names,
+    split,
+    verify_leaf,
+)
 
-Tensors: TypeAlias = tuple[Tensor, ...]
-TensorOrTensors: TypeAlias = Tensor | Tensors
+__all__: list[str] = []
 
 #: The key of the value among the parts of a micro-batch.
 VALUE = None
@@ -26,35 +35,35 @@ class Batch:
     """One micro-batch at the entrance of a partition, or at its exit.
 
     Args:
-        value: what a layer takes and gives: a tensor, or a tuple of tensors.
+        value: what a layer takes and gives: any nested structure.
         skips: what passes by layers, by some key each.
 
     Raises:
-        TypeError: the value is neither a tensor nor a plain tuple of tensors.
+        TypeError: the value holds tensors in something that is no known container.
     """
 
-    __slots__ = ("_single", "atomic", "parts", "shared")
+    __slots__ = ("_single", "parts", "shared", "structure")
 
-    def __init__(
-        self, value: TensorOrTensors, skips: Mapping[Any, Tensor | None] | None = None
-    ) -> None:
-        check(value)
-        #: Whether the value is a tensor alone.
-        self.atomic = isinstance(value, Tensor)
+    def __init__(self, value: Any, skips: Mapping[Any, Tensor | None] | None = None) -> None:
+        tensors, self.structure = flatten(value)
         #: The tensors of the value, and of each skip.
-        self.parts: dict[Any, Tensors] = {VALUE: (value,) if isinstance(value, Tensor) else value}
+        self.parts: dict[Any, Tensors] = {VALUE: tensors}
         for key, tensor in (skips or {}).items():
             self.parts[key] = () if tensor is None else (tensor,)
         # Most are. All else in this class holds for any, but takes its time.
-        self._single = self.atomic and not skips
+        self._single = len(tensors) == len(self.parts) == 1
         #: The parts with a tensor that shares memory with another one.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
     @property
-    def value(self) -> TensorOrTensors:
+    def atomic(self) -> bool:
+        """Whether the value is a tensor alone."""
+        return self.structure is ALONE
+
+    @property
+    def value(self) -> Any:
         """The micro-batch as layers see it."""
-        value = self.parts[VALUE]
-        return value[0] if self.atomic else value
+        return self.structure.unflatten(self.parts[VALUE])
 
     @property
     def skips(self) -> dict[Any, Tensor | None]:
@@ -75,9 +84,12 @@ class Batch:
         """Whether a gradient will be asked of one of the tensors."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
-    def call(self, function: Callable[[Any], Any]) -> Batch:
+    def call(self, function: Callable[..., Any]) -> Batch:
         """The micro-batch that a layer makes of this one."""
-        return Batch(function(self.value))
+        value = self.value
+        if not isinstance(value, Arguments):
+            return Batch(function(value))
+        return Batch(function(*value.args, **value.kwargs))
 
     def with_skips(self, skips: Mapping[Any, Tensor | None], shared: Iterable[Any] = ()) -> Batch:
         """The same value beside other skips.
@@ -154,32 +166,22 @@ def _is_alias_of(a: Tensor, b: Tensor) -> bool:
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
-def check(value: object) -> None:
+def check(value: Any) -> None:
     """Checks that a value can pass between partitions.
 
     Raises:
-        TypeError: the value is neither a tensor nor a plain tuple of at least one tensor.
+        TypeError: the value holds tensors in something that is no known container.
     """
-    if isinstance(value, Tensor):
-        return
-    # Not a named tuple either: it would come out as a plain one.
-    if type(value) is tuple and value and all(isinstance(x, Tensor) for x in value):
-        return
-    kind = type(value).__name__
-    if isinstance(value, tuple):
-        kind += f" of ({', '.join(type(x).__name__ for x in value)})"
-    raise TypeError(
-        "the input and the output of a partition must be a tensor, or a plain tuple of tensors "
-        f"(value: {kind}); pack the tensors into a tuple, or move the split so that both layers "
-        "are in one partition"
-    )
+    flatten(value)
 
 
-def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
+def scatter(input: Any, chunks: int) -> list[Batch]:
     """Splits a mini-batch into micro-batches along dimension 0.
 
     Args:
-        input: a tensor, or a tuple of tensors, of shapes ``(rows, ...)`` with the same ``rows``.
+        input: a nested structure of tensors of shapes ``(rows, ...)`` with the same ``rows``. What
+            is marked by :class:`NoChunk`, tensors without a dimension, and what is no tensor,
+            goes into every micro-batch as it is.
         chunks: how many micro-batches to make, at least 1.
 
     Returns:
@@ -187,57 +189,98 @@ def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
         at most one row, the larger ones first.
 
     Raises:
-        TypeError: the input is neither a tensor nor a plain tuple of tensors.
-        ValueError: a tensor has no dimension to split, or their numbers of rows differ.
+        TypeError: the input holds tensors in something that is no known container.
+        ValueError: there is no tensor to split, or their numbers of rows differ.
     """
-    batch = Batch(input)
-    sizes = [tuple(tensor.shape) for tensor in batch]
-    if not all(sizes):
-        raise ValueError(
-            "every input tensor must have a batch dimension, since dimension 0 is split into "
-            f"micro-batches (shapes: {sizes}); give it one with unsqueeze(0)"
-        )
-    if len({size[0] for size in sizes}) > 1:
+    shapes = {}
+    for name, leaf in names(input):
+        if is_split(leaf):
+            shapes[name] = tuple(leaf.shape)
+        elif not isinstance(leaf, NoChunk | Tensor):
+            verify_leaf(leaf)
+    if len({shape[0] for shape in shapes.values()}) > 1:
         raise ValueError(
             "all input tensors must have the same size in dimension 0, since each micro-batch "
-            f"takes the same rows of all (shapes: {sizes}); expand the smaller ones"
+            f"takes the same rows of all (shapes: {shapes}); expand the smaller ones, or pass what "
+            "every micro-batch shall get whole as torchgpipe.NoChunk(tensor)"
         )
-
-    rows = sizes[0][0]
+    if not shapes and chunks > 1:
+        raise ValueError(
+            "there must be an input tensor to split into micro-batches along dimension 0 "
+            f"(tensors with a dimension and without NoChunk: 0, chunks: {chunks}); give it one "
+            "with unsqueeze(0), or set chunks=1"
+        )
+    rows = next(iter(shapes.values()))[0] if shapes else 1
     m = max(1, min(rows, chunks))
     size, larger = divmod(rows, m)
-    batches = []
-    start = 0
-    for i in range(m):
-        length = size + (i < larger)
-        # narrow() and not split(), whose views may not be changed in place.
-        batches.append(batch.replace([x.narrow(0, start, length) for x in batch]))
-        start += length
-    return batches
+    return [Batch(part) for part in split(input, [size + (i < larger) for i in range(m)])]
 
 
-def gather(outputs: Sequence[Batch]) -> TensorOrTensors:
+def gather(outputs: Sequence[Batch]) -> Any:
     """Joins the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
 
+    Tensors without a dimension are stacked, ``()`` to ``(m,)``. What is no tensor has to be the
+    same in all.
+
     Raises:
-        ValueError: the micro-batches differ in their number of tensors, or a tensor has no
-            dimension 0 to join along.
+        ValueError: the micro-batches differ in more than their tensors, or these in more than
+            their first dimension.
     """
     first = outputs[0]
-    if len(outputs) == 1:
-        return first.value
-    values = [batch.parts[VALUE] for batch in outputs]
-    if len({(batch.atomic, len(value)) for batch, value in zip(outputs, values)}) > 1:
+    for i, other in enumerate(outputs):
+        _compare(first, other, i)
+    joined: dict[tuple[int, ...], Tensor] = {}
+    found = []
+    for tensors in zip(*[batch.parts[VALUE] for batch in outputs]):
+        # One tensor in several places stays one.
+        key = tuple(map(id, tensors))
+        if key not in joined:
+            joined[key] = _joined(tensors)
+        found.append(joined[key])
+    return first.structure.unflatten(tuple(found))
+
+
+def _joined(tensors: Tensors) -> Tensor:
+    if len({(x.dim(), x.shape[1:]) for x in tensors}) > 1:
         raise ValueError(
-            "the outputs of all micro-batches must have the same number of tensors "
-            f"(numbers of tensors: {[len(value) for value in values]}); "
-            "make the last layer return the same structure whatever the batch size"
+            "the outputs of all micro-batches must have the same shape but for dimension 0, along "
+            f"which they are joined (shapes: {[tuple(x.shape) for x in tensors]}); have the last "
+            "layer pad them to one length"
         )
-    if any(tensor.dim() == 0 for tensor in chain.from_iterable(values)):
-        raise ValueError(
-            "every output tensor must have a batch dimension, since the micro-batches are joined "
-            f"along dimension 0 (shapes: {[tuple(tensor.shape) for tensor in values[0]]}); give "
-            "it one with unsqueeze(0), or compute a loss outside of the wrapped model"
-        )
-    joined = tuple([torch.cat(tensors) for tensors in zip(*values)])
-    return joined[0] if first.atomic else joined
+    if tensors[0].dim() == 0:
+        return torch.stack(tensors)
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _compare(first: Batch, other: Batch, i: int) -> None:
+    a, b = first.structure, other.structure
+    if a is b:
+        if len(first.parts[VALUE]) == len(other.parts[VALUE]):
+            return
+    elif a.spec is not None and a.spec == b.spec and a.others.keys() == b.others.keys():
+        for k, leaf in a.others.items():
+            if not _same(leaf, b.others[k]):
+                name = list(names(first.value))[k][0]
+                raise ValueError(
+                    "outputs that are no tensors must be the same for all micro-batches, since "
+                    f"they cannot be joined (output: {name}, micro-batch 0: {leaf!r}, "
+                    f"micro-batch {i}: {b.others[k]!r}); have the last layer return a tensor"
+                )
+        return
+    raise ValueError(
+        "the outputs of all micro-batches must have the same structure "
+        f"(micro-batch 0: {_outline(first)}, micro-batch {i}: {_outline(other)}); have the last "
+        "layer return the same structure whatever the batch size"
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except Exception:
+        # Arrays, for one, do not say in one word.
+        return False
+
+
+def _outline(batch: Batch) -> dict[str, str]:
+    return {name: type(leaf).__name__ for name, leaf in names(batch.value)}

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import suppress
 from types import TracebackType
 
 __all__: list[str] = []
 
 
+class Running(threading.local):
+    """What this thread runs."""
+
+    #: The name of a layer in the module, while it runs and after it has failed.
+    layer: str | None = None
+    #: The name of its class.
+    kind: str | None = None
+
+
+running = Running()
+
+
 class Named:
-    """Adds a note to what is raised within a ``with`` block, and lets it pass."""
+    """Adds a note to what is raised within a ``with`` block, and lets it pass.
+
+    The note also names the layer that has raised it, if it was one.
+    """
 
     def __init__(self, note: str) -> None:
         self.note = note
 
     def __enter__(self) -> None:
-        pass
+        self.outer, running.layer = running.layer, None
 
     def __exit__(
         self,
@@ -24,10 +40,11 @@ class Named:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        layer, running.layer = running.layer, self.outer
         if error is not None:
             # An exception that takes none comes without.
             with suppress(Exception):
-                add_note(error, self.note)
+                add_note(error, self.note + (f", layer {layer} ({running.kind})" if layer else ""))
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.note import running
+
 __all__: list[str] = []
+
+
+class Partition(nn.Sequential):
+    """Some of the layers, in a sequence; the first one takes what it is called with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = None
+        for name, layer in self._modules.items():
+            assert layer is not None
+            running.layer, running.kind = name, type(layer).__name__
+            output = layer(*args, **kwargs)
+            args, kwargs = (output,), {}
+        running.layer = None
+        return output
 
 
 def verify_module(module: nn.Module) -> None:
@@ -41,7 +58,7 @@ def verify_module(module: nn.Module) -> None:
         )
 
 
-def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partition]:
     """Splits a sequential module into partitions.
 
     Layers keep their names, and partitions take the training flag of the module.
@@ -53,7 +70,7 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Seque
     layers = iter(module._modules.items())
     partitions = []
     for size in balance:
-        partition = nn.Sequential(OrderedDict(next(layers) for _ in range(size)))
+        partition = Partition(OrderedDict(next(layers) for _ in range(size)))
         partition.training = module.training
         partitions.append(partition)
     return partitions
@@ -97,18 +114,32 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
     """Checks that no tensor is needed on two devices.
 
     Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices.
+        ValueError: a parameter or buffer is shared by partitions on different devices; the message
+            proposes a balance, and devices, where it is not so.
     """
-    owners: dict[Tensor, tuple[str, torch.device]] = {}
-    for partition, device in zip(partitions, devices):
+    owners: dict[Tensor, tuple[str, int]] = {}
+    faults: list[str] = []
+    # The partitions that share something with one before them, from that one on.
+    merged = [False] * len(partitions)
+    for j, partition in enumerate(partitions):
         for name, tensor in tensors(partition):
-            other, other_device = owners.setdefault(tensor, (name, device))
-            if other_device != device:
-                raise ValueError(
-                    "a parameter or buffer can be shared only by layers on one device "
-                    f"({other}: {other_device}, {name}: {device}); choose a balance that keeps "
-                    "these layers in one partition, or put their partitions on one device"
-                )
+            other, k = owners.setdefault(tensor, (name, j))
+            if devices[k] != devices[j]:
+                faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
+                merged[k + 1 : j + 1] = [True] * (j - k)
+    if faults:
+        balance: list[int] = []
+        for partition, joins in zip(partitions, merged):
+            if joins:
+                balance[-1] += len(partition._modules)
+            else:
+                balance.append(len(partition._modules))
+        proposed = [str(devices[k]) for k in groups(partitions)]
+        raise ValueError(
+            "a parameter or buffer can be shared only by layers on one device "
+            f"({'; '.join(faults)}); keep these layers in one partition, as with "
+            f"balance={balance}, or on one device, as with devices={proposed}"
+        )
 
 
 def groups(partitions: Iterable[nn.Module]) -> list[int]:

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from torchgpipe.cell import Cell
 from torchgpipe.context import Context
 from torchgpipe.microbatch import Batch
+from torchgpipe.rng import Draws
 from torchgpipe.route import Routes
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import SkipTracker
@@ -107,6 +108,7 @@ class Pipeline:
         self.workers = workers
         self.context = Context.capture()
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
+        self.draws = Draws(devices, len(batches))
         self.routes = Routes(partitions, devices, groups, skip_layout, streams)
         #: For each cell, the phonies of those that are to be differentiated after it.
         self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -117,7 +119,7 @@ class Pipeline:
 
     def run(self) -> None:
         """Computes all cells, clock cycle by clock cycle."""
-        with self.routes.within_caller():
+        with self.draws, self.routes.within_caller():
             for cycle in clock_cycles(len(self.batches), len(self.partitions)):
                 tasks = [(self.devices[j], partial(self.step, i, j)) for i, j in cycle]
                 self.workers.run(tasks, self.context)
@@ -154,7 +156,7 @@ class Pipeline:
         self.skips[i].tensors.update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
-        if batch.atomic and not self.skips[i].tensors:
+        if len(batch) < 2 and not self.skips[i].tensors:
             # Nothing is left that it could share memory with.
             batch.shared = frozenset()
 
@@ -172,6 +174,7 @@ class Pipeline:
             arriving={part: routes.lane(i, k, part) for part, k in routes.sources[j].items()},
             departing=routes.targets[j],
             context=self.context,
+            numbers=self.draws.of(i, self.devices[j]),
             state=self.states[j],
             checkpoint=i < self.checkpoint_stop,
         )

@@ -1,11 +1,29 @@
-"""Random number generators: their states are kept, and restored to repeat a computation."""
+"""Random number generators: their states are carried from device to device, and restored.
+
+Every accelerator has a default generator of its own, and the CPU has one for all threads. Where a
+partition sits must not matter: the numbers that a micro-batch draws go on, in the next partition,
+where they were left in the one before. So a micro-batch brings the state of its generator along,
+one for each type of device::
+
+                    partition 0      partition 1
+
+    caller ─┬─ 0 ─── state ─────────── state ─────→ caller
+            ├─ 1 ─── state ─────────── state
+            └─ 2 ─── state ─────────── state
+
+The first micro-batch goes on with the caller's numbers, as if there were no other. The others begin
+with numbers of their own, by a seed that the caller's state gives.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -14,24 +32,150 @@ from torchgpipe.stream import use_device
 
 __all__: list[str] = []
 
-#: The CPU's default generator is one for all threads: one of them at a time turns it back.
-_cpu_generator = threading.RLock()
+CPU = torch.device("cpu")
 
-#: The default generators: that of the CPU, and that of the device where it is another.
-CPU, DEVICE = "cpu", "device"
+#: A generator is one for all threads: one at a time may turn it back, or exchange its state.
+_locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+
+
+class _ThreadLocal(threading.local):
+    #: Whether this thread computes a cell, whose step holds the locks.
+    within_cell = False
+
+
+_thread_local = _ThreadLocal()
+
+
+def get_state(device: torch.device) -> Tensor:
+    """The state of a device's default generator."""
+    if device == CPU:
+        return torch.default_generator.get_state()
+    with use_device(device):
+        # torch.cuda, torch.xpu, ...
+        state: Tensor = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def set_state(device: torch.device, state: Tensor) -> None:
+    """Sets the state of a device's default generator."""
+    if device == CPU:
+        torch.default_generator.set_state(state)
+    else:
+        with use_device(device):
+            torch.get_device_module(device).set_rng_state(state)
+
+
+class Draws:
+    """The random numbers that the micro-batches of a step draw, within a ``with`` block.
+
+    After it the caller's generators are where the first micro-batch left them: that of the first
+    device of each type. Those of the others are left alone; after an exception, all are.
+
+    Args:
+        devices: the device of each partition.
+        m: the number of micro-batches.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], m: int) -> None:
+        self._m = m
+        self._devices = list(dict.fromkeys(map(generator_of, devices)))
+        #: Where the numbers of each type come from.
+        self._home: dict[str, torch.device] = {}
+        for device in self._devices:
+            self._home.setdefault(device.type, device)
+        self._held = ExitStack()
+
+    def __enter__(self) -> None:
+        if not _thread_local.within_cell:
+            # In one order, so that nobody waits for who waits for him.
+            for device in sorted(self._devices, key=str):
+                self._held.enter_context(_locks[device])
+        self._found = _get(self._devices)
+        self._seeds = {
+            device: int.from_bytes(blake2b(_bytes(state), digest_size=8).digest(), "little")
+            for device, state in self._found.items()
+            if self._m > 1
+        }
+        self._first = [
+            {kind: self._state(device, i) for kind, device in self._home.items()}
+            for i in range(self._m)
+        ]
+        #: Of each micro-batch, by type of device.
+        self.states = [dict(states) for states in self._first]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._held:
+            for device in self._devices:
+                is_home = error is None and device == self._home[device.type]
+                set_state(device, self._last(device) if is_home else self._found[device])
+
+    def of(self, i: int, device: torch.device) -> Carried:
+        """Has what micro-batch ``i`` draws on a device go on where it was left."""
+        return Carried(self.states[i], generator_of(device))
+
+    def _state(self, device: torch.device, i: int) -> Tensor:
+        """With what micro-batch ``i`` begins."""
+        if i == 0:
+            return self._found[device]
+        seed = (self._seeds[device] + i) % 2**64
+        return torch.Generator(device).manual_seed(seed).get_state()
+
+    def _last(self, device: torch.device) -> Tensor:
+        """With what the caller goes on."""
+        kind, found = device.type, self._found[device]
+        if _bytes(self.states[0][kind]) != _bytes(found):
+            return self.states[0][kind]
+        drawn = any(
+            _bytes(first[kind]) != _bytes(state[kind])
+            for first, state in zip(self._first, self.states)
+        )
+        # The next step must not draw the same ones.
+        return self._state(device, self._m) if drawn else found
+
+
+class Carried:
+    """Exchanges the state of a generator for that of a micro-batch within a ``with`` block.
+
+    Args:
+        states: those of the micro-batch, by type of device.
+        device: whose generator it is.
+    """
+
+    def __init__(self, states: dict[str, Tensor], device: torch.device) -> None:
+        self.states = states
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.outer, _thread_local.within_cell = _thread_local.within_cell, True
+        set_state(self.device, self.states[self.device.type])
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.states[self.device.type] = get_state(self.device)
+        _thread_local.within_cell = self.outer
 
 
 class RNGState:
-    """The states of the default generators of the CPU and of a device, before a computation.
+    """The states of the generators that a computation may draw from, before it.
+
+    These are that of the CPU, and that of the device where it is another.
 
     Args:
-        device: the device where random numbers are drawn.
+        device: where it computes.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.before = self._get([CPU] if device.type in ("cpu", "meta") else [CPU, DEVICE])
-        self.after: dict[str, Tensor] = {}
+        self.before = _get(dict.fromkeys([CPU, generator_of(device)]))
+        self.after: dict[torch.device, Tensor] = {}
 
     def settle(self) -> None:
         """Takes note of the states after the computation.
@@ -39,13 +183,13 @@ class RNGState:
         Generators that it has not drawn from will be left alone. So accelerators that draw from
         their own recompute side by side.
         """
-        after = self._get(self.before)
+        after = _get(self.before)
         self.after = {
-            name: state
-            for name, state in after.items()
-            if not torch.equal(state, self.before[name])
+            device: state
+            for device, state in after.items()
+            if _bytes(state) != _bytes(self.before[device])
         }
-        self.before = {name: self.before[name] for name in self.after}
+        self.before = {device: self.before[device] for device in self.after}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -54,34 +198,41 @@ class RNGState:
         Raises:
             RuntimeError: the block drew other numbers than the computation.
         """
-        with _cpu_generator if CPU in self.before else nullcontext():
-            now = self._get(self.before)
-            self._set(self.before)
+        with ExitStack() as held:
+            if CPU in self.before:
+                held.enter_context(_locks[CPU])
+            now = _get(self.before)
+            _set(self.before)
             try:
                 yield
-                again = self._get(self.after)
+                again = _get(self.after)
             finally:
-                self._set(now)
-        for name, state in again.items():
+                _set(now)
+        for device, state in again.items():
             # Where nothing was drawn, it was another thread that drew before.
-            if not any(torch.equal(state, other[name]) for other in (self.before, self.after)):
+            known = (self.before[device], self.after[device])
+            if not any(_bytes(state) == _bytes(other) for other in known):
                 raise RuntimeError(
                     "a recomputation must draw the same random numbers as the forward (generator: "
-                    f"{self.device if name == DEVICE else CPU}); while layers draw from it, no "
-                    "other thread may: let layers on an accelerator draw from the accelerator's "
-                    "generator, or use checkpoint='never'"
+                    f"{device}); while layers draw from it, no other thread may: let layers on an "
+                    "accelerator draw from the accelerator's generator, or use checkpoint='never'"
                 )
 
-    def _get(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._call(name, "get_rng_state") for name in names}
 
-    def _set(self, states: dict[str, Tensor]) -> None:
-        for name, state in states.items():
-            self._call(name, "set_rng_state", state)
+def generator_of(device: torch.device) -> torch.device:
+    """The device whose default generator is drawn from: on the meta device nothing is drawn."""
+    return CPU if device.type in ("cpu", "meta") else device
 
-    def _call(self, name: str, function: str, *arguments: Tensor) -> Any:
-        if name == CPU:
-            return getattr(torch, function)(*arguments)
-        with use_device(self.device):
-            # torch.cuda, torch.xpu, ...
-            return getattr(torch.get_device_module(self.device), function)(*arguments)
+
+def _get(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+    return {device: get_state(device) for device in devices}
+
+
+def _set(states: Mapping[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        set_state(device, state)
+
+
+def _bytes(state: Tensor) -> bytes:
+    # Comparing tensors takes several times as long.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)

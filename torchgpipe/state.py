@@ -33,16 +33,25 @@ class LayersState:
         self._parameters: list[Tensor] = []
         self._versions: list[int] | None = None
         self._norms: list[nn.Module] = []
+        #: The identities of all parameters and buffers.
+        self._lasting: set[int] = set()
         for module in layers.modules():
             self._flags.append((module, module.training))
             for name, parameter in module._parameters.items():
                 self._tensors.append((module._parameters, name, parameter))
                 if parameter is not None:
                     self._parameters.append(parameter)
+                    self._lasting.add(id(parameter))
             for name, buffer in module._buffers.items():
                 self._tensors.append((module._buffers, name, buffer))
+                if buffer is not None:
+                    self._lasting.add(id(buffer))
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
+
+    def lasts(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, or a view of one, and stays in memory."""
+        return id(tensor) in self._lasting or id(tensor._base) in self._lasting
 
     def settle(self) -> None:
         """From now on, until the layers run again, parameters must not be changed in place."""

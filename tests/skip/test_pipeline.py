@@ -368,7 +368,7 @@ def test_error_in_a_generator_names_the_cell(mode):
     model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
     with pytest.raises(KeyError, match="why") as caught:
         model(torch.rand(2, 1))
-    assert note_of(caught.value) == "raised in partition 1, micro-batch 0"
+    assert note_of(caught.value) == "raised in partition 1, micro-batch 0, layer 1 (Fail)"
 
 
 class Watch:
@@ -399,7 +399,8 @@ class Watch:
                 x = yield pop("x")
                 # Another one, if it came from another device.
                 watch.refs.append(StorageWeakRef(x.untyped_storage()))
-                return input + x
+                # A checkpointed cell that saves nothing would not be computed again.
+                return input * torch.ones(1) + x
 
         return Put(), Get()
 

@@ -15,6 +15,7 @@ from tests.virtual.stages import own_streams
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.microbatch import gather, scatter
 from torchgpipe.pipeline import clock_cycles
+from torchgpipe.rng import Draws
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.stream import accelerators
 from torchgpipe.testing import observe
@@ -52,12 +53,13 @@ class Reference(nn.Module):
     def forward(self, value):
         batches = [own(batch) for batch in scatter(value, self.chunks)]
         trackers = [Tracker() for _ in batches]
-        with self.norms_of_the_whole() if self.deferred and self.training else nullcontext():
+        draws = Draws(self.devices, len(batches))
+        with draws, self.norms_of_the_whole() if self.deferred and self.training else nullcontext():
             for cycle in clock_cycles(len(batches), len(self.partitions)):
                 for i, j in cycle:
                     trackers[i].device = self.devices[j]
                     moved = batches[i].replace([x.to(self.devices[j]) for x in batches[i]])
-                    with use_skip_tracker(trackers[i]):
+                    with use_skip_tracker(trackers[i]), draws.of(i, self.devices[j]):
                         batches[i] = own(moved.call(self.partitions[j]))
         return gather(batches)
 

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from torchgpipe import microbatch
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.profile import profile_layers
-from torchgpipe.microbatch import TensorOrTensors
 from torchgpipe.partition import verify_module
 from torchgpipe.stream import Device
 
@@ -23,7 +24,7 @@ __all__ = ["balance_by_time", "balance_by_size"]
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
-    sample: TensorOrTensors,
+    sample: Any,
     *,
     timeout: float = 1.0,
     device: Device | None = None,
@@ -61,7 +62,7 @@ def balance_by_time(
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
-    input: TensorOrTensors,
+    input: Any,
     *,
     chunks: int = 1,
     param_scale: float = 2.0,

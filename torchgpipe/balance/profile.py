@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchgpipe.balance.storages import LiveStorages
-from torchgpipe.microbatch import VALUE, Batch, TensorOrTensors
+from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.note import Named
 from torchgpipe.partition import place, verify_module
 from torchgpipe.rng import RNGState
@@ -104,7 +104,7 @@ def layerwise_sandbox(
 
 def profile_layers(
     module: nn.Sequential,
-    sample: TensorOrTensors,
+    sample: Any,
     *,
     timeout: float = 1.0,
     device: Device | None = None,
@@ -243,7 +243,7 @@ class Sandbox:
     def _forward(self, batch: Batch) -> Batch:
         tracker = SkipTracker(batch.skips)
         with use_skip_tracker(tracker):
-            return Batch(self.layer(batch.value), tracker.tensors)
+            return batch.call(self.layer).with_skips(tracker.tensors)
 
 
 def default_device() -> torch.device:
