@@ -179,7 +179,7 @@ class Cell:
         value = batch.take().with_skips({})
         again = self.state.restored() if self.state and is_recomputing() else nullcontext()
         with again, use_skip_tracker(tracker):
-            output = value.call(self.layers).with_skips(tracker.tensors)
+            output = value.call(self.layers).with_skips(tracker.values)
         if versions != [version_of(x) for x in watched]:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):

@@ -36,20 +36,22 @@ class Batch:
 
     Args:
         value: what a layer takes and gives: any nested structure.
-        skips: what passes by layers, by some key each.
+        skips: what passes by layers, by some key each: likewise.
 
     Raises:
         TypeError: the value holds tensors in something that is no known container.
     """
 
-    __slots__ = ("_single", "parts", "shared", "structure")
+    __slots__ = ("_single", "parts", "shared", "structures")
 
-    def __init__(self, value: Any, skips: Mapping[Any, Tensor | None] | None = None) -> None:
-        tensors, self.structure = flatten(value)
+    def __init__(self, value: Any, skips: Mapping[Any, Any] | None = None) -> None:
+        tensors, structure = flatten(value)
         #: The tensors of the value, and of each skip.
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
-        for key, tensor in (skips or {}).items():
-            self.parts[key] = () if tensor is None else (tensor,)
+        #: What these are in.
+        self.structures = {VALUE: structure}
+        for key, skip in (skips or {}).items():
+            self.parts[key], self.structures[key] = flatten(skip)
         # Most are. All else in this class holds for any, but takes its time.
         self._single = len(tensors) == len(self.parts) == 1
         #: The parts with a tensor that shares memory with another one.
@@ -58,18 +60,18 @@ class Batch:
     @property
     def atomic(self) -> bool:
         """Whether the value is a tensor alone."""
-        return self.structure is ALONE
+        return self.structures[VALUE] is ALONE
 
     @property
     def value(self) -> Any:
         """The micro-batch as layers see it."""
-        return self.structure.unflatten(self.parts[VALUE])
+        return self.structures[VALUE].unflatten(self.parts[VALUE])
 
     @property
-    def skips(self) -> dict[Any, Tensor | None]:
+    def skips(self) -> dict[Any, Any]:
         """What passes by layers."""
         return {
-            key: tensors[0] if tensors else None
+            key: self.structures[key].unflatten(tensors)
             for key, tensors in self.parts.items()
             if key is not VALUE
         }
@@ -91,7 +93,7 @@ class Batch:
             return Batch(function(value))
         return Batch(function(*value.args, **value.kwargs))
 
-    def with_skips(self, skips: Mapping[Any, Tensor | None], shared: Iterable[Any] = ()) -> Batch:
+    def with_skips(self, skips: Mapping[Any, Any], shared: Iterable[Any] = ()) -> Batch:
         """The same value beside other skips.
 
         Args:
@@ -237,7 +239,7 @@ def gather(outputs: Sequence[Batch]) -> Any:
         if key not in joined:
             joined[key] = _joined(tensors)
         found.append(joined[key])
-    return first.structure.unflatten(tuple(found))
+    return first.structures[VALUE].unflatten(tuple(found))
 
 
 def _joined(tensors: Tensors) -> Tensor:
@@ -253,7 +255,7 @@ def _joined(tensors: Tensors) -> Tensor:
 
 
 def _compare(first: Batch, other: Batch, i: int) -> None:
-    a, b = first.structure, other.structure
+    a, b = first.structures[VALUE], other.structures[VALUE]
     if a is b:
         if len(first.parts[VALUE]) == len(other.parts[VALUE]):
             return

@@ -153,10 +153,10 @@ class Pipeline:
                 # Else that cell has been computed before this one.
                 if k >= 0 and j - k < lead:
                     self.phonies[i + lead, k] += phonies  # [3]
-        self.skips[i].tensors.update(batch.skips)
+        self.skips[i].values.update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
-        if len(batch) < 2 and not self.skips[i].tensors:
+        if len(batch) < 2 and not self.skips[i].values:
             # Nothing is left that it could share memory with.
             batch.shared = frozenset()
 

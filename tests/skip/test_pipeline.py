@@ -16,7 +16,7 @@ from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 MODES = ["never", "except_last", "always"]
-KINDS = ["layer", "input", "output", "view", "none", "constant", "unused", "integer"]
+KINDS = "layer input output view none constant unused integer nested".split()
 WIDTH = 3
 
 
@@ -35,11 +35,16 @@ def mix(stashes, pops):
                 y = yield pop(name)
                 if kind == "none":
                     assert y is None
+                elif kind == "nested":
+                    assert (y["n"], y["x"][1], y["x"][2].dtype) == (3, None, torch.bool)
+                    x = x * y["x"][0].sigmoid()
                 elif kind != "unused":
                     x = x * y.sigmoid()
             for name, kind in stashes.items():
                 if kind == "none":
                     yield stash(name, None)
+                elif kind == "nested":
+                    yield stash(name, {"x": [x.exp(), None, x > 0], "n": 3})
                 elif kind == "input":
                     yield stash(name, input)
                 elif kind == "output":

@@ -125,6 +125,7 @@ STASH = {
     "integers": lambda x, y, p: (x > 0).long(),
     "empty": lambda x, y, p: x[:0] * p,
     "none": lambda x, y, p: None,
+    "nested": lambda x, y, p: {"rest": [1, None, x > 0], "x": (x * p, "here")},
 }
 
 #: What may be done with a value and what is popped.
@@ -156,6 +157,8 @@ def skip_layer(stashed=None, popped=None):
         def forward(self, value):
             for name, way in popped.items():
                 skip = yield pop(name)
+                if isinstance(skip, dict):
+                    skip = skip["x"][0]
                 if skip is not None:
                     value = POP[way](value, skip)
             x = first(value)

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tests.virtual.models import WIDTH, First, first, tensors
 from tests.virtual.stages import own_streams
@@ -31,8 +32,7 @@ class Tracker(SkipTracker):
     device = None
 
     def load(self, skip):
-        tensor = super().load(skip)
-        return None if tensor is None else tensor.to(self.device)
+        return tree_map_only(torch.Tensor, lambda x: x.to(self.device), super().load(skip))
 
 
 def own(batch):

@@ -243,7 +243,7 @@ class Sandbox:
     def _forward(self, batch: Batch) -> Batch:
         tracker = SkipTracker(batch.skips)
         with use_skip_tracker(tracker):
-            return batch.call(self.layer).with_skips(tracker.tensors)
+            return batch.call(self.layer).with_skips(tracker.values)
 
 
 def default_device() -> torch.device:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.skip.namespace import Namespace, Skip
 from torchgpipe.skip.tracker import current_skip_tracker
@@ -37,7 +37,7 @@ Layer = TypeVar("Layer", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class stash:
-    """Stashes a tensor: ``yield stash(name, tensor)``.
+    """Stashes a tensor, or any nested structure of tensors: ``yield stash(name, tensor)``.
 
     Args:
         name: a name that the layer declared.
@@ -45,7 +45,7 @@ class stash:
     """
 
     name: str
-    tensor: Tensor | None
+    tensor: Any
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,8 @@ def _run(
         sent = None
         if isinstance(asked, pop):
             sent = tracker.load(skip)
-        elif asked.tensor is None or isinstance(asked.tensor, Tensor):
-            tracker.save(skip, asked.tensor)
         else:
-            raise TypeError(
-                "what is stashed must be a tensor or None "
-                f"(layer: {type(layer).__name__}, name: {asked.name!r}, value: "
-                f"{type(asked.tensor).__name__}); stash several tensors under a name each"
-            )
+            tracker.save(skip, asked.tensor)
         # Nothing here holds a tensor while the layer goes on.
         del asked
 

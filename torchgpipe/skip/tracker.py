@@ -1,12 +1,11 @@
-"""Trackers: where layers stash tensors, and pop them from."""
+"""Trackers: where layers stash values, and pop them from."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-
-from torch import Tensor
+from typing import Any
 
 from torchgpipe.skip.namespace import Skip, describe
 
@@ -14,34 +13,34 @@ __all__: list[str] = []
 
 
 class SkipTracker:
-    """The tensors that were stashed and not popped yet.
+    """The values that were stashed and not popped yet.
 
     Within a wrapper there is one for each run of a partition on a micro-batch. It has what the
     partition is going to pop, and in the end, what later ones will.
 
     Args:
-        tensors: what was stashed before.
+        values: what was stashed before.
     """
 
-    def __init__(self, tensors: Mapping[Skip, Tensor | None] | None = None) -> None:
-        self.tensors: dict[Skip, Tensor | None] = dict(tensors or {})
+    def __init__(self, values: Mapping[Skip, Any] | None = None) -> None:
+        self.values: dict[Skip, Any] = dict(values or {})
 
-    def save(self, skip: Skip, tensor: Tensor | None) -> None:
-        """Stashes a tensor."""
-        self.tensors[skip] = tensor
+    def save(self, skip: Skip, value: Any) -> None:
+        """Stashes a value."""
+        self.values[skip] = value
 
-    def load(self, skip: Skip) -> Tensor | None:
-        """Pops a tensor, and lets go of it.
+    def load(self, skip: Skip) -> Any:
+        """Pops a value, and lets go of it.
 
         Raises:
             RuntimeError: it was not stashed.
         """
-        if skip not in self.tensors:
+        if skip not in self.values:
             raise RuntimeError(
                 "a skip must be stashed by an earlier layer before it is popped "
                 f"(skip: {describe(skip)}); run the layers in order, and all of them"
             )
-        return self.tensors.pop(skip)
+        return self.values.pop(skip)
 
 
 class _ThreadLocal(threading.local):
