@@ -16,7 +16,7 @@ from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 MODES = ["never", "except_last", "always"]
-KINDS = "layer input output view none constant unused integer nested".split()
+KINDS = ["layer", "input", "output", "view", "none", "constant", "unused", "integer", "nested"]
 WIDTH = 3
 
 
