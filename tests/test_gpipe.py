@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.helpers import CPUS, note_of, plain
-from torchgpipe import GPipe, gpipe, is_checkpointing
+from torchgpipe import GPipe, is_checkpointing, options
 from torchgpipe.context import Context
 from torchgpipe.worker import Workers
 
@@ -110,9 +110,9 @@ def test_further_devices_are_left_alone():
 
 
 def test_default_devices(monkeypatch):
-    monkeypatch.setattr(gpipe, "accelerators", list)
+    monkeypatch.setattr(options, "accelerators", list)
     assert GPipe(layers(1, 1, 1), [1, 1]).devices == [torch.device("cpu")] * 2
-    monkeypatch.setattr(gpipe, "accelerators", lambda: [torch.device("meta")] * 3)
+    monkeypatch.setattr(options, "accelerators", lambda: [torch.device("meta")] * 3)
     assert GPipe(layers(1, 1, 1), [1, 1]).devices == [torch.device("meta")] * 2
     with pytest.raises(IndexError):
         GPipe(layers(1, 1, 1, 1, 1), [1] * 4)

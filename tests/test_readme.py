@@ -16,7 +16,7 @@ GUIDE = sorted({*(ROOT / "docs").glob("*.rst")} - {ROOT / "docs/testing.rst"})
 @pytest.fixture(autouse=True)
 def no_accelerators(monkeypatch):
     """Those of a machine may be fewer than the partitions of the examples."""
-    monkeypatch.setattr("torchgpipe.gpipe.accelerators", list)
+    monkeypatch.setattr("torchgpipe.options.accelerators", list)
 
 
 def test_readme(run, tmp_path):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
 from torchgpipe.context import verify_no_tangents, verify_no_transform
+from torchgpipe.options import checked_balance, checked_devices, is_positive_int
 from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
-from torchgpipe.stream import Device, Streams, accelerators, canonical_device
+from torchgpipe.stream import Device, Streams
 from torchgpipe.structure import Arguments
 from torchgpipe.worker import Workers
 
@@ -86,8 +86,8 @@ class GPipe(nn.Module):
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        self.balance = _checked_balance(balance, module)
-        self.devices = _checked_devices(devices, len(self.balance))
+        self.balance = checked_balance(balance, module)
+        self.devices = checked_devices(devices, len(self.balance))
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.training = module.training
@@ -126,7 +126,7 @@ class GPipe(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        if not _is_positive_int(chunks):
+        if not is_positive_int(chunks):
             raise ValueError(
                 "chunks must be a positive integer, the number of micro-batches "
                 f"(chunks: {chunks!r}); chunks=1 does without micro-batches"
@@ -310,61 +310,6 @@ def _value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # What the forward of an nn.Sequential calls it.
         return kwargs["input"]
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
-
-
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
-
-
-def _checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
-    if not isinstance(balance, Iterable):
-        raise TypeError(
-            "balance must be a sequence with the number of layers of each partition "
-            f"(balance: {balance!r}); for one partition, pass [{len(module)}]"
-        )
-    sizes = list(balance)
-    if not all(_is_positive_int(size) for size in sizes):
-        raise ValueError(
-            "balance must be positive integers, the number of layers in each partition "
-            f"(balance: {sizes}); leave a partition without layers out"
-        )
-    if sum(sizes) != len(module):
-        raise ValueError(
-            "balance must add up to the number of layers "
-            f"(balance: {sizes}, sum: {sum(sizes)}, layers: {len(module)}); "
-            "give every layer to one partition"
-        )
-    return [int(size) for size in sizes]
-
-
-def _checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
-    found: Sequence[Device]
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
-        raise TypeError(
-            "devices must be a sequence with a device for each partition "
-            f"(devices: {devices!r}); for one that all share, pass [{str(devices)!r}] * "
-            f"{partitions}"
-        )
-    if devices is not None:
-        found = list(devices)
-    else:
-        found = accelerators() or [torch.device("cpu")] * partitions
-    if len(found) < partitions:
-        raise IndexError(
-            "there must be a device for each partition "
-            f"(partitions: {partitions}, devices: {[str(device) for device in found]}); "
-            "use fewer partitions, or name a device several times"
-        )
-    chosen = [canonical_device(device) for device in found[:partitions]]
-    known = [torch.device("cpu"), *accelerators()]
-    for device in chosen:
-        if device not in known and device.type != "meta":
-            raise ValueError(
-                "devices must be the CPU or accelerators of this machine "
-                f"(device: {device}, there are: {', '.join(map(str, known))}); name one that is "
-                "there, several times if need be"
-            )
-    return chosen
 
 
 def _moving_denied() -> TypeError:

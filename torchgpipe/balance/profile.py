@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchgpipe.balance.storages import LiveStorages
-from torchgpipe.microbatch import VALUE, Batch
+from torchgpipe.microbatch import VALUE, Batch, scatter
 from torchgpipe.note import Named
 from torchgpipe.partition import place, verify_module
 from torchgpipe.rng import RNGState
@@ -114,7 +114,8 @@ def profile_layers(
 
     Args:
         module: the layers.
-        sample: an input of the size of a micro-batch, on any device.
+        sample: an input of the size of a micro-batch, on any device: what the first layer takes as
+            its one argument.
 
     Keyword Args:
         timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
@@ -140,7 +141,8 @@ def profile_layers(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        batch = _leaves(Batch(sample).map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
+        (batch,) = scatter(sample, chunks=1)
+        batch = _leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
         layers = module._modules.items()
         for k, (name, layer) in enumerate(_shown(layers, len(module)) if progress else layers):
             share = (end - monotonic()) / (len(module) - k)
