@@ -1,7 +1,8 @@
 """Pipeline parallelism with micro-batches and checkpointing (GPipe) for PyTorch."""
 
-from torchgpipe.checkpoint import is_checkpointing, is_recomputing, verify_recomputation
+from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe
+from torchgpipe.slot import verify_recomputation
 from torchgpipe.structure import NoChunk
 
 __all__ = [

@@ -42,10 +42,11 @@ from torchgpipe.dependency import pass_on
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.note import running
 from torchgpipe.rng import RNGState
+from torchgpipe.slot import Slot, described, mismatch
 from torchgpipe.state import version_of
 from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
 
-__all__ = ["is_checkpointing", "is_recomputing", "verify_recomputation"]
+__all__ = ["is_checkpointing", "is_recomputing"]
 
 
 class _ThreadLocal(threading.local):
@@ -85,77 +86,6 @@ def _flag(name: str) -> Iterator[None]:
         yield
     finally:
         setattr(_thread_local, name, previous)
-
-
-class _Verification:
-    #: In how many ``with`` blocks the process is.
-    depth = 0
-
-
-@contextmanager
-def verify_recomputation() -> Iterator[None]:
-    """Has recomputations compare what they compute with what the forward did: to find bugs.
-
-    ::
-
-        with verify_recomputation():
-            model(input).sum().backward()
-
-    It concerns what runs forward within the block, and takes the memory that checkpointing saves.
-    Without it, only number, shape and dtype of what layers save for backward are compared.
-    """
-    _Verification.depth += 1
-    try:
-        yield
-    finally:
-        _Verification.depth -= 1
-
-
-class Slot:
-    """The place of one saved tensor, empty until it is recomputed.
-
-    Args:
-        tensor: what is to be saved.
-        lasting: whether it is there anyway, as parameters are. It is never empty then.
-    """
-
-    __slots__ = ("dtype", "expected", "lasting", "layer", "shape", "tensor", "version")
-
-    tensor: Tensor | None
-
-    def __init__(self, tensor: Tensor, lasting: bool) -> None:
-        self.layer = running.layer
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.lasting = lasting
-        self.tensor = tensor if lasting else None
-        self.version = version_of(tensor)
-        self.expected = tensor.detach().clone() if _Verification.depth and not lasting else None
-
-    def fill(self, tensor: Tensor) -> None:
-        # Within another layer's own checkpointing it is not known in backward.
-        other = running.layer not in (None, self.layer)
-        if other or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
-            raise _mismatch(_described(tensor, running.layer), _described(self, self.layer))
-        if self.expected is not None:
-            self._compare(tensor, self.expected)
-        if not self.lasting:
-            # Detached: without the recomputed graph. It still counts changes with the tensor.
-            self.tensor = tensor.detach()
-            self.version = version_of(tensor)
-
-    def _compare(self, tensor: Tensor, expected: Tensor) -> None:
-        self.expected = None
-        try:
-            # Recording nothing, or this would be called again.
-            with torch.no_grad():
-                torch.testing.assert_close(tensor.detach(), expected, equal_nan=True)
-        except AssertionError as error:
-            raise RuntimeError(
-                "a recomputation must compute the same values as the forward "
-                f"(layer: {self.layer}, {error}); make the layer compute the same from the same "
-                "input whenever it runs"
-            ) from None
 
 
 class Checkpoint:
@@ -201,7 +131,10 @@ class Checkpoint:
                 "pops, since it is computed again from these; have the layer compute out of "
                 "place, or clone the tensor there"
             )
-        if not all(slot.lasting for slot in self.slots):
+        if all(slot.lasting for slot in self.slots):
+            # Nothing was dropped, as where all layers are frozen: there will be no second run.
+            self.slots = []
+        else:
             rng.settle()
             self.kept = batch, versions, rng
         return output
@@ -209,7 +142,6 @@ class Checkpoint:
     def attach(self, *outputs: Tensor) -> tuple[Tensor, ...]:
         """Lets the gradients of outputs trigger the recomputation, on the current stream."""
         if self.kept is None:
-            # Nothing was dropped, as where all layers are frozen.
             return outputs
         tensors: tuple[Tensor, ...] = Recompute.apply(self, *outputs)
         return tensors
@@ -240,7 +172,7 @@ class Checkpoint:
 
         def fill(tensor: Tensor) -> None:
             if not slots:
-                raise _mismatch(_described(tensor, running.layer), "no more")
+                raise mismatch(described(tensor, running.layer), "no more")
             slots.popleft().fill(tensor)
 
         with (
@@ -255,7 +187,7 @@ class Checkpoint:
             del batch
             self.function(again)
         if slots:
-            raise _mismatch("no more", _described(slots[0], slots[0].layer))
+            raise mismatch("no more", described(slots[0], slots[0].layer))
 
     def _drop(self, tensor: Tensor) -> Slot:
         slot = Slot(tensor, self.lasting(tensor))
@@ -272,13 +204,7 @@ class Checkpoint:
                 "can backward go on after a recomputation has failed; use checkpoint='never' "
                 "for such a layer, or run the forward again"
             )
-        if slot.version != version_of(slot.tensor):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation (shape: {tuple(slot.tensor.shape)}, version: "
-                f"{version_of(slot.tensor)}, expected version: {slot.version}); use the layer that "
-                "changes it out of place"
-            )
+        slot.verify_unchanged()
         return slot.tensor
 
 
@@ -322,16 +248,3 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
 
 def _not_saved(_: None) -> Tensor:
     raise RuntimeError("a layer cannot run backward within its own forward under checkpointing")
-
-
-def _described(saved: Tensor | Slot, layer: str | None) -> str:
-    by = f" by layer {layer}" if layer else ""
-    return f"shape {tuple(saved.shape)} of {saved.dtype}{by}"
-
-
-def _mismatch(actual: str, expected: str) -> RuntimeError:
-    return RuntimeError(
-        "a recomputation must save the same tensors for backward as the forward "
-        f"(recomputation: {actual}, forward: {expected}); make the layers compute the same from "
-        "the same input whenever they run (is_recomputing() tells the second run)"
-    )

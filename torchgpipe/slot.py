@@ -1,0 +1,120 @@
+"""Slots: each stands for a tensor that was saved for backward, until it is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from torchgpipe.note import running
+from torchgpipe.state import version_of
+
+__all__ = ["verify_recomputation"]
+
+
+class _Verification:
+    #: In how many ``with`` blocks the process is.
+    depth = 0
+
+
+@contextmanager
+def verify_recomputation() -> Iterator[None]:
+    """Has recomputations compare what they compute with what the forward did: to find bugs.
+
+    ::
+
+        with verify_recomputation():
+            model(input).sum().backward()
+
+    It concerns what runs forward within the block, and takes the memory that checkpointing saves.
+    Without it, only number, shape and dtype of what layers save for backward are compared.
+    """
+    _Verification.depth += 1
+    try:
+        yield
+    finally:
+        _Verification.depth -= 1
+
+
+class Slot:
+    """The place of one saved tensor, empty until it is recomputed.
+
+    Args:
+        tensor: what is to be saved.
+        lasting: whether it is there anyway, as parameters are. It is never empty then.
+    """
+
+    __slots__ = ("dtype", "expected", "lasting", "layer", "shape", "tensor", "version")
+
+    tensor: Tensor | None
+
+    def __init__(self, tensor: Tensor, lasting: bool) -> None:
+        self.layer = running.layer
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.lasting = lasting
+        self.tensor = tensor if lasting else None
+        self.version = version_of(tensor)
+        self.expected = tensor.detach().clone() if _Verification.depth and not lasting else None
+
+    def fill(self, tensor: Tensor) -> None:
+        """Puts the recomputed tensor here.
+
+        Raises:
+            RuntimeError: it is not like the one that was saved in forward.
+        """
+        # Within another layer's own checkpointing it is not known in backward.
+        other = running.layer not in (None, self.layer)
+        if other or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            raise mismatch(described(tensor, running.layer), described(self, self.layer))
+        if self.expected is not None:
+            self._compare(tensor, self.expected)
+        if not self.lasting:
+            # Detached: without the recomputed graph. It still counts changes with the tensor.
+            self.tensor = tensor.detach()
+            self.version = version_of(tensor)
+
+    def verify_unchanged(self) -> None:
+        """Checks that nobody has changed the tensor in place, as autograd does.
+
+        Raises:
+            RuntimeError: somebody has.
+        """
+        assert self.tensor is not None
+        version = version_of(self.tensor)
+        if version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation (shape: {tuple(self.shape)}, version: {version}, expected "
+                f"version: {self.version}); use the layer that changes it out of place"
+            )
+
+    def _compare(self, tensor: Tensor, expected: Tensor) -> None:
+        self.expected = None
+        try:
+            # Recording nothing, or this would be called again.
+            with torch.no_grad():
+                torch.testing.assert_close(tensor.detach(), expected, equal_nan=True)
+        except AssertionError as error:
+            raise RuntimeError(
+                "a recomputation must compute the same values as the forward "
+                f"(layer: {self.layer}, {error}); make the layer compute the same from the same "
+                "input whenever it runs"
+            ) from None
+
+
+def described(saved: Tensor | Slot, layer: str | None) -> str:
+    """A saved tensor in words."""
+    by = f" by layer {layer}" if layer else ""
+    return f"shape {tuple(saved.shape)} of {saved.dtype}{by}"
+
+
+def mismatch(actual: str, expected: str) -> RuntimeError:
+    """What to raise where a recomputation saves otherwise than the forward."""
+    return RuntimeError(
+        "a recomputation must save the same tensors for backward as the forward "
+        f"(recomputation: {actual}, forward: {expected}); make the layers compute the same from "
+        "the same input whenever they run (is_recomputing() tells the second run)"
+    )
