@@ -199,7 +199,8 @@ class RNGState:
             RuntimeError: the block drew other numbers than the computation.
         """
         with ExitStack() as held:
-            if CPU in self.before:
+            # Within a cell, the thread that holds it waits for this one.
+            if CPU in self.before and not _thread_local.within_cell:
                 held.enter_context(_locks[CPU])
             now = _get(self.before)
             _set(self.before)
