@@ -1,0 +1,412 @@
+"""Random numbers depend on the seed and the number of chunks, and on nothing else.
+
+The reference is a wrapper with a single partition, without checkpointing; with one chunk, the plain
+model.
+"""
+
+import copy
+import threading
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.rng import get_state, set_state
+
+MODES = ["never", "except_last", "always"]
+BALANCES = [[4], [1, 3], [2, 2], [1, 1, 1, 1]]
+WIDTH = 4
+
+
+class Drawing(nn.Module):
+    """A layer that computes with what it draws."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+class LSTM(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Checkpointed(nn.Sequential):
+    """Is checkpointed by torch, too."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def some(x):
+    """Takes and repeats some features."""
+    weights = torch.ones(WIDTH, device=x.device)
+    return x[..., torch.multinomial(weights, WIDTH, replacement=True)]
+
+
+#: Layers that draw, for inputs of shape (rows, 3, WIDTH).
+LAYERS = {
+    "dropout": lambda: nn.Dropout(0.4),
+    "alpha dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.3)),
+    "dropout in place": lambda: nn.Dropout(0.4, inplace=True),
+    "rand_like": lambda: Drawing(lambda x: x + torch.rand_like(x)),
+    "bernoulli": lambda: Drawing(lambda x: x * torch.bernoulli(torch.full_like(x, 0.5))),
+    "normal_": lambda: Drawing(lambda x: x * torch.empty_like(x).normal_()),
+    "randperm": lambda: Drawing(lambda x: x[..., torch.randperm(WIDTH, device=x.device)]),
+    "multinomial": lambda: Drawing(some),
+    "stochastic depth": lambda: Drawing(
+        lambda x: x.tanh() if torch.rand((), device=x.device).item() < 0.5 else x
+    ),
+    "attention": lambda: Attention(WIDTH, 2, dropout=0.3, batch_first=True),
+    "LSTM": lambda: LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True),
+    "checkpointed": lambda: Checkpointed(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)),
+}
+
+
+def draws_twice(name):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), LAYERS[name](), nn.Linear(WIDTH, WIDTH), LAYERS[name]()
+    )
+
+
+def wrap(module, balance, chunks=1, mode="never", device="cpu"):
+    return GPipe(module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=mode)
+
+
+def step(model, x, *, seed=1):
+    """The output, the gradients, and the caller's generator after a step that leaves it there."""
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    output = model(x)
+    state = get_state(x.device)
+    leaves = [x, *model.parameters()]
+    gradients = torch.autograd.grad(output.square().sum(), leaves)
+    assert torch.equal(state, get_state(x.device))
+    return [output, *gradients, state]
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    return all(map(torch.equal, found, expected))
+
+
+def batch(device="cpu", rows=5):
+    return torch.rand(rows, 3, WIDTH, generator=torch.Generator().manual_seed(3)).to(device)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_same_in_every_mode_and_balance(name, chunks, device):
+    if name == "LSTM" and device.type == "cuda":
+        pytest.skip("cuDNN draws from a generator of its own")
+    module, x = draws_twice(name).to(device), batch(device)
+    expected = step(module if chunks == 1 else wrap(module, [4], chunks, device=device), x)
+    assert not torch.equal(expected[-1], step(nn.Identity(), x)[-1])
+    for balance in BALANCES:
+        for mode in MODES:
+            found = step(wrap(module, balance, chunks, mode, device), x)
+            assert same(found, expected), (balance, mode)
+
+
+@st.composite
+def models(draw):
+    """A random module, and a random balance for it."""
+    names = draw(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=4))
+    torch.manual_seed(0)
+    layers = [x for name in names for x in (nn.Linear(WIDTH, WIDTH), LAYERS[name]())]
+    ends = draw(st.sets(st.integers(1, len(layers) - 1), max_size=4))
+    return nn.Sequential(*layers), [b - a for a, b in pairwise([0, *sorted(ends), len(layers)])]
+
+
+@settings(max_examples=60)
+@given(
+    models(),
+    st.sampled_from([1, 2, 3, 8]),
+    st.sampled_from(MODES),
+    st.integers(2, 9),
+    st.integers(0, 2**64 - 1),
+)
+def test_same_in_random_models(model, chunks, mode, rows, seed):
+    module, balance = model
+    x = batch(rows=rows)
+    reference = module if chunks == 1 else wrap(module, [len(module)], chunks)
+    expected = step(reference, x, seed=seed)
+    assert same(step(wrap(module, balance, chunks, mode), x, seed=seed), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_same_in_training(chunks, mode):
+    """Step after step, each going on with the caller's generator."""
+    found = []
+    for balance, each in (([4], "never"), ([1, 2, 1], mode)):
+        module = draws_twice("dropout")
+        model = wrap(module, balance, chunks, each)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        torch.manual_seed(1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.rand(6, WIDTH)).square().sum().backward()
+            optimizer.step()
+        found.append([*module.parameters(), torch.rand(3)])
+    assert same(*found)
+
+
+def gone_on(state, steps):
+    torch.set_rng_state(state)
+    for _ in range(steps):
+        torch.rand(1)
+    return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+@pytest.mark.parametrize("balance", BALANCES)
+def test_nothing_drawn_leaves_the_generator_as_found(balance, chunks, device):
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    x = batch(device, rows=8)
+    for mode in MODES:
+        before = get_state(device)
+        wrap(module, balance, chunks, mode, device)(x).sum().backward()
+        assert torch.equal(before, get_state(device))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generator_goes_on_where_the_first_micro_batch_left_it(mode):
+    module = nn.Sequential(*[Drawing(lambda x: x + torch.rand(1)) for _ in range(4)])
+    before = torch.get_rng_state()
+    expected = gone_on(before, 4)
+    for chunks in (1, 2, 5):
+        torch.set_rng_state(before)
+        wrap(module, [1, 3], chunks, mode)(batch()).sum().backward()
+        assert torch.equal(expected, torch.get_rng_state())
+
+
+def test_first_micro_batch_draws_what_the_plain_model_draws():
+    module, x = draws_twice("dropout"), batch(rows=6)
+    torch.manual_seed(1)
+    expected = module(x[:2])
+    torch.manual_seed(1)
+    assert torch.equal(expected, wrap(module, [2, 2], chunks=3)(x)[:2])
+
+
+class Uniform(nn.Module):
+    """Replaces its input by random numbers."""
+
+    def forward(self, x):
+        return torch.rand_like(x)
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_all_numbers_differ(balance):
+    """From micro-batch to micro-batch, layer to layer and step to step."""
+    layer = Drawing(lambda x: torch.cat([x, torch.rand(len(x), 50).double()], dim=1))
+    layer.linear = nn.Identity()
+    model = wrap(nn.Sequential(layer, layer), balance, chunks=8)
+    drawn = torch.cat([model(torch.empty(8, 0).double()) for _ in range(4)])
+    assert len(drawn.unique()) == drawn.numel() == 3200
+
+
+def test_seeds_that_follow_each_other_give_other_numbers():
+    model = wrap(nn.Sequential(Uniform()), [1], chunks=8)
+    drawn = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        drawn.append(model(torch.empty(8, 20).double()))
+    assert len(torch.cat(drawn).unique()) == 20 * 8 * 20
+
+
+class Selective(nn.Module):
+    """Draws for some rows only."""
+
+    def forward(self, x):
+        return x + torch.rand_like(x) if (x > 0).all() else x
+
+
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+@pytest.mark.parametrize("mode", MODES)
+def test_generator_goes_on_when_only_a_later_micro_batch_draws(balance, mode):
+    x = torch.ones(4, 1)
+    x[0] = -1
+    x.requires_grad_()
+    model = wrap(nn.Sequential(Selective(), nn.Identity()), balance, 4, mode)
+    states, outputs = [torch.get_rng_state()], []
+    for _ in range(3):
+        outputs.append(model(x))
+        states.append(torch.get_rng_state())
+        outputs[-1].sum().backward()
+        assert torch.equal(states[-1], torch.get_rng_state())
+    assert len({bytes(state.numpy()) for state in states}) == 4
+    assert len(torch.cat([output[1:] for output in outputs]).unique()) == 9
+
+
+class Failing(nn.Module):
+    """Draws, and fails in the call that is asked for."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        x = x + torch.rand_like(x)
+        self.call -= 1
+        if self.call < 0:
+            raise ArithmeticError
+        return x
+
+
+@pytest.mark.parametrize("call", [0, 2])
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]])
+def test_layer_that_fails_leaves_the_generator_as_found(balance, call, device):
+    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), Failing(call))
+    model, x = wrap(module, balance, chunks=3, mode="always", device=device), batch(device)
+    before = get_state(device)
+    with pytest.raises(ArithmeticError):
+        model(x)
+    assert torch.equal(before, get_state(device))
+    # And no lock: this would wait for it forever.
+    thread = threading.Thread(target=wrap(nn.Sequential(nn.Tanh()), [1], device=device), args=(x,))
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_recomputation_that_fails_leaves_the_generator_as_found():
+    class FailingAgain(nn.Module):
+        def forward(self, x):
+            x = torch.rand_like(x).exp() * x
+            if is_recomputing():
+                raise ArithmeticError
+            return x
+
+    model = wrap(nn.Sequential(nn.Dropout(0.5), FailingAgain()), [1, 1], 2, "always")
+    output = model(torch.rand(4, WIDTH, requires_grad=True))
+    before = torch.get_rng_state()
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+WITHOUT = {"grad": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", WITHOUT)
+def test_monte_carlo_dropout(name, chunks):
+    """Only the dropout layers train."""
+    module, x = draws_twice("dropout").eval(), batch()
+    for layer in module:
+        layer.train(isinstance(layer, nn.Dropout))
+    found = []
+    models = [wrap(module, balance, chunks, mode) for balance in BALANCES for mode in MODES]
+    for model in [*([module] if chunks == 1 else []), *models]:
+        torch.manual_seed(1)
+        with WITHOUT[name]():
+            found.append([model(x), model(x), torch.get_rng_state()])
+        assert not torch.equal(found[-1][0], found[-1][1])
+    assert all(same(other, found[0]) for other in found[1:])
+
+
+def test_dropout_in_eval_mode_leaves_the_generator_as_found():
+    model = wrap(draws_twice("dropout"), [2, 2], chunks=3).eval()
+    before = torch.get_rng_state()
+    model(batch()).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("inner", MODES)
+@pytest.mark.parametrize("chunks", [(1, 1), (2, 1), (1, 2), (3, 2)], ids=str)
+def test_wrapper_within_a_layer(chunks, inner):
+    outside, inside = chunks
+
+    def made(balance, mode, inner_balance, inner_mode):
+        torch.manual_seed(0)
+        within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), nn.Tanh())
+        if inner_balance:
+            within = wrap(within, inner_balance, inside, inner_mode)
+        module = nn.Sequential(nn.Dropout(0.3), within, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
+        return wrap(module, balance, outside, mode) if balance else module
+
+    x = batch(rows=6)
+    plain = chunks == (1, 1)
+    expected = step(made(*[(None, None), ([4], "never")][not plain], [3], "never"), x)
+    if plain:
+        assert same(step(made(None, None, None, None), x), expected)
+    for balance in ([4], [1, 2, 1]):
+        for mode in MODES:
+            assert same(step(made(balance, mode, [1, 2], inner), x), expected), (balance, mode)
+
+
+def draws_nothing():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("others", ["draws", "draws nothing"])
+def test_wrappers_in_several_threads(others, mode):
+    """Those that draw share a generator, but none is told that another one has."""
+    made = [draws_twice("dropout") if others == "draws" else draws_nothing(), draws_nothing()]
+    reference = copy.deepcopy(made[1])
+    x, errors, found = batch(), [], []
+    before = torch.get_rng_state()
+
+    def train(module):
+        model = wrap(module, [2, 2], chunks=3, mode=mode)
+        try:
+            for _ in range(20):
+                output = model(x)
+                output.square().sum().backward()
+            found.append(output)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(m,), daemon=True) for m in made * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert errors == []
+    assert sum(torch.equal(output, wrap(reference, [4], 3)(x)) for output in found) >= 2
+    if others == "draws nothing":
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_each_of_several_threads_draws_other_numbers():
+    module, drawn = nn.Sequential(Uniform(), nn.Identity()), []
+
+    def draw():
+        model = wrap(module, [1, 1], chunks=2)
+        drawn.extend(model(torch.empty(4, 5).double()) for _ in range(10))
+
+    threads = [threading.Thread(target=draw, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(torch.cat(drawn).unique()) == 3 * 10 * 20
+
+
+def test_state_of_the_generator_can_be_saved_between_steps():
+    """As a training loop does that is to go on tomorrow."""
+    model, x = wrap(draws_twice("dropout"), [2, 2], chunks=3), batch()
+    model(x)
+    saved = get_state(x.device)
+    expected = model(x), model(x)
+    set_state(x.device, saved)
+    assert same((model(x), model(x)), expected)
