@@ -83,25 +83,26 @@ class Draws:
         self._home: dict[str, torch.device] = {}
         for device in self._devices:
             self._home.setdefault(device.type, device)
-        self._held = ExitStack()
 
     def __enter__(self) -> None:
-        if not _thread_local.within_cell:
-            # In one order, so that nobody waits for who waits for him.
-            for device in sorted(self._devices, key=str):
-                self._held.enter_context(_locks[device])
-        self._found = _get(self._devices)
-        self._seeds = {
-            device: int.from_bytes(blake2b(_bytes(state), digest_size=8).digest(), "little")
-            for device, state in self._found.items()
-            if self._m > 1
-        }
-        self._first = [
-            {kind: self._state(device, i) for kind, device in self._home.items()}
-            for i in range(self._m)
-        ]
-        #: Of each micro-batch, by type of device.
-        self.states = [dict(states) for states in self._first]
+        with ExitStack() as held:
+            if not _thread_local.within_cell:
+                # In one order, so that nobody waits for who waits for him.
+                for device in sorted(self._devices, key=str):
+                    held.enter_context(_locks[device])
+            self._found = _get(self._devices)
+            self._seeds = {
+                device: int.from_bytes(blake2b(_bytes(state), digest_size=8).digest(), "little")
+                for device, state in self._found.items()
+                if self._m > 1
+            }
+            self._first = [
+                {kind: self._state(device, i) for kind, device in self._home.items()}
+                for i in range(self._m)
+            ]
+            #: Of each micro-batch, by type of device.
+            self.states = [dict(states) for states in self._first]
+            self._held = held.pop_all()
 
     def __exit__(
         self,
