@@ -5,9 +5,11 @@ import threading
 import pytest
 import torch
 
-from torchgpipe.rng import RNGState, _set
+from torchgpipe import rng
+from torchgpipe.rng import Draws, RNGState, _set, get_state, set_state
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
 
 
 def draw(device):
@@ -106,3 +108,155 @@ def test_one_thread_at_a_time_turns_the_cpu_generator_back():
         thread.join()
     assert all(torch.equal(first, x) for first, *rest in draws.values() for x in rest)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_state_of_a_generator(device):
+    state = get_state(device)
+    first = torch.rand(3, device=device)
+    assert not torch.equal(state, get_state(device))
+    set_state(device, state)
+    assert torch.equal(first, torch.rand(3, device=device))
+
+
+def drawn(draws, i, device=CPU):
+    with draws.of(i, device):
+        return torch.rand(3, device=CPU if device == META else device)
+
+
+def test_first_micro_batch_goes_on_with_the_numbers_of_the_caller(device):
+    state = get_state(device)
+    expected = [torch.rand(3, device=device) for _ in range(3)]
+    set_state(device, state)
+    draws = Draws([device], 3)
+    with draws:
+        found = [drawn(draws, i, device) for i in (0, 1, 2, 0, 1)]
+    found.append(torch.rand(3, device=device))
+    assert torch.equal(expected[0], found[0])
+    assert torch.equal(expected[1], found[3])
+    assert torch.equal(expected[2], found[5])
+    assert len(torch.cat(found).unique()) == 18
+
+
+def test_micro_batches_draw_the_same_in_any_order():
+    state, found = get_state(CPU), []
+    for order in ([0, 1, 2, 0, 1, 2], [2, 1, 0, 0, 1, 2], [0, 0, 1, 1, 2, 2]):
+        set_state(CPU, state)
+        draws = Draws([CPU, CPU], 3)
+        with draws:
+            numbers = [(i, drawn(draws, i).tolist()) for i in order]
+        found.append([*sorted(numbers, key=lambda each: each[0]), torch.rand(3).tolist()])
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_is_drawn_between_cells_counts_for_nobody():
+    state, found = get_state(CPU), []
+    for between in (0, 5):
+        set_state(CPU, state)
+        draws = Draws([CPU], 2)
+        with draws:
+            numbers = []
+            for i in (0, 1, 0):
+                torch.rand(between)
+                numbers.append(drawn(draws, i))
+        found.append([*numbers, torch.rand(3)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_caller_finds_its_generator_where_nothing_was_drawn(m, device):
+    state = get_state(device)
+    draws = Draws([device], m)
+    with draws:
+        for i in range(m):
+            with draws.of(i, device):
+                pass
+    assert torch.equal(state, get_state(device))
+
+
+@pytest.mark.parametrize("i", [1, 2])
+def test_caller_goes_on_elsewhere_where_another_micro_batch_drew(i):
+    state = get_state(CPU)
+    draws = Draws([CPU], 3)
+    found = []
+    for _ in range(2):
+        with draws:
+            found += [drawn(draws, i)]
+        found += [get_state(CPU)]
+    assert not torch.equal(found[0], found[2])
+    assert not torch.equal(state, found[1])
+    assert not torch.equal(found[1], found[3])
+
+
+def test_caller_finds_its_generator_after_an_exception(device):
+    state = get_state(device)
+    draws = Draws([device], 2)
+    with pytest.raises(KeyError), draws:
+        drawn(draws, 1, device)
+        with draws.of(0, device):
+            torch.rand(3, device=device)
+            raise KeyError
+    assert torch.equal(state, get_state(device))
+
+
+def test_meta_device_has_the_generator_of_the_cpu():
+    state = get_state(CPU)
+    expected = torch.rand(3), torch.rand(3), torch.rand(3)
+    set_state(CPU, state)
+    draws = Draws([META, CPU], 1)
+    with draws:
+        found = drawn(draws, 0, META), drawn(draws, 0, CPU)
+    assert all(map(torch.equal, expected, [*found, torch.rand(3)]))
+
+
+def in_a_thread(function, timeout=10):
+    """Whether a function comes to an end there."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return not thread.is_alive()
+
+
+def step():
+    draws = Draws([CPU], 1)
+    with draws, draws.of(0, CPU):
+        pass
+
+
+def test_one_step_at_a_time():
+    with Draws([CPU], 1):
+        assert not in_a_thread(step, timeout=0.05)
+    assert in_a_thread(step)
+
+
+def test_step_within_a_cell_does_not_wait():
+    """It is computed by a worker, while the caller is in the midst of a step."""
+    draws = Draws([CPU], 1)
+
+    def within():
+        with draws.of(0, CPU):
+            step()
+
+    with draws:
+        assert in_a_thread(within)
+
+
+def test_recomputation_within_a_cell_does_not_wait():
+    state = RNGState(CPU)
+    torch.rand(3)
+    state.settle()
+    draws = Draws([CPU], 1)
+
+    def within():
+        with draws.of(0, CPU), state.restored():
+            torch.rand(3)
+
+    with draws:
+        assert in_a_thread(within)
+
+
+def test_step_that_does_not_begin_has_nobody_wait(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(rng, "get_state", lambda device: 1 / 0)
+        with pytest.raises(ZeroDivisionError), Draws([CPU], 1):
+            pass
+    assert in_a_thread(step)
