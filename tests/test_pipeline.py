@@ -176,6 +176,61 @@ def test_frozen_partition_takes_no_part_in_backward():
     assert partitions[1][0].weight.grad is not None
 
 
+class Scale(nn.Module):
+    """Saves a buffer for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Calls(nn.Module):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x):
+        self.calls.append(x)
+        return x
+
+
+def with_frozen_layers():
+    frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), Scale())
+    return [nn.Sequential(nn.Linear(2, 2)), frozen, nn.Sequential(nn.Tanh())]
+
+
+def test_frozen_partition_is_not_recomputed():
+    """Backward needs nothing of it but its weights, which are there anyway."""
+    calls = []
+    partitions = with_frozen_layers()
+    partitions[1].append(Calls(calls))
+    x = torch.rand(3, 2)
+    output = run_pipeline(partitions, CPUS[:3], x, chunks=3, checkpointed=3)
+    recomputed = [node for node in nodes(output) if node.name() == "RecomputeBackward"]
+    assert len(recomputed) == 2 * 3
+    leaves = list(partitions[0].parameters())
+    expected = torch.autograd.grad(plain(nn.Sequential(*partitions), x, 3).sum(), leaves)
+    calls.clear()
+    assert all(map(torch.allclose, torch.autograd.grad(output.sum(), leaves), expected))
+    assert calls == []
+
+
+@pytest.mark.parametrize("checkpointed", [0, 3])
+@pytest.mark.parametrize("name", ["0.weight", "1.scale"])
+def test_frozen_tensor_changed_before_backward_is_an_error(name, checkpointed):
+    """As it is in plain PyTorch."""
+    partitions = with_frozen_layers()
+    output = run_pipeline(
+        partitions, CPUS[:3], torch.rand(3, 2), chunks=3, checkpointed=checkpointed
+    )
+    partitions[1].state_dict()[name].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 @pytest.mark.parametrize("devices", [[CPU] * 2, CPUS[:2]], ids=["one device", "two devices"])
 def test_exception_of_the_earliest_micro_batch(devices):
     """Both cells of a cycle fail; the plain module would have come to micro-batch 0 first."""

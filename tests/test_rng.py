@@ -208,7 +208,13 @@ def test_meta_device_has_the_generator_of_the_cpu():
     assert all(map(torch.equal, expected, [*found, torch.rand(3)]))
 
 
-def in_a_thread(function, timeout=10):
+@pytest.fixture
+def timeout():
+    """How many seconds to wait for what need not be waited for."""
+    return 10
+
+
+def in_a_thread(function, timeout):
     """Whether a function comes to an end there."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
@@ -222,13 +228,13 @@ def step():
         pass
 
 
-def test_one_step_at_a_time():
+def test_one_step_at_a_time(timeout):
     with Draws([CPU], 1):
         assert not in_a_thread(step, timeout=0.05)
-    assert in_a_thread(step)
+    assert in_a_thread(step, timeout)
 
 
-def test_step_within_a_cell_does_not_wait():
+def test_step_within_a_cell_does_not_wait(timeout):
     """It is computed by a worker, while the caller is in the midst of a step."""
     draws = Draws([CPU], 1)
 
@@ -237,10 +243,10 @@ def test_step_within_a_cell_does_not_wait():
             step()
 
     with draws:
-        assert in_a_thread(within)
+        assert in_a_thread(within, timeout)
 
 
-def test_recomputation_within_a_cell_does_not_wait():
+def test_recomputation_within_a_cell_does_not_wait(timeout):
     state = RNGState(CPU)
     torch.rand(3)
     state.settle()
@@ -251,12 +257,12 @@ def test_recomputation_within_a_cell_does_not_wait():
             torch.rand(3)
 
     with draws:
-        assert in_a_thread(within)
+        assert in_a_thread(within, timeout)
 
 
-def test_step_that_does_not_begin_has_nobody_wait(monkeypatch):
+def test_step_that_does_not_begin_has_nobody_wait(timeout, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rng, "get_state", lambda device: 1 / 0)
         with pytest.raises(ZeroDivisionError), Draws([CPU], 1):
             pass
-    assert in_a_thread(step)
+    assert in_a_thread(step, timeout)
