@@ -22,13 +22,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from hashlib import blake2b
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from torchgpipe.stream import use_device
+from torchgpipe.stream import STREAMLESS
 
 __all__: list[str] = []
 
@@ -46,13 +47,21 @@ class _ThreadLocal(threading.local):
 _thread_local = _ThreadLocal()
 
 
+@cache
+def generator_of(device: torch.device) -> torch.device:
+    """The device whose default generator is drawn from on a device: the CPU, if it has none."""
+    has_own = device.type not in ("cpu", "meta") and hasattr(
+        torch.get_device_module(device), "get_rng_state"
+    )
+    return device if has_own else CPU
+
+
 def get_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
     if device == CPU:
         return torch.default_generator.get_state()
-    with use_device(device):
-        # torch.cuda, torch.xpu, ...
-        state: Tensor = torch.get_device_module(device).get_rng_state()
+    # torch.cuda, torch.xpu, ...
+    state: Tensor = torch.get_device_module(device).get_rng_state(*_which(device))
     return state
 
 
@@ -61,8 +70,12 @@ def set_state(device: torch.device, state: Tensor) -> None:
     if device == CPU:
         torch.default_generator.set_state(state)
     else:
-        with use_device(device):
-            torch.get_device_module(device).set_rng_state(state)
+        torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    # Of what has no streams there is but one.
+    return () if device.type in STREAMLESS else (device,)
 
 
 class Draws:
@@ -96,6 +109,7 @@ class Draws:
                 for device, state in self._found.items()
                 if self._m > 1
             }
+            self._seeded = {device: torch.Generator(device) for device in self._seeds}
             self._first = [
                 {kind: self._state(device, i) for kind, device in self._home.items()}
                 for i in range(self._m)
@@ -124,7 +138,7 @@ class Draws:
         if i == 0:
             return self._found[device]
         seed = (self._seeds[device] + i) % 2**64
-        return torch.Generator(device).manual_seed(seed).get_state()
+        return self._seeded[device].manual_seed(seed).get_state()
 
     def _last(self, device: torch.device) -> Tensor:
         """With what the caller goes on."""
@@ -147,13 +161,16 @@ class Carried:
         device: whose generator it is.
     """
 
+    __slots__ = ("device", "kind", "outer", "states")
+
     def __init__(self, states: dict[str, Tensor], device: torch.device) -> None:
         self.states = states
         self.device = device
+        self.kind = device.type
 
     def __enter__(self) -> None:
         self.outer, _thread_local.within_cell = _thread_local.within_cell, True
-        set_state(self.device, self.states[self.device.type])
+        set_state(self.device, self.states[self.kind])
 
     def __exit__(
         self,
@@ -161,7 +178,7 @@ class Carried:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.states[self.device.type] = get_state(self.device)
+        self.states[self.kind] = get_state(self.device)
         _thread_local.within_cell = self.outer
 
 
@@ -219,11 +236,6 @@ class RNGState:
                     f"{device}); while layers draw from it, no other thread may: let layers on an "
                     "accelerator draw from the accelerator's generator, or use checkpoint='never'"
                 )
-
-
-def generator_of(device: torch.device) -> torch.device:
-    """The device whose default generator is drawn from: on the meta device nothing is drawn."""
-    return CPU if device.type in ("cpu", "meta") else device
 
 
 def _get(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
