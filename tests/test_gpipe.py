@@ -11,7 +11,6 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from tests.helpers import CPUS, note_of, plain
 from torchgpipe import GPipe, is_checkpointing, options
@@ -436,19 +435,6 @@ def test_switched_to_eval_mode(always, input):
     assert not any(module.training for module in always.modules())
     for p, q in zip(reference.parameters(), always.parameters()):
         assert torch.allclose(p.grad, q.grad)
-
-
-def test_functional_call(always, input):
-    """The parameters that it replaces are back in their places before backward begins."""
-    replaced = {name: torch.rand_like(p) for name, p in always.named_parameters()}
-    gradients = []
-    for mode in ("never", "always"):
-        always.checkpoint = mode
-        leaves = {name: p.clone().requires_grad_() for name, p in replaced.items()}
-        output = functional_call(always, leaves, (input,))
-        gradients.append(torch.autograd.grad(output.square().sum(), list(leaves.values())))
-    for a, b in zip(*gradients):
-        assert torch.equal(a, b)
 
 
 # It stays where it is.
