@@ -207,13 +207,20 @@ WAYS = {
 
 
 def train(model, value, way="backward", steps=2):
-    """Some steps as a training loop has them; what they give, in order."""
+    """Some steps as a training loop has them; what they give, in order.
+
+    Args:
+        model: what is trained.
+        value: its input.
+        way: what is done in a step: one of WAYS, or a function like these.
+        steps: how many.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters or [torch.zeros(())], lr=0.1, momentum=0.9)
     found = []
     for step in range(steps):
         optimizer.zero_grad()
-        output = WAYS[way](model, value)
+        output = WAYS.get(way, way)(model, value)
         found += [(f"output of step {step}", x.detach().clone()) for x in tensors(output)]
         del output
         leaves = [("input", x) for x in tensors(value)] + list(model.named_parameters())

@@ -1,0 +1,267 @@
+"""What autograd offers besides backward, on several devices: the same values, and nothing races."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.functional import jacobian
+from torch.func import functional_call
+
+from tests.virtual.models import LAYERS, WIDTH
+from tests.virtual.stages import MODES
+from tests.virtual.training import loss_of, verify
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.testing import observe
+
+M = 3
+
+
+def wrap(place, devices, mode, names=("linear", "shifted", "tanh")):
+    return GPipe(
+        nn.Sequential(*[LAYERS[name]() for _ in place for name in names]).double(),
+        [len(names)] * len(place),
+        devices=[devices[d] for d in place],
+        chunks=M,
+        checkpoint=mode,
+    )
+
+
+def batch():
+    return torch.randn(2 * M, WIDTH).double()
+
+
+def removed(handles):
+    for handle in handles:
+        handle.remove()
+
+
+def hooked_parameters(model, value):
+    """Hooks that change gradients, and one that uses what was accumulated."""
+    seen = []
+
+    def accumulated(parameter):
+        parameter.grad.mul_(2)
+        seen.append(parameter.grad.sum())
+
+    handles = [p.register_hook(lambda grad: grad.clamp(-0.1, 0.1)) for p in model.parameters()]
+    handles += [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters()]
+    output = model(value)
+    loss_of(output).backward()
+    removed(handles)
+    assert len(seen) == len(list(model.parameters()))
+    return output
+
+
+def optimizer_in_backward(model, value):
+    """Each parameter is changed, and its gradient freed, as soon as it is there."""
+    optimizers = {p: torch.optim.SGD([p], lr=0.01, momentum=0.9) for p in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+    for _ in range(2):
+        output = model(value)
+        loss_of(output).backward()
+    removed(handles)
+    return output
+
+
+def hooked_tensors(model, value):
+    """Of the input, of the output, and of what layers pass on."""
+    handles = [value.register_hook(lambda grad: grad * 2)]
+
+    def within(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad.tanh())
+
+    handles += [partition[1].register_forward_hook(within) for partition in model.partitions]
+    output = model(value)
+    output.register_hook(lambda grad: grad.sin())
+    loss_of(output).backward()
+    removed(handles)
+    return output
+
+
+def hooked_modules(model, value):
+    """Each partition and each layer, once per micro-batch, and changing what it is given."""
+    calls = {"forward": 0, "again": 0, "backward": 0}
+
+    def forward(module, args, output):
+        calls["again" if is_recomputing() else "forward"] += 1
+        return output * 1.5
+
+    def backward(module, grad_input, grad_output):
+        calls["backward"] += 1
+        return tuple(x if x is None else x * 0.5 for x in grad_input)
+
+    modules = [x for partition in model.partitions for x in partition]
+    handles = [x.register_forward_hook(forward) for x in modules]
+    handles += [x.register_full_backward_hook(backward) for x in modules]
+    handles += [x.register_full_backward_pre_hook(lambda m, grads: grads) for x in modules]
+    output = model(value)
+    loss_of(output).backward()
+    removed(handles)
+    assert calls["forward"] == calls["backward"] == M * len(modules)
+    assert calls["again"] in (0, (M - 1) * len(modules), M * len(modules))
+    return output
+
+
+def penalty_of_the_input(model, value):
+    output = model(value)
+    (grad,) = torch.autograd.grad(loss_of(output), value, create_graph=True)
+    (loss_of(output).to(grad.device) + grad.square().sum()).backward()
+    return output
+
+
+def penalty_of_the_parameters(model, value):
+    output = model(value)
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(loss_of(output), parameters, create_graph=True)
+    sum(grad.square().sum().to(value.device) for grad in grads).backward()
+    return output
+
+
+def some_gradients(model, value):
+    """One at a time, of each device."""
+    output = model(value)
+    loss = loss_of(output)
+    for leaf in [value, *[next(p.parameters()) for p in model.partitions]]:
+        (leaf.grad,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    loss_of(model(value)).backward(inputs=[value])
+    return output
+
+
+def auxiliary_losses(model, value):
+    """Of what is on each device, with and without a loss of the output."""
+    for alone in (False, True):
+        kept = []
+
+        def keep(module, args, output, kept=kept):
+            if not is_recomputing():
+                kept.append(output)
+
+        handles = [partition[1].register_forward_hook(keep) for partition in model.partitions]
+        output = model(value)
+        removed(handles)
+        losses = [y.square().sum().to(value.device) for y in kept]
+        (sum(losses) + (0 if alone else loss_of(output).to(value.device))).backward()
+    return output
+
+
+def accumulated_and_scaled(model, value):
+    """Some backwards, with a scaler and clipping, as the caller's loop has them."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for k in range(3):
+        output = model(value * (k + 1))
+        scaler.scale(loss_of(output) / 3).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return output
+
+
+def jacobian_of_one_column(model, value):
+    return jacobian(lambda x: model(x)[:, 0], value)
+
+
+def called_functionally(model, value):
+    """With other parameters, computed from leaves, in place of its own on all devices."""
+    torch.manual_seed(3)
+    leaves = {
+        name: torch.rand(p.shape).double().to(p.device).requires_grad_()
+        for name, p in model.named_parameters()
+    }
+    output = functional_call(model, {name: x.tanh() for name, x in leaves.items()}, (value,))
+    loss_of(output).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        parameter.grad = leaves[name].grad
+    return output
+
+
+NEW_WAYS = [
+    hooked_parameters,
+    optimizer_in_backward,
+    hooked_tensors,
+    hooked_modules,
+    penalty_of_the_input,
+    penalty_of_the_parameters,
+    some_gradients,
+    auxiliary_losses,
+    accumulated_and_scaled,
+    jacobian_of_one_column,
+    called_functionally,
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    [*[([0, 1, 2], mode) for mode in MODES], ([0, 0, 1], "except_last")],
+    ids=str,
+)
+@pytest.mark.parametrize("way", NEW_WAYS, ids=lambda way: way.__name__)
+def test_autograd(devices, way, place, mode):
+    model = wrap(place, devices, mode)
+    seed = MODES.index(mode)
+    verify(model, batch(), seed=seed, streams=seed % 2 == 1, requires_grad=True, way=way)
+
+
+class Tied(nn.Module):
+    """A layer with the weight of another one."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return (x @ self.weight).sin()
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"), [*zip([[0, 1, 0], [0, 0, 1, 0], [0, 0]], MODES)], ids=str
+)
+@pytest.mark.parametrize(
+    "way",
+    ["backward", penalty_of_the_parameters, optimizer_in_backward, called_functionally],
+    ids=lambda way: getattr(way, "__name__", way),
+)
+def test_tied_parameters(devices, way, place, mode):
+    """The weight of the first partition is also that of the last one, on the same device."""
+    parts = [[LAYERS["linear"](), nn.Tanh()] for _ in place]
+    parts[-1].append(Tied(parts[0][0].layer.weight))
+    model = GPipe(
+        nn.Sequential(*[layer for part in parts for layer in part]).double(),
+        [len(part) for part in parts],
+        devices=[devices[d] for d in place],
+        chunks=M,
+        checkpoint=mode,
+    )
+    assert model[-1].weight is model[0].layer.weight
+    verify(model, batch(), seed=1, requires_grad=way != "backward", streams=True, way=way)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
+    """With the other devices in the midst of theirs, and the next step is none the worse."""
+
+    class Fails(nn.Module):
+        fails = True
+
+        def forward(self, x):
+            if is_recomputing() and self.fails:
+                raise ArithmeticError
+            return x.sin()
+
+    layer = Fails()
+    model = wrap([0, 1, 2], devices, mode)
+    model.partitions[1].append(layer)
+    x = batch().to(devices[0])
+    with observe(jitter=0) as seen:
+        output = model(x)
+        if mode != "never":
+            with pytest.raises(ArithmeticError):
+                output.sum().backward()
+            model.zero_grad()
+            assert not is_recomputing()
+        layer.fails = False
+        model(x).sum().backward()
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))
