@@ -21,6 +21,20 @@ def plain(module, input, chunks):
     return gather([batch.call(module) for batch in scatter(input, chunks)])
 
 
+class Plain(nn.Module):
+    """The reference as a module, which takes the place of a wrapper."""
+
+    def __init__(self, module, chunks):
+        super().__init__()
+        self.module, self.chunks = module, chunks
+
+    def forward(self, input):
+        return plain(self.module, input, self.chunks)
+
+    def __getitem__(self, index):
+        return self.module[index]
+
+
 def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, workers=None):
     """Runs a pipeline without a wrapper around it."""
     batches = scatter(input, chunks)

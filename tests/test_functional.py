@@ -1,6 +1,7 @@
 """torch.func: other parameters for one call, and the transforms that cannot pass a wrapper."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -50,8 +51,15 @@ def mode(request):
 
 
 @pytest.fixture
-def model(device, mode):
-    return GPipe(layers(), [3, 2], devices=[device] * 2, chunks=M, checkpoint=mode)
+def wrapped(device):
+    """Where the mode is of no account, or any is tried."""
+    return GPipe(layers(), [3, 2], devices=[device] * 2, chunks=M)
+
+
+@pytest.fixture
+def model(wrapped, mode):
+    wrapped.checkpoint = mode
+    return wrapped
 
 
 @pytest.fixture
@@ -198,23 +206,19 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transform_is_an_error(name, model, input):
-    with pytest.raises(RuntimeError, match="cannot be called within a torch.func transform.*plain"):
-        TRANSFORMS[name](model, input)
-    assert model[0].calls == 0, "no layer has run"
-    model(input).sum().backward()
+def test_transform_is_an_error(name, wrapped, input):
+    message = "cannot be called within a torch.func transform.*plain"
+    for wrapped.checkpoint in MODES:
+        for training, grad in product([True, False], repeat=2):
+            wrapped.train(training)
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message):
+                TRANSFORMS[name](wrapped, input)
+    assert wrapped[0].calls == 0, "no layer has run"
+    wrapped.train()(input).sum().backward()
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["grad", "jvp", "vmap"])
-def test_transform_is_an_error_without_grad_too(name, training, model, input):
-    model.train(training)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="torch.func transform"):
-        TRANSFORMS[name](model, input)
-
-
-def test_plain_model_can_be_transformed(model, input):
-    model.eval()
+def test_plain_model_can_be_transformed(wrapped, input):
+    model = wrapped.eval()
     _, expected = torch.autograd.functional.jvp(model, input, input)
     _, found = torch.func.jvp(model.module, (input,), (input,))
     same(expected, found)
@@ -225,36 +229,31 @@ def test_plain_model_can_be_transformed(model, input):
 NAMED = "cannot be differentiated in forward mode.*plain model"
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "place",
     [lambda x: x, lambda x: {"nested": [x, 1]}, lambda x: {"whole": NoChunk(x), "rows": x * 1}],
 )
-def test_dual_input_is_an_error(place, training, model, input):
-    model.train(training)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(input, torch.ones_like(input))
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=NAMED):
-                model(place(dual))
-    assert model[0].calls == 0, "no layer has run"
+def test_dual_input_is_an_error(place, wrapped, input):
+    for wrapped.checkpoint in MODES:
+        for training, grad in product([True, False], repeat=2):
+            wrapped.train(training)
+            with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+                dual = forward_ad.make_dual(input, torch.ones_like(input))
+                with pytest.raises(RuntimeError, match=NAMED):
+                    wrapped(place(dual))
+    assert wrapped[0].calls == 0, "no layer has run"
 
 
-@pytest.mark.parametrize("name", ["partitions.0.1.weight", "partitions.1.4.bias"])
-def test_dual_parameter_is_an_error(name, model, input):
-    with forward_ad.dual_level():
-        given = model.get_parameter(name).detach()
-        dual = forward_ad.make_dual(given, torch.ones_like(given))
-        with pytest.raises(RuntimeError, match=NAMED):
-            functional_call(model, {name: dual}, (input,))
-
-
-def test_dual_buffer_is_an_error(model, input):
-    with forward_ad.dual_level():
-        buffer = model[2].running_mean
-        dual = forward_ad.make_dual(buffer.clone(), torch.ones_like(buffer))
-        with pytest.raises(RuntimeError, match=NAMED):
-            functional_call(model.eval(), {"partitions.0.2.running_mean": dual}, (input,))
+@pytest.mark.parametrize(
+    "name",
+    ["partitions.0.1.weight", "partitions.1.4.bias", "partitions.0.2.running_mean"],
+)
+def test_dual_parameter_or_buffer_is_an_error(name, wrapped, input):
+    own = dict([*wrapped.named_parameters(), *wrapped.named_buffers()])[name].detach().clone()
+    for wrapped.checkpoint in MODES:
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NAMED):
+            dual = forward_ad.make_dual(own, torch.ones_like(own))
+            functional_call(wrapped.eval(), {name: dual}, (input,))
 
 
 def test_dual_level_that_is_not_the_model_s(models, input):

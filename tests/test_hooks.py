@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from tests.helpers import plain
+from tests.helpers import Plain
 from torchgpipe import GPipe, is_recomputing
 
 M = 3
@@ -40,20 +40,6 @@ def layers():
     ).double()
 
 
-class Plain(nn.Module):
-    """The reference: the layers on the micro-batches one after another."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.layers = module
-
-    def forward(self, x):
-        return plain(self.layers, x, M)
-
-    def __getitem__(self, index):
-        return self.layers[index]
-
-
 @pytest.fixture(params=RECOMPUTED)
 def mode(request):
     return request.param
@@ -63,7 +49,7 @@ def mode(request):
 def models(device, mode):
     """The plain model and the wrapped one."""
     wrapped = GPipe(layers(), [1, 2, 1], devices=[device] * 3, chunks=M, checkpoint=mode)
-    return Plain(layers().to(device)), wrapped
+    return Plain(layers().to(device), M), wrapped
 
 
 @pytest.fixture
@@ -150,6 +136,23 @@ def test_hook_of_a_node_runs_once_per_backward(models, input):
         output.grad_fn.register_prehook(lambda *args, calls=calls: calls.append("pre"))
         output.sum().backward()
         assert calls == ["pre", "node"]
+
+
+@pytest.mark.parametrize("when", ["all", "any"])
+def test_hook_of_several_gradients(when, models, input):
+    found = []
+    for model in models:
+        calls = []
+        parameters = list(model.parameters())
+
+        def several(grads, calls=calls):
+            calls.append(grads)
+
+        torch.autograd.graph.register_multi_grad_hook(parameters, several, mode=when)
+        model(input).square().sum().backward()
+        assert len(calls) == 1
+        found.append([p.grad for p in parameters] + list(calls[0] if when == "all" else []))
+    same(*found)
 
 
 # Of modules, in forward.

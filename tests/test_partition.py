@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from tests.conftest import DEVICES
-from tests.helpers import CPUS
 from torchgpipe.partition import (
     groups,
     place,
@@ -15,7 +14,6 @@ from torchgpipe.partition import (
     tensors,
     verify_module,
     verify_placement,
-    verify_sharing,
 )
 
 CPU = torch.device("cpu")
@@ -83,28 +81,6 @@ def test_subclasses_that_add_nothing_are_fine():
 def test_what_would_be_lost_is_an_error(module, own):
     with pytest.raises(TypeError, match=rf"own: {own}\); give it to a layer"):
         verify_module(module)
-
-
-def tied():
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    two.weight = one.weight
-    return nn.Sequential(one), nn.Sequential(two)
-
-
-def shared_buffer():
-    one, two = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
-    for partition in (one, two):
-        partition[0].register_buffer("table", buffer := getattr(one[0], "table", torch.ones(1)))
-    assert two[0].table is buffer
-    return one, two
-
-
-@pytest.mark.parametrize(("make", "name"), [(tied, "0.weight"), (shared_buffer, "0.table")])
-def test_tensor_on_two_devices_is_an_error(make, name):
-    partitions = make()
-    verify_sharing(partitions, [CPU, CPU])
-    with pytest.raises(ValueError, match=rf"\({name}: cpu:0, {name}: cpu:1\).*one partition"):
-        verify_sharing(partitions, CPUS[:2])
 
 
 def test_placement():

@@ -281,7 +281,7 @@ def test_wrapper_is_not_made_and_nothing_moved():
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("source", ["own", "plain", "other balance"])
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [language_model, with_a_norm])
 def test_loading(make, source, assign, device, input):
     """All names are in the file, and what was tied is tied after loading."""
     trained = wrap(make(), device, cuts="two")
