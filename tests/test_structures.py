@@ -6,7 +6,7 @@ The reference is the plain module, run on the micro-batches one after another.
 import copy
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
