@@ -102,6 +102,18 @@ def test_one_tensor_in_several_places():
     assert all(map(torch.equal, gather([first, second]), (x, y, x)))
 
 
+def test_what_goes_whole_is_one_view_of_the_callers():
+    """Made where the caller is, so that its gradients are added up there."""
+    x = torch.rand(2, requires_grad=True)
+    for whole in (NoChunk([x, x]), NoChunk((x, NoChunk))):
+        values = [batch.value for batch in scatter((torch.rand(4), whole), 2)]
+        assert values[0][1][0] is values[1][1][0]
+        assert values[0][1][0]._base is x
+    first, second = scatter((torch.rand(4), scalar := x.sum().detach().requires_grad_()), 2)
+    assert first.value[1] is second.value[1]
+    assert first.value[1]._base is scalar
+
+
 def test_parts():
     x, y = torch.rand(2), torch.rand(3)
     batch = Batch(x, {"a": y, "b": None, "c": x})

@@ -18,6 +18,7 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
+    tree_map_only,
     tree_unflatten,
 )
 
@@ -121,15 +122,23 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
     """
     leaves, spec = tree_flatten(value, _is_whole)
     rows = {id(x): x for x in leaves if is_split(x)}
+    aliases: dict[int, Tensor] = {}
+
+    def alias(x: Tensor) -> Tensor:
+        # Its gradients are added up on the caller's stream, as those of rows are, and not on that
+        # of whoever comes first.
+        if not (x.requires_grad and x.is_leaf):
+            return x
+        return aliases.setdefault(id(x), x.view_as(x))
+
+    whole = [tree_map_only(Tensor, alias, x.value if _is_whole(x) else x) for x in leaves]
     start = 0
     for size in sizes:
         # narrow() and not split(), whose views may not be changed in place. One tensor in several
         # places stays one.
         parts = {key: x.narrow(0, start, size) for key, x in rows.items()}
         start += size
-        yield tree_unflatten(
-            [x.value if _is_whole(x) else parts.get(id(x), x) for x in leaves], spec
-        )
+        yield tree_unflatten([parts.get(id(x), other) for x, other in zip(leaves, whole)], spec)
 
 
 def is_split(leaf: Any) -> bool:
