@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers import plain
-from torchgpipe import GPipe
+from torchgpipe import GPipe, NoChunk
 
 MODES = ["never", "except_last", "always"]
 CHANGED_INPUT = "under checkpointing, a partition must not change its input in place"
@@ -410,6 +410,17 @@ def test_one_tensor_in_two_places_of_a_structure(chunks, mode):
     else:
         verify(found, expected)
         assert not isinstance(found, str)
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("j", [0, 1])
+def test_what_every_micro_batch_gets_is_not_to_be_changed(j, mode):
+    change = Apply(lambda value: (value[0] + value[1].mul_(2), value[1]))
+    layers = [nn.Identity(), Apply(lambda value: value[0] + value[1])]
+    layers.insert(j, change)
+    wrapped = wrap(nn.Sequential(*layers), [1, 1, 1], 2, mode)
+    with pytest.raises(RuntimeError, match=CHANGED_INPUT):
+        wrapped((leaf(requires_grad=True), NoChunk(leaf(False, rows=1))))
 
 
 @pytest.mark.parametrize("mode", MODES)

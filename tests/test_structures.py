@@ -243,6 +243,22 @@ def test_values(name, mode):
         verify(model(passed, passed, passed, chunks=chunks, mode=mode), VALUES[name]())
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_no_tensor_between_layers(mode):
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3))
+
+        def forward(self, n=2):
+            return self.weight * n
+
+    for nothing in (lambda x: None, lambda x: 3, lambda x: {"a": ["b"]}):
+        forget = Partial(lambda n: 3)
+        verify(model(passed, Partial(nothing), forget, Made(), mode=mode), rows())
+    assert torch.equal(model(wrapped := Made(), chunks=1, mode=mode)(), wrapped.weight * 2)
+
+
 def test_containers_that_come_out():
     value = {
         "list": [integers()],
