@@ -417,6 +417,23 @@ def test_different_numbers_of_rows_are_an_error():
         model(passed)({"x": [rows(5), rows(4)]})
 
 
+def test_containers_without_names():
+    """Those of a class that was registered without them are counted."""
+    with pytest.raises(ValueError, match=r"'leaf 0': \(5, 3\), 'leaf 1': \(4, 3\)"):
+        model(passed)(Custom([rows(5), rows(4)], "label"))
+    with pytest.raises(ValueError, match="output: leaf 1, micro-batch 0: 3, micro-batch 1: 2"):
+        model(Partial(lambda x: Custom([x, len(x)], "label")))(rows())
+    with pytest.raises(ValueError, match="same structure.*leaf 0"):
+        model(Partial(lambda x: Custom([x], len(x))))(rows())
+
+
+def test_one_tensor_in_several_places_comes_out_as_one():
+    a, b = model(Partial(lambda x: {"a": [x], "b": x}), Partial(lambda v: (v["a"][0], v["b"])))(
+        rows()
+    )
+    assert a is b
+
+
 def test_nothing_to_split():
     with pytest.raises(ValueError, match="must be an input tensor to split.*chunks: 2"):
         model(passed)({"x": torch.tensor(1.0), "n": 3})
