@@ -160,7 +160,8 @@ def verify_leaf(leaf: Any) -> None:
     if _is_whole(leaf):
         raise TypeError(
             "NoChunk marks what every micro-batch gets whole, so it belongs into the input of the "
-            f"wrapped model (value: {leaf!r}); have layers return the value itself"
+            f"wrapped model (NoChunk of: {type(leaf.value).__name__}); have layers return the "
+            "value itself"
         )
     if _holds_tensors(leaf, set()):
         remedy = (
