@@ -131,7 +131,10 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
             return x
         return aliases.setdefault(id(x), x.view_as(x))
 
-    whole = [tree_map_only(Tensor, alias, x.value if _is_whole(x) else x) for x in leaves]
+    whole = [
+        x if is_split(x) else tree_map_only(Tensor, alias, x.value if _is_whole(x) else x)
+        for x in leaves
+    ]
     start = 0
     for size in sizes:
         # narrow() and not split(), whose views may not be changed in place. One tensor in several
