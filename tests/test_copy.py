@@ -146,7 +146,7 @@ def test_a_missing_gradient_stays_missing(calls):
 def test_what_leaves_the_compute_stream_is_a_clone(calls, departs):
     """It may be changed there while it is copied, and recording does not help against that."""
     streams = ("compute", "copy") if departs else ("copy", "compute")
-    x = torch.ones(1, requires_grad=True)
+    x = torch.ones(1, requires_grad=True) * 1
     left = []
     x.register_hook(left.append)
     (y,) = Wait.apply(*streams, x)
@@ -157,7 +157,7 @@ def test_what_leaves_the_compute_stream_is_a_clone(calls, departs):
 
 
 def test_a_device_without_streams_clones_nothing():
-    x = torch.ones(1, requires_grad=True)
+    x = torch.ones(1, requires_grad=True) * 1
     (y,) = Wait.apply(CPU, CPU, x)
     assert y.data_ptr() == x.data_ptr()
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.helpers import note_of, plain
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.checkpoint import verify_recomputation
+from torchgpipe.slot import verify_recomputation
 
 MODES = ["never", "except_last", "always"]
 CHECKPOINTED = ["except_last", "always"]

@@ -96,8 +96,9 @@ class Cell:
                 batch = batch.map(partial(Wait.apply, lane, self.stream), parts)
             if self.checkpoint:
                 assert self.state is not None
+                state = self.state
                 checkpoint = Checkpoint(
-                    self._run, self.context, self.stream, self.named, self.state.lasts
+                    self._run, self.context, self.stream, self.named, state.lasts, state.frozen
                 )
             with self.numbers:
                 batch = checkpoint.forward(batch) if checkpoint else self._run(batch)

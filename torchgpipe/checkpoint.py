@@ -96,7 +96,8 @@ class Checkpoint:
         context: the modes of the caller, for both runs.
         stream: the stream on which it computes, for both runs.
         within: a context manager to recompute in.
-        lasting: whether a tensor will be there in backward, and is not to be computed again.
+        lasting: whether a tensor is not to be computed again, but stays as it is, as weights do.
+        frozen: whether the function need not run again if it saves but what lasts, and its input.
     """
 
     def __init__(
@@ -105,14 +106,18 @@ class Checkpoint:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        lasting: Callable[[Tensor], bool],
+        lasting: Callable[[Tensor], bool] = lambda tensor: False,
+        frozen: bool = False,
     ) -> None:
         self.function = function
         self.context = context
         self.stream = stream
         self.within = within
         self.lasting = lasting
+        self.frozen = frozen
         self.slots: list[Slot] = []
+        #: The identities of the tensors of the input, while they cannot be others'.
+        self.inputs: set[int] = set()
         self.kept: tuple[Batch, list[int], RNGState] | None = None
 
     def forward(self, batch: Batch) -> Batch:
@@ -122,17 +127,19 @@ class Checkpoint:
             RuntimeError: the function changed its input in place.
         """
         versions = [version_of(tensor) for tensor in batch]
+        self.inputs = {id(x) for tensor in batch for x in (tensor, tensor._base) if x is not None}
         rng = RNGState(get_device(self.stream))
         with _flag("checkpointing"), saved_tensors_hooks(self._drop, self._unpack):
             output = self.function(copy(batch))
+        self.inputs.clear()
         if versions != [version_of(tensor) for tensor in batch]:
             raise RuntimeError(
                 "under checkpointing, a partition must not change its input in place, nor what it "
                 "pops, since it is computed again from these; have the layer compute out of "
                 "place, or clone the tensor there"
             )
-        if all(slot.lasting for slot in self.slots):
-            # Nothing was dropped, as where all layers are frozen: there will be no second run.
+        if self.frozen and all(slot.lasting for slot in self.slots):
+            # Nothing was dropped: there will be no second run.
             self.slots = []
         else:
             rng.settle()
@@ -190,9 +197,14 @@ class Checkpoint:
             raise mismatch("no more", described(slots[0], slots[0].layer))
 
     def _drop(self, tensor: Tensor) -> Slot:
-        slot = Slot(tensor, self.lasting(tensor))
+        slot = Slot(tensor, self.lasting(tensor) or (self.frozen and self._is_kept(tensor)))
         self.slots.append(slot)
         return slot
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        # What is empty takes no memory.
+        is_input = not self.inputs.isdisjoint((id(tensor), id(tensor._base)))
+        return is_input or not tensor.numel()
 
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
@@ -240,7 +252,6 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
         Context.capture(),
         current_stream(batch[0].device),
         nullcontext(),
-        lambda tensor: False,
     )
     output = checkpointed.forward(batch)
     return output.map(checkpointed.attach, [VALUE]).value

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.dependency import keep_requires_grad, pass_on
+from torchgpipe.dependency import alias, keep_requires_grad, pass_on
 from torchgpipe.stream import (
     AbstractStream,
     current_stream,
@@ -62,7 +62,7 @@ class Copy(torch.autograd.Function):
         ctx.prev_stream = prev_stream
         ctx.next_stream = next_stream
         # Detached: to where they are already, tensors "move" by being returned as they are.
-        detached = [tensor.detach() for tensor in tensors]
+        detached = [alias(tensor) for tensor in tensors]
         if get_device(prev_stream) == get_device(next_stream):
             _hand_over(detached, prev_stream, next_stream)
         return keep_requires_grad(ctx, tuple(_move(detached, prev_stream, next_stream)))

@@ -93,8 +93,16 @@ def pass_on(ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     Detached aliases, not views, so that a layer may change them in place. Those that needed no
     gradient need none afterwards, and a gradient that is not there stays None.
     """
-    outputs = tuple([tensor.detach() for tensor in tensors])
-    return keep_requires_grad(ctx, outputs)
+    return keep_requires_grad(ctx, tuple(map(alias, tensors)))
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The tensor without what it was computed from; a copy of a leaf that requires a gradient.
+
+    Nobody would notice that it must not be changed in place, and be somebody's parameter.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    return tensor.clone() if base.requires_grad and base.is_leaf else tensor.detach()
 
 
 def keep_requires_grad(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,8 +1,9 @@
 """What the layers are made of in a step: a second run finds it as the first did, and leaves it so.
 
-Between a forward and its backward a layer can be switched to eval mode, its parameters replaced
-(``torch.func.functional_call`` puts them back as soon as the forward is over) or changed in place.
-And a second run must not count twice in the running statistics of a norm.
+Between a forward and its backward a layer can be switched to eval mode, or be rid of its hooks, and
+its parameters can be frozen, replaced (``torch.func.functional_call`` puts them back as soon as the
+forward is over) or changed in place. And a second run must not count twice in the running
+statistics of a norm.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ __all__: list[str] = []
 
 _MISSING: Any = object()
 
+#: The buffers of torch's own norms.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 class LayersState:
-    """The training flags, parameters and buffers that layers have now.
+    """The training flags, forward hooks, parameters and buffers that layers have now.
 
     Args:
         layers: a partition.
@@ -29,6 +33,8 @@ class LayersState:
 
     def __init__(self, layers: nn.Module) -> None:
         self._flags: list[tuple[nn.Module, bool]] = []
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._needs_grad: list[tuple[Tensor, bool]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
         self._parameters: list[Tensor] = []
         self._versions: list[int] | None = None
@@ -41,6 +47,7 @@ class LayersState:
                 self._tensors.append((module._parameters, name, parameter))
                 if parameter is not None:
                     self._parameters.append(parameter)
+                    self._needs_grad.append((parameter, parameter.requires_grad))
                     self._lasting.add(id(parameter))
             for name, buffer in module._buffers.items():
                 self._tensors.append((module._buffers, name, buffer))
@@ -49,12 +56,21 @@ class LayersState:
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether there are parameters, and none needs a gradient."""
+        return bool(self._needs_grad) and not any(needed for _, needed in self._needs_grad)
+
     def lasts(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or a view of one, and stays in memory."""
         return id(tensor) in self._lasting or id(tensor._base) in self._lasting
 
     def settle(self) -> None:
         """From now on, until the layers run again, parameters must not be changed in place."""
+        if self._versions is None:
+            # Not before the layers have run: lazy ones have hooks until then.
+            for module, _ in self._flags:
+                self._hooks += [(hooks, dict(hooks)) for hooks in _forward_hooks(module)]
         self._versions = [version_of(parameter) for parameter in self._parameters]
 
     @contextmanager
@@ -76,18 +92,25 @@ class LayersState:
                     "next forward of layers that change their parameters themselves"
                 )
         flags = [(module, module.training) for module, _ in self._flags]
+        hooks = [(table, dict(table)) for table, _ in self._hooks]
+        needs_grad = [(parameter, parameter.requires_grad) for parameter, _ in self._needs_grad]
         tensors = [(table, name, table.get(name, _MISSING)) for table, name, _ in self._tensors]
         try:
             _set_flags(self._flags)
+            _set_hooks(self._hooks)
+            _set_requires_grad(self._needs_grad)
             _set_tensors(self._tensors)
             for norm in self._norms:
-                for name, buffer in norm._buffers.items():
+                for name in STATISTICS:
+                    buffer = norm._buffers.get(name)
                     if buffer is not None:
                         norm._buffers[name] = buffer.clone()
             yield
             self.settle()
         finally:
             _set_tensors(tensors)
+            _set_requires_grad(needs_grad)
+            _set_hooks(hooks)
             _set_flags(flags)
 
 
@@ -103,6 +126,29 @@ def _set_flags(flags: list[tuple[nn.Module, bool]]) -> None:
         # Setting an attribute of a module is slow.
         if module.training != training:
             module.training = training
+
+
+def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    return [
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+
+
+def _set_hooks(tables: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:
+    for table, hooks in tables:
+        if table != hooks:
+            table.clear()
+            table.update(hooks)
+
+
+def _set_requires_grad(parameters: list[tuple[Tensor, bool]]) -> None:
+    for parameter, requires_grad in parameters:
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
 
 
 def _set_tensors(tensors: list[tuple[dict[str, Any], str, Any]]) -> None:
