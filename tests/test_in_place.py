@@ -415,15 +415,39 @@ def test_one_tensor_in_two_places_of_a_structure(chunks, mode):
         assert not isinstance(found, str)
 
 
-@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("j", [0, 1])
 def test_what_every_micro_batch_gets_is_not_to_be_changed(j, mode):
     change = Apply(lambda value: (value[0] + value[1].mul_(2), value[1]))
     layers = [nn.Identity(), Apply(lambda value: value[0] + value[1])]
     layers.insert(j, change)
     wrapped = wrap(nn.Sequential(*layers), [1, 1, 1], 2, mode)
-    with pytest.raises(RuntimeError, match=CHANGED_INPUT):
+    rule = "what every micro-batch gets whole" if mode == "never" else CHANGED_INPUT
+    with pytest.raises(RuntimeError, match=rule):
         wrapped((leaf(requires_grad=True), NoChunk(leaf(False, rows=1))))
+
+
+class Give(nn.Module):
+    """Returns a parameter, or a view of it."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.weight, self.view = nn.Parameter(torch.ones(2, 3)), view
+
+    def forward(self, x):
+        return self.weight[:] if self.view else self.weight
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("view", [False, True])
+def test_parameter_that_is_passed_on_is_not_changed(view, chunks, mode):
+    """The next partition changes a copy, or it is an error."""
+    wrapped = wrap(nn.Sequential(Give(view), Apply(lambda x: x.mul_(2))), [1, 1], chunks, mode)
+    found = outcome(lambda: wrapped(torch.ones(2 * chunks, 3)), [wrapped[0].weight])
+    assert torch.equal(wrapped[0].weight, torch.ones(2, 3))
+    if isinstance(found, str):
+        assert "a leaf Variable that requires grad" in found or found.startswith(CHANGED_INPUT)
 
 
 @pytest.mark.parametrize("mode", MODES)

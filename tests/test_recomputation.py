@@ -202,6 +202,15 @@ def test_equal_values_pass(name, autocast, mode, device):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
+def test_value_that_is_written_after_it_was_saved_passes():
+    """As the noise of this layer."""
+    model = wrap(nn.RReLU(), mode="always")
+    junk = [torch.full((2, 64), 7.0) for _ in range(9)]
+    del junk
+    with verify_recomputation():
+        model(torch.randn(6, 64, requires_grad=True)).sum().backward()
+
+
 def test_double_backward_and_two_graphs_pass():
     model = wrap(nn.Linear(2, 2), nn.Tanh(), balance=[1, 1])
     x = torch.randn(6, 2, requires_grad=True)
@@ -254,6 +263,51 @@ def test_a_layer_switched_alone(mode, device):
     loss = model(x).square().sum()
     model.train()
     loss.backward()
+    for a, b in zip(reference.parameters(), model.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def hook_removed(layer, loss):
+    handle = layer.register_forward_hook(lambda layer, args, y: y * 1.5)
+    output = loss()
+    handle.remove()
+    return output
+
+
+def hook_added(layer, loss):
+    output = loss()
+    layer.register_forward_pre_hook(lambda layer, args: (args[0] * 1.5,))
+    layer.register_forward_hook(lambda layer, args, kwargs, y: y * 1.5, with_kwargs=True)
+    return output
+
+
+def frozen(layer, loss):
+    output = loss()
+    layer.requires_grad_(False)
+    return output
+
+
+def unfrozen(layer, loss):
+    layer.requires_grad_(False)
+    output = loss()
+    layer.requires_grad_(True)
+    return output
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [hook_removed, hook_added, frozen, unfrozen])
+def test_changed_between_forward_and_backward(change, mode):
+    """The graph of the forward counts, and what was changed stays so."""
+    reference = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
+    model = wrap(*copy.deepcopy(reference), balance=[1, 3], mode=mode)
+    x = torch.randn(6, 2)
+    found = []
+    for layers, run in ((reference, lambda x: plain(reference, x, M)), (model, model)):
+        change(layers[2], lambda run=run: run(x).square().sum()).backward()
+        layer = layers[2]
+        hooks = [len(layer._forward_hooks), len(layer._forward_hooks_with_kwargs)]
+        found.append([*hooks, len(layer._forward_pre_hooks), layer.weight.requires_grad])
+    assert found[0] == found[1]
     for a, b in zip(reference.parameters(), model.parameters()):
         torch.testing.assert_close(a.grad, b.grad)
 

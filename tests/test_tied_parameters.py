@@ -230,6 +230,13 @@ def chain_of_ties():
     return nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), c, nn.ReLU())
 
 
+def tied_twice():
+    """The first with the second, and with the last, which is on its device already."""
+    a, b, c, d = (nn.Linear(2, 2) for _ in range(4))
+    b.weight, d.bias = a.weight, a.bias
+    return nn.Sequential(a, b, c, d)
+
+
 def buffers():
     table = torch.ones(3)
     return nn.Sequential(nn.ReLU(), Buffered(table), nn.ReLU(), Buffered(table), nn.ReLU())
@@ -255,6 +262,7 @@ def buffers():
             ([5, 1], [0, 1, 2, 0, 1, 1]),
         ),
         (chain_of_ties, [1, 2, 3], [0, 1, 2], "0.weight.*2.bias", ([6], [0, 0, 0])),
+        (tied_twice, [1] * 4, [0, 1, 2, 0], "0.weight: cpu:0, 1.weight", ([4], [0, 0, 2, 0])),
         (buffers, [1, 1, 1, 2], [0, 1, 2, 3], "1.table: cpu:1, 3.table", ([1, 4], [0, 1, 2, 1])),
     ],
 )

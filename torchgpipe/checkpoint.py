@@ -132,6 +132,8 @@ class Checkpoint:
         with _flag("checkpointing"), saved_tensors_hooks(self._drop, self._unpack):
             output = self.function(copy(batch))
         self.inputs.clear()
+        for slot in self.slots:
+            slot.keep()
         if versions != [version_of(tensor) for tensor in batch]:
             raise RuntimeError(
                 "under checkpointing, a partition must not change its input in place, nor what it "
@@ -177,10 +179,13 @@ class Checkpoint:
         # From here on, each slot is held by the node that saved it, and by nothing else.
         slots, self.slots = deque(self.slots), []
 
+        filled: list[Slot] = []
+
         def fill(tensor: Tensor) -> None:
             if not slots:
                 raise mismatch(described(tensor, running.layer), "no more")
-            slots.popleft().fill(tensor)
+            filled.append(slots.popleft())
+            filled[-1].fill(tensor)
 
         with (
             use_stream(self.stream),
@@ -195,6 +200,8 @@ class Checkpoint:
             self.function(again)
         if slots:
             raise mismatch("no more", described(slots[0], slots[0].layer))
+        for slot in filled:
+            slot.compare()
 
     def _drop(self, tensor: Tensor) -> Slot:
         slot = Slot(tensor, self.lasting(tensor) or (self.frozen and self._is_kept(tensor)))

@@ -17,6 +17,7 @@ from torchgpipe.options import checked_balance, checked_devices, is_positive_int
 from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
+from torchgpipe.state import version_of
 from torchgpipe.stream import Device, Streams
 from torchgpipe.structure import Arguments
 from torchgpipe.worker import Workers
@@ -265,8 +266,9 @@ class GPipe(nn.Module):
                 that PyTorch does not know as a container.
             ValueError: the input is on another device, or its tensors differ in their first size;
                 or the outputs of the micro-batches cannot be joined.
-            RuntimeError: a parameter or buffer was moved to another device; or a
-                :mod:`torch.func` transform or forward-mode differentiation is active.
+            RuntimeError: a parameter or buffer was moved to another device; a
+                :mod:`torch.func` transform or forward-mode differentiation is active; or a layer
+                changed in place what every micro-batch gets whole.
         """
         if not self.devices:
             return self.module(*args, **kwargs)
@@ -277,6 +279,8 @@ class GPipe(nn.Module):
         batches = microbatch.scatter(_value(args, kwargs), self.chunks)
         self._check_input(batches[0])
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
+        whole = microbatch.in_all(batches)
+        versions = [version_of(tensor) for tensor in whole]
         m = len(batches)
         recorded = self.training and torch.is_grad_enabled()
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
@@ -292,6 +296,12 @@ class GPipe(nn.Module):
         )
         with deferred_updates(self._norms):
             pipeline.run()
+        if versions != [version_of(tensor) for tensor in whole]:
+            raise RuntimeError(
+                "what every micro-batch gets whole must not be changed in place, since others get "
+                f"it, too (shapes: {[tuple(tensor.shape) for tensor in whole]}); clone it in the "
+                "layer that changes it"
+            )
         return microbatch.gather(batches)
 
     def _check_input(self, batch: microbatch.Batch) -> None:

@@ -218,6 +218,14 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
     return [Batch(part) for part in split(input, [size + (i < larger) for i in range(m)])]
 
 
+def in_all(batches: Sequence[Batch]) -> list[Tensor]:
+    """The tensors that all micro-batches have, if there are several."""
+    if len(batches) < 2:
+        return []
+    others = {id(tensor) for tensor in batches[1]}
+    return [tensor for tensor in batches[0] if id(tensor) in others]
+
+
 def gather(outputs: Sequence[Batch]) -> Any:
     """Joins the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
 

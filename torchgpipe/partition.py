@@ -124,9 +124,9 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
     for j, partition in enumerate(partitions):
         for name, tensor in tensors(partition):
             other, k = owners.setdefault(tensor, (name, j))
+            merged[k + 1 : j + 1] = [True] * (j - k)
             if devices[k] != devices[j]:
                 faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
-                merged[k + 1 : j + 1] = [True] * (j - k)
     if faults:
         balance: list[int] = []
         for partition, joins in zip(partitions, merged):

@@ -46,18 +46,19 @@ class Slot:
         lasting: whether it is there anyway, as parameters are. It is never empty then.
     """
 
-    __slots__ = ("dtype", "expected", "lasting", "layer", "shape", "tensor", "version")
+    __slots__ = ("dtype", "expected", "kind", "lasting", "layer", "shape", "tensor", "version")
 
     tensor: Tensor | None
 
     def __init__(self, tensor: Tensor, lasting: bool) -> None:
-        self.layer = running.layer
+        self.layer, self.kind = running.layer, running.kind
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.lasting = lasting
         self.tensor = tensor if lasting else None
         self.version = version_of(tensor)
-        self.expected = tensor.detach().clone() if _Verification.depth and not lasting else None
+        #: What it is to be compared with.
+        self.expected = tensor.detach() if _Verification.depth and not lasting else None
 
     def fill(self, tensor: Tensor) -> None:
         """Puts the recomputed tensor here.
@@ -69,8 +70,6 @@ class Slot:
         other = running.layer not in (None, self.layer)
         if other or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise mismatch(described(tensor, running.layer), described(self, self.layer))
-        if self.expected is not None:
-            self._compare(tensor, self.expected)
         if not self.lasting:
             # Detached: without the recomputed graph. It still counts changes with the tensor.
             self.tensor = tensor.detach()
@@ -91,13 +90,25 @@ class Slot:
                 f"version: {self.version}); use the layer that changes it out of place"
             )
 
-    def _compare(self, tensor: Tensor, expected: Tensor) -> None:
-        self.expected = None
+    def keep(self) -> None:
+        """Keeps the value, if it is to be compared, when the layers that write it have run."""
+        if self.expected is not None:
+            self.expected = self.expected.clone()
+
+    def compare(self) -> None:
+        """Compares the recomputed value, if one was kept.
+
+        Raises:
+            RuntimeError: it is another one.
+        """
+        expected, self.expected = self.expected, None
+        if expected is None:
+            return
         try:
-            # Recording nothing, or this would be called again.
-            with torch.no_grad():
-                torch.testing.assert_close(tensor.detach(), expected, equal_nan=True)
+            torch.testing.assert_close(self.tensor, expected, equal_nan=True)
         except AssertionError as error:
+            # It has run long since, but is what the note is to name.
+            running.layer, running.kind = self.layer, self.kind
             raise RuntimeError(
                 "a recomputation must compute the same values as the forward "
                 f"(layer: {self.layer}, {error}); make the layer compute the same from the same "

@@ -143,6 +143,16 @@ TESTS = {
         "test_frozen_tensor_changed_before_backward_is_an_error",
         {"name": "0.weight", "checkpointed": 3},
     ),
+    "parameters passed on": (
+        "test_in_place",
+        "test_parameter_that_is_passed_on_is_not_changed",
+        {"view": False, "chunks": 2},
+    ),
+    "what goes whole": (
+        "test_in_place",
+        "test_what_every_micro_batch_gets_is_not_to_be_changed",
+        {"j": 0},
+    ),
     "let go": ("test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
@@ -429,6 +439,18 @@ MUTANTS = {
         "with ExitStack() as held:\n            if not",
         "held = ExitStack()\n        if True:\n            if not",
         "a step that does not begin",
+    ),
+    "leaves": (
+        "dependency",
+        "tensor.clone() if base.requires_grad and base.is_leaf else tensor.detach()",
+        "tensor.detach()",
+        "parameters passed on",
+    ),
+    "versions of what goes whole": (
+        "gpipe",
+        "if versions != [version_of(tensor) for tensor in whole]:",
+        "if False:",
+        "what goes whole",
     ),
     "keeping what lasts": (
         "state",
