@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 
+from tests import test_recomputation
 from tests.helpers import CPUS
 from tests.virtual.mutants import mutated
 
@@ -142,6 +143,11 @@ TESTS = {
         "test_pipeline",
         "test_frozen_tensor_changed_before_backward_is_an_error",
         {"name": "0.weight", "checkpointed": 3},
+    ),
+    "hooks changed": (
+        "test_recomputation",
+        "test_changed_between_forward_and_backward",
+        {"change": test_recomputation.hook_removed},
     ),
     "parameters passed on": (
         "test_in_place",
@@ -439,6 +445,12 @@ MUTANTS = {
         "with ExitStack() as held:\n            if not",
         "held = ExitStack()\n        if True:\n            if not",
         "a step that does not begin",
+    ),
+    "hooks of the forward": (
+        "state",
+        "            _set_hooks(self._hooks)\n",
+        "",
+        "hooks changed",
     ),
     "leaves": (
         "dependency",
