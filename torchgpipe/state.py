@@ -55,11 +55,9 @@ class LayersState:
                     self._lasting.add(id(buffer))
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether there are parameters, and none needs a gradient."""
-        return bool(self._needs_grad) and not any(needed for _, needed in self._needs_grad)
+        needs_grad = [needs for _, needs in self._needs_grad]
+        #: Whether there are parameters, and none needs a gradient.
+        self.frozen = bool(needs_grad) and not any(needs_grad)
 
     def lasts(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or a view of one, and stays in memory."""
