@@ -1,5 +1,6 @@
 """Micro-batches: scatter and gather."""
 
+import math
 import re
 
 import pytest
@@ -168,6 +169,10 @@ def test_outputs_that_differ_are_an_error(a, b):
         gather([Batch({"x": X, "n": n}) for n in (a, a, b)])
 
 
+def test_not_a_number_is_itself():
+    assert math.isnan(gather([Batch((X, float("nan"))), Batch((X, float("nan")))])[1])
+
+
 class Array:
     def __eq__(self, other):
         return torch.ones(2) == torch.ones(2)
@@ -176,7 +181,7 @@ class Array:
 def test_outputs_that_cannot_tell_whether_they_differ():
     array = Array()
     assert gather([Batch((X, array))] * 2)[1] is array
-    with pytest.raises(ValueError, match=r"no tensors must be the same.*output: \[1\]"):
+    with pytest.raises(ValueError, match=r"no tensors must be equal.*output: \[1\]"):
         gather([Batch((X, Array())), Batch((X, Array()))])
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers import note_of, plain
-from torchgpipe import GPipe, is_recomputing
-from torchgpipe.slot import verify_recomputation
+from torchgpipe import GPipe, is_recomputing, verify_recomputation
 
 MODES = ["never", "except_last", "always"]
 CHECKPOINTED = ["except_last", "always"]
@@ -26,6 +25,15 @@ class Differs(nn.Module):
     def forward(self, x):
         differs = is_recomputing() and bool((x[:, 0] == self.rows).any())
         return (self.second if differs else self.first)(x)
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
 
 
 class Add(torch.autograd.Function):
@@ -61,9 +69,9 @@ def numbered():
 # What differs, and where.
 
 DIFFERENCES = {
-    "more": (saving(1, 2), saving(1, 2, 3), r"recomputation: shape \(3,\) .*forward: no more"),
-    "fewer": (saving(1, 2, 3), saving(1, 2), r"recomputation: no more, forward: shape \(3,\)"),
-    "none": (saving(4), lambda x: x * 1, r"recomputation: no more, forward: shape \(4,\)"),
+    "more": (saving(1, 2), saving(1, 2, 3), r"recomputation: shape \(3,\) .*forward: nothing more"),
+    "fewer": (saving(1, 2, 3), saving(1, 2), r"recomputation: nothing more, forward: shape \(3,\)"),
+    "none": (saving(4), lambda x: x * 1, r"recomputation: nothing more, forward: shape \(4,\)"),
     "shape": (saving(1, 2), saving(1, 3), r"recomputation: shape \(3,\).*forward: shape \(2,\)"),
     "dimensions": (saving((2, 1)), saving(2), r"shape \(2,\) .*forward: shape \(2, 1\)"),
     "dtype": (saving(1), saving(1, dtype=torch.double), "torch.float64 by .* torch.float32 by"),
@@ -97,6 +105,15 @@ def test_note_names_the_layer_that_saves_otherwise():
     with pytest.raises(RuntimeError) as caught:
         model(numbered()).sum().backward()
     assert note_of(caught.value) == "raised in partition 1, micro-batch 2, layer 1 (Differs)"
+
+
+def test_layers_that_save_each_other_s_tensors_are_an_error():
+    """In number, shape and dtype nothing differs."""
+    layers = [Differs(saving(1, 1), saving(1), 0), Differs(saving(1), saving(1, 1), 0)]
+    loss = wrap(*layers, balance=[2])(numbered()).sum()
+    message = "recomputation: .* by layer 1, forward: .* by layer 0"
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTED)
@@ -209,6 +226,54 @@ def test_value_that_is_written_after_it_was_saved_passes():
     del junk
     with verify_recomputation():
         model(torch.randn(6, 64, requires_grad=True)).sum().backward()
+
+
+def test_value_that_is_changed_after_the_forward_passes():
+    model = wrap(nn.Linear(2, 2), Apply(torch.exp), mode="always")
+    with verify_recomputation():
+        output = model(torch.rand(6, 2))
+    with torch.no_grad():
+        output.mul_(2)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_error_of_an_early_layer_comes_when_later_ones_may_have_gradients(chunks):
+    """As in the plain model; those of its own partition and of earlier ones have none."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    model = GPipe(layers, [2, 1, 1], devices=["cpu"] * 3, chunks=chunks, checkpoint="always")
+    loss = model(torch.rand(4, 2)).sum()
+    with torch.no_grad():
+        layers[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="parameters must not be changed in place"):
+        loss.backward()
+    assert [layer.weight.grad is None for layer in layers if len(layer._parameters)] == [
+        True,
+        True,
+        chunks > 1,
+    ]
+
+
+class Unused(torch.autograd.Function):
+    """Tells what gradient it got."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(grad.count_nonzero().item())
+        return grad, None
+
+
+def test_output_that_the_loss_does_not_use():
+    """Layers behind it are differentiated all the same, of all micro-batches but the last."""
+    linear, seen = nn.Linear(2, 2), []
+    model = wrap(nn.Linear(2, 2), Apply(lambda x: (x, Unused.apply(linear(x), seen))), mode="never")
+    model(torch.rand(2 * M, 2))[0].sum().backward()
+    assert seen == [0] * (M - 1)
 
 
 def test_double_backward_and_two_graphs_pass():

@@ -423,7 +423,7 @@ def test_containers_without_names():
         model(passed)(Custom([rows(5), rows(4)], "label"))
     with pytest.raises(ValueError, match="output: leaf 1, micro-batch 0: 3, micro-batch 1: 2"):
         model(Partial(lambda x: Custom([x, len(x)], "label")))(rows())
-    with pytest.raises(ValueError, match="same structure.*leaf 0"):
+    with pytest.raises(ValueError, match="same structure"):
         model(Partial(lambda x: Custom([x], len(x))))(rows())
 
 
@@ -469,7 +469,7 @@ def test_one_micro_batch_is_stacked_like_many():
 def test_other_outputs_that_differ_are_an_error(function, name, a, b):
     wrapped = model(passed, Partial(function))
     with pytest.raises(
-        ValueError, match=rf"same for all .*output: {name}, micro-batch 0: {a}, micro-batch 1: {b}"
+        ValueError, match=rf"equal for all .*output: {name}, micro-batch 0: {a}, micro-batch 1: {b}"
     ):
         wrapped(rows())
 
@@ -580,13 +580,13 @@ def test_no_chunk_from_a_layer_is_an_error(j):
     layers = [passed, passed]
     layers[j] = Partial(lambda x: (x, [NoChunk(x)]))
     with pytest.raises(
-        TypeError, match=r"into the input.*of: Tensor\); have layers return the value"
+        TypeError, match=r"in the input.*of: Tensor\); have layers return the value"
     ):
         model(*layers)(rows())
 
 
 def test_no_chunk_in_no_chunk_is_an_error():
-    with pytest.raises(TypeError, match="belongs into the input"):
+    with pytest.raises(TypeError, match="belongs in the input"):
         model(passed)((rows(), NoChunk(NoChunk(rows()))))
 
 

@@ -183,7 +183,7 @@ class Checkpoint:
 
         def fill(tensor: Tensor) -> None:
             if not slots:
-                raise mismatch(described(tensor, running.layer), "no more")
+                raise mismatch(described(tensor, running.layer), "nothing more")
             filled.append(slots.popleft())
             filled[-1].fill(tensor)
 
@@ -199,7 +199,7 @@ class Checkpoint:
             del batch
             self.function(again)
         if slots:
-            raise mismatch("no more", described(slots[0], slots[0].layer))
+            raise mismatch("nothing more", described(slots[0], slots[0].layer))
         for slot in filled:
             slot.compare()
 

@@ -17,9 +17,9 @@ from torchgpipe.options import checked_balance, checked_devices, is_positive_int
 from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
-from torchgpipe.state import version_of
+from torchgpipe.state import unchanged
 from torchgpipe.stream import Device, Streams
-from torchgpipe.structure import Arguments
+from torchgpipe.structure import arguments
 from torchgpipe.worker import Workers
 
 __all__ = ["GPipe"]
@@ -276,11 +276,9 @@ class GPipe(nn.Module):
         partitions: Any = self.partitions
         verify_placement(partitions, self.devices)
 
-        batches = microbatch.scatter(_value(args, kwargs), self.chunks)
+        batches = microbatch.scatter(arguments(args, kwargs), self.chunks)
         self._check_input(batches[0])
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
-        whole = microbatch.in_all(batches)
-        versions = [version_of(tensor) for tensor in whole]
         m = len(batches)
         recorded = self.training and torch.is_grad_enabled()
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
@@ -294,14 +292,8 @@ class GPipe(nn.Module):
             streams=self._streams,
             workers=self._workers,
         )
-        with deferred_updates(self._norms):
+        with deferred_updates(self._norms), unchanged(microbatch.in_all(batches)):
             pipeline.run()
-        if versions != [version_of(tensor) for tensor in whole]:
-            raise RuntimeError(
-                "what every micro-batch gets whole must not be changed in place, since others get "
-                f"it, too (shapes: {[tuple(tensor.shape) for tensor in whole]}); clone it in the "
-                "layer that changes it"
-            )
         return microbatch.gather(batches)
 
     def _check_input(self, batch: microbatch.Batch) -> None:
@@ -312,14 +304,6 @@ class GPipe(nn.Module):
                     f"(first partition: {self.devices[0]}, input: {tensor.device}); "
                     "pass input.to(model.devices[0])"
                 )
-
-
-def _value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The input as a value: that of the first layer, if it is but one."""
-    if not args and kwargs.keys() == {"input"}:
-        # What the forward of an nn.Sequential calls it.
-        return kwargs["input"]
-    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
 def _moving_denied() -> TypeError:

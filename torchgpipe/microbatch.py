@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from torchgpipe.structure import (
     ALONE,
@@ -229,8 +230,8 @@ def in_all(batches: Sequence[Batch]) -> list[Tensor]:
 def gather(outputs: Sequence[Batch]) -> Any:
     """Joins the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
 
-    Tensors without a dimension are stacked, ``()`` to ``(m,)``. What is no tensor has to be the
-    same in all.
+    Tensors without a dimension are stacked, ``()`` to ``(m,)``. What is no tensor has to be equal
+    in all.
 
     Raises:
         ValueError: the micro-batches differ in more than their tensors, or these in more than
@@ -272,7 +273,7 @@ def _compare(first: Batch, other: Batch, i: int) -> None:
             if not _same(leaf, b.others[k]):
                 name = list(names(first.value))[k][0]
                 raise ValueError(
-                    "outputs that are no tensors must be the same for all micro-batches, since "
+                    "outputs that are no tensors must be equal for all micro-batches, since "
                     f"they cannot be joined (output: {name}, micro-batch 0: {leaf!r}, "
                     f"micro-batch {i}: {b.others[k]!r}); have the last layer return a tensor"
                 )
@@ -286,11 +287,12 @@ def _compare(first: Batch, other: Batch, i: int) -> None:
 
 def _same(a: Any, b: Any) -> bool:
     try:
-        return a is b or (type(a) is type(b) and bool(a == b))
+        # What is not equal to itself, is not a number.
+        return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
     except Exception:
         # Arrays, for one, do not say in one word.
         return False
 
 
-def _outline(batch: Batch) -> dict[str, str]:
-    return {name: type(leaf).__name__ for name, leaf in names(batch.value)}
+def _outline(batch: Batch) -> Any:
+    return tree_map(lambda leaf: type(leaf).__name__, batch.value)

@@ -100,7 +100,7 @@ class Draws:
     def __enter__(self) -> None:
         with ExitStack() as held:
             if not _thread_local.within_cell:
-                # In one order, so that nobody waits for who waits for him.
+                # In one order, so that no two wait for each other.
                 for device in sorted(self._devices, key=str):
                     held.enter_context(_locks[device])
             self._found = _get(self._devices)

@@ -14,14 +14,15 @@ from torchgpipe.state import version_of
 __all__ = ["verify_recomputation"]
 
 
-class _Verification:
-    #: In how many ``with`` blocks the process is.
-    depth = 0
+#: An entry for each ``with`` block that the process is in.
+_verifications: list[None] = []
 
 
 @contextmanager
 def verify_recomputation() -> Iterator[None]:
-    """Has recomputations compare what they compute with what the forward did: to find bugs.
+    """Has recomputations compare what layers save for backward with what the forward saved.
+
+    It finds layers that do not compute the same from the same input.
 
     ::
 
@@ -31,11 +32,11 @@ def verify_recomputation() -> Iterator[None]:
     It concerns what runs forward within the block, and takes the memory that checkpointing saves.
     Without it, only number, shape and dtype of what layers save for backward are compared.
     """
-    _Verification.depth += 1
+    _verifications.append(None)
     try:
         yield
     finally:
-        _Verification.depth -= 1
+        _verifications.pop()
 
 
 class Slot:
@@ -58,7 +59,7 @@ class Slot:
         self.tensor = tensor if lasting else None
         self.version = version_of(tensor)
         #: What it is to be compared with.
-        self.expected = tensor.detach() if _Verification.depth and not lasting else None
+        self.expected = tensor.detach() if _verifications and not lasting else None
 
     def fill(self, tensor: Tensor) -> None:
         """Puts the recomputed tensor here.
@@ -111,8 +112,8 @@ class Slot:
             running.layer, running.kind = self.layer, self.kind
             raise RuntimeError(
                 "a recomputation must compute the same values as the forward "
-                f"(layer: {self.layer}, {error}); make the layer compute the same from the same "
-                "input whenever it runs"
+                f"(layer: {self.layer}, shape: {tuple(self.shape)}); make the layer compute the "
+                f"same from the same input whenever it runs\n{error}"
             ) from None
 
 

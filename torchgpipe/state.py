@@ -8,7 +8,7 @@ statistics of a norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +110,23 @@ class LayersState:
             _set_requires_grad(needs_grad)
             _set_hooks(hooks)
             _set_flags(flags)
+
+
+@contextmanager
+def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Checks that what every micro-batch gets whole is not changed within a ``with`` block.
+
+    Raises:
+        RuntimeError: a tensor was changed in place.
+    """
+    versions = [version_of(tensor) for tensor in tensors]
+    yield
+    if versions != [version_of(tensor) for tensor in tensors]:
+        raise RuntimeError(
+            "what every micro-batch gets whole must not be changed in place, since others get it, "
+            f"too (shapes: {[tuple(tensor.shape) for tensor in tensors]}); clone it in the layer "
+            "that changes it"
+        )
 
 
 def version_of(tensor: Tensor) -> int:

@@ -52,6 +52,14 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments as a value: the argument itself, if there is but one."""
+    if not args and kwargs.keys() == {"input"}:
+        # What the forward of an nn.Sequential calls it.
+        return kwargs["input"]
+    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
+
+
 class Structure:
     """A value without its tensors.
 
@@ -80,6 +88,9 @@ class Structure:
         return tree_unflatten(leaves, self.spec)
 
 
+#: What most others are: nothing to look into.
+ATOMS = frozenset({type(None), bool, int, float, str})
+
 #: A tensor alone, and a tuple of nothing but tensors: what most values are.
 ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
@@ -98,7 +109,8 @@ def flatten(value: Any) -> tuple[Tensors, Structure]:
     leaves, spec = tree_flatten(value)
     others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
-        verify_leaf(leaf)
+        if type(leaf) not in ATOMS:
+            verify_leaf(leaf)
     return tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)]), Structure(spec, others)
 
 
@@ -127,7 +139,7 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
     def alias(x: Tensor) -> Tensor:
         # Its gradients are added up on the caller's stream, as those of rows are, and not on that
         # of whoever comes first.
-        if not (x.requires_grad and x.is_leaf):
+        if not x.requires_grad:
             return x
         return aliases.setdefault(id(x), x.view_as(x))
 
@@ -162,7 +174,7 @@ def verify_leaf(leaf: Any) -> None:
     name = type(leaf).__name__
     if _is_whole(leaf):
         raise TypeError(
-            "NoChunk marks what every micro-batch gets whole, so it belongs into the input of the "
+            "NoChunk marks what every micro-batch gets whole, so it belongs in the input of the "
             f"wrapped model (NoChunk of: {type(leaf.value).__name__}); have layers return the "
             "value itself"
         )

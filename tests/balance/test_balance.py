@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import GPipe
+from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, balance_by_time
 
 
@@ -110,3 +110,15 @@ def test_default_device(monkeypatch):
     monkeypatch.setattr("torchgpipe.balance.profile.accelerators", lambda: used.append(1) or [])
     assert balance_by_size(1, nn.Sequential(nn.ReLU()), torch.rand(1)) == [1]
     assert used == [1]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_sample_with_what_goes_whole(chunks):
+    class Add(nn.Module):
+        def forward(self, value):
+            return value[0] + value[1]
+
+    layers = nn.Sequential(Add(), nn.Linear(3, 3))
+    sample = torch.rand(4, 3), NoChunk(torch.rand(1, 3))
+    assert balance_by_time(2, layers, sample, timeout=0, device="cpu") == [1, 1]
+    assert balance_by_size(2, layers, sample, chunks=chunks, device="cpu") == [1, 1]

@@ -265,3 +265,33 @@ def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
         layer.fails = False
         model(x).sum().backward()
     assert not seen.races, "\n".join(map(str, seen.races[:3]))
+
+
+def test_gradients_in_batches_are_an_error(devices):
+    model = wrap([0, 1], devices, "never", ["linear"])
+    x = batch().to(devices[0])
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        jacobian(model, x, vectorize=True)
+
+
+class Give(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, WIDTH).double())
+
+    def forward(self, x):
+        return self.weight
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x.detach().mul_(2)
+
+
+@pytest.mark.parametrize("place", [[0, 0], [0, 1]], ids=str)
+def test_parameter_that_is_passed_on_is_not_given_away(devices, place):
+    model = GPipe(nn.Sequential(Give(), Double()), [1, 1], devices=[devices[d] for d in place])
+    with observe() as seen:
+        model(batch()[:2].to(devices[0]))
+    assert not seen.races
+    assert model[0].weight.cpu().eq(1).all()

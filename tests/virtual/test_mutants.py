@@ -459,8 +459,8 @@ MUTANTS = {
         "parameters passed on",
     ),
     "versions of what goes whole": (
-        "gpipe",
-        "if versions != [version_of(tensor) for tensor in whole]:",
+        "state",
+        "if versions != [version_of(tensor) for tensor in tensors]:",
         "if False:",
         "what goes whole",
     ),

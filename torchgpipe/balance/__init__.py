@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from torchgpipe import microbatch
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.profile import profile_layers
 from torchgpipe.partition import verify_module
@@ -38,7 +37,8 @@ def balance_by_time(
     Args:
         partitions: how many partitions to make.
         module: the layers.
-        sample: an input of the size of a micro-batch, on any device.
+        sample: an input of the size of a micro-batch, on any device: what the first layer takes as
+            its one argument.
 
     Keyword Args:
         timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
@@ -77,7 +77,8 @@ def balance_by_size(
     Args:
         partitions: how many partitions to make.
         module: the layers.
-        input: an input of the size of a mini-batch, on any device.
+        input: an input of the size of a mini-batch, on any device: what the first layer takes as
+            its one argument.
 
     Keyword Args:
         chunks: how many micro-batches are made of the mini-batch.
@@ -100,8 +101,9 @@ def balance_by_size(
             "param_scale must not be negative, being how many times the memory of a parameter "
             f"its training takes (param_scale: {param_scale}); 2 is for SGD, 4 for Adam"
         )
-    sample = microbatch.scatter(input, chunks)[0].value
-    found = profile_layers(module, sample, timeout=0, device=device, progress=progress)
+    found = profile_layers(
+        module, input, chunks=chunks, timeout=0, device=device, progress=progress
+    )
     return _balance(
         [layer.activations + layer.parameters * param_scale for layer in found.layers], partitions
     )

@@ -106,6 +106,7 @@ def profile_layers(
     module: nn.Sequential,
     sample: Any,
     *,
+    chunks: int = 1,
     timeout: float = 1.0,
     device: Device | None = None,
     progress: bool = False,
@@ -114,10 +115,10 @@ def profile_layers(
 
     Args:
         module: the layers.
-        sample: an input of the size of a micro-batch, on any device: what the first layer takes as
-            its one argument.
+        sample: an input on any device: what the first layer takes as its one argument.
 
     Keyword Args:
+        chunks: how many micro-batches are made of the sample; by default it is one itself.
         timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
             once at least.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
@@ -141,7 +142,7 @@ def profile_layers(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        (batch,) = scatter(sample, chunks=1)
+        batch = scatter(sample, chunks)[0]
         batch = _leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
         layers = module._modules.items()
         for k, (name, layer) in enumerate(_shown(layers, len(module)) if progress else layers):
