@@ -134,7 +134,7 @@ def models(draw):
     return nn.Sequential(*layers), [b - a for a, b in pairwise([0, *sorted(ends), len(layers)])]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     models(),
     st.sampled_from([1, 2, 3, 8]),
@@ -368,7 +368,7 @@ def test_wrappers_in_several_threads(others, mode):
     def train(module):
         model = wrap(module, [2, 2], chunks=3, mode=mode)
         try:
-            for _ in range(20):
+            for _ in range(6):
                 output = model(x)
                 output.square().sum().backward()
             found.append(output)

@@ -881,7 +881,7 @@ def cases(draw):
     return value, layers, balance
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(cases(), st.integers(1, 4), st.sampled_from(MODES))
 def test_any_structure(case, chunks, mode):
     value, layers, balance = case
