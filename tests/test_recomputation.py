@@ -1,6 +1,9 @@
 """A recomputation does what the forward did, in its modes, or an error says where it did not."""
 
 import copy
+import gc
+import threading
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -219,9 +222,11 @@ def test_equal_values_pass(name, autocast, mode, device):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
-def test_value_that_is_written_after_it_was_saved_passes():
-    """As the noise of this layer."""
-    model = wrap(nn.RReLU(), mode="always")
+@pytest.mark.parametrize("make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64), First()]])
+def test_value_that_is_written_after_it_was_saved_passes(make):
+    """As the noise of the one layer; or never, as some bytes in the workspace of the other."""
+    layers = make()
+    model = wrap(*layers, balance=[len(layers)], mode="always")
     junk = [torch.full((2, 64), 7.0) for _ in range(9)]
     del junk
     with verify_recomputation():
@@ -252,6 +257,86 @@ def test_error_of_an_early_layer_comes_when_later_ones_may_have_gradients(chunks
         True,
         chunks > 1,
     ]
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_no_backward_goes_on_after_a_recomputation_has_failed(verified):
+    """Also where all was recomputed, and only then found to be wrong."""
+    second = Apply(lambda x: x.exp() + 1) if verified else saving(1)
+    model = wrap(nn.Linear(2, 2), Differs(torch.exp, lambda x: second(x).exp(), 0))
+    with verify_recomputation() if verified else nullcontext():
+        loss = model(numbered()).sum()
+    model[1].rows = model[0](numbered()[:1])[0, 0].item()
+    with pytest.raises(RuntimeError, match="must compute the same|must save the same"):
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="nor can backward go on"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+def test_values_put_elsewhere_between_forward_and_backward(mode):
+    """Nobody counts that as a change in place, but it is one."""
+    model = wrap(nn.Linear(2, 2), nn.Tanh(), mode=mode)
+    loss = model(numbered()).sum()
+    model[0].weight.data = model[0].weight.data * 2
+    with pytest.raises(RuntimeError, match="parameters must not be changed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layer_that_writes_what_is_its_own_and_uses_it(mode):
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.ones(2))
+
+        def forward(self, x):
+            if not is_recomputing():
+                self.average.mul_(0.9).add_(x.detach().mean(0))
+            else:
+                self.average.mul_(1)
+            return (x * self.average).exp()
+
+    reference = nn.Sequential(nn.Linear(2, 2), Average())
+    model = GPipe(copy.deepcopy(reference), [1, 1], devices=["cpu"] * 2, chunks=1, checkpoint=mode)
+    for run in (reference, model):
+        run(numbered()).sum().backward()
+    for a, b in zip(reference.parameters(), model.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_that_differentiate_one_graph(mode):
+    model = wrap(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), mode=mode)
+    for _ in range(5):
+        loss = model(numbered()).sum()
+        weight = model[0].weight
+        start, found = threading.Barrier(3), []
+
+        def differentiate(loss=loss, weight=weight, start=start, found=found):
+            start.wait()
+            found.extend(torch.autograd.grad(loss, weight, retain_graph=True))
+
+        threads = [threading.Thread(target=differentiate) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 3
+        assert all(torch.equal(gradient, found[0]) for gradient in found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graph_is_let_go_that_hooks_have_kept(mode):
+    model = wrap(nn.Linear(2, 2), nn.Tanh(), mode=mode)
+    kept = []
+    handle = model[0].register_forward_hook(lambda _, args, output, kept=kept: kept.append(output))
+    model(numbered()).sum().backward()
+    handle.remove()
+    output = weakref.ref(kept[0])
+    del handle, kept
+    gc.collect()
+    assert output() is None
 
 
 class Unused(torch.autograd.Function):

@@ -434,6 +434,19 @@ def test_one_tensor_in_several_places_comes_out_as_one():
     assert a is b
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)],
+    ids=["sparse", "nested"],
+)
+def test_what_is_not_dense_is_not_split(make):
+    x = make(rows(4))
+    with pytest.raises(ValueError, match="only dense tensors.*the value, layout: .*NoChunk"):
+        model(passed)(x)
+    output, size = model(Partial(lambda x: [x, x.shape[0]]), chunks=1)(x)
+    assert (output.layout, size) == (x.layout, x.shape[0])
+
+
 def test_nothing_to_split():
     with pytest.raises(ValueError, match="must be an input tensor to split.*chunks: 2"):
         model(passed)({"x": torch.tensor(1.0), "n": 3})

@@ -27,8 +27,7 @@ therefore does not wait for the gradient: only the host has to know that it is o
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -119,6 +118,7 @@ class Checkpoint:
         #: The identities of the tensors of the input, while they cannot be others'.
         self.inputs: set[int] = set()
         self.kept: tuple[Batch, list[int], RNGState] | None = None
+        self.lock = threading.RLock()
 
     def forward(self, batch: Batch) -> Batch:
         """Runs the function, saving nothing but its input.
@@ -133,7 +133,7 @@ class Checkpoint:
             output = self.function(copy(batch))
         self.inputs.clear()
         for slot in self.slots:
-            slot.keep()
+            slot.close()
         if versions != [version_of(tensor) for tensor in batch]:
             raise RuntimeError(
                 "under checkpointing, a partition must not change its input in place, nor what it "
@@ -143,6 +143,7 @@ class Checkpoint:
         if self.frozen and all(slot.lasting for slot in self.slots):
             # Nothing was dropped: there will be no second run.
             self.slots = []
+            del self.function, self.lasting
         else:
             rng.settle()
             self.kept = batch, versions, rng
@@ -162,11 +163,25 @@ class Checkpoint:
             RuntimeError: the input was changed in place since, or the function saves otherwise
                 than it did.
         """
-        if self.kept is not None:
-            with self.within:
-                self._fill()
+        # Several threads may differentiate one graph on the CPU.
+        with self.lock:
+            if self.kept is None:
+                return
+            # From here on, each slot is held by the node that saved it, and by nothing else.
+            slots, self.slots = self.slots, []
+            try:
+                with self.within:
+                    self._fill(slots)
+            except BaseException:
+                # What is there may be wrong, and must not be taken for right by another backward.
+                for slot in slots:
+                    slot.empty()
+                raise
+            finally:
+                # The graph lives on, and may be what layers or hooks refer to.
+                del self.function, self.lasting
 
-    def _fill(self) -> None:
+    def _fill(self, slots: Sequence[Slot]) -> None:
         assert self.kept is not None
         (batch, versions, rng), self.kept = self.kept, None
         if versions != [version_of(tensor) for tensor in batch]:
@@ -176,16 +191,15 @@ class Checkpoint:
                 f"(versions: {[version_of(tensor) for tensor in batch]}, expected versions: "
                 f"{versions}); change a clone of it, or change it after backward"
             )
-        # From here on, each slot is held by the node that saved it, and by nothing else.
-        slots, self.slots = deque(self.slots), []
-
-        filled: list[Slot] = []
+        for slot in slots:
+            slot.open()
+        waiting = iter(slots)
 
         def fill(tensor: Tensor) -> None:
-            if not slots:
+            slot = next(waiting, None)
+            if slot is None:
                 raise mismatch(described(tensor, running.layer), "nothing more")
-            filled.append(slots.popleft())
-            filled[-1].fill(tensor)
+            slot.fill(tensor)
 
         with (
             use_stream(self.stream),
@@ -198,9 +212,10 @@ class Checkpoint:
             # Its memory is from here on the second run's alone.
             del batch
             self.function(again)
-        if slots:
-            raise mismatch("nothing more", described(slots[0], slots[0].layer))
-        for slot in filled:
+        left = next(waiting, None)
+        if left is not None:
+            raise mismatch("nothing more", described(left, left.layer))
+        for slot in slots:
             slot.compare()
 
     def _drop(self, tensor: Tensor) -> Slot:

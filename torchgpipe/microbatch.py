@@ -5,6 +5,7 @@ Nested structures stop here: everything below a :class:`Batch` sees a flat tuple
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain, combinations, product, starmap
@@ -139,9 +140,13 @@ class Batch:
 
     def _aliased(self) -> frozenset[Any]:
         # One tensor in several places of the value stays one, but is another one as a skip.
-        tensors = [(key, x) for key, part in self.parts.items() for x in _distinct([part])]
+        sharing: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
+        for key, part in self.parts.items():
+            for x in _distinct([part]):
+                sharing[_storage(x)].append((key, x))
         return frozenset(
             key
+            for tensors in sharing.values()
             for (one, a), (other, b) in combinations(tensors, 2)
             if _is_alias_of(a, b)
             for key in (one, other)
@@ -162,6 +167,14 @@ class Batch:
 
 def _distinct(parts: Iterable[Tensors]) -> Tensors:
     return tuple({id(tensor): tensor for tensor in chain.from_iterable(parts)}.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        # Of sparse tensors, which have none, all are compared with each other.
+        return 0
 
 
 def _is_alias_of(a: Tensor, b: Tensor) -> bool:
@@ -198,6 +211,14 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
     shapes = {}
     for name, leaf in names(input):
         if is_split(leaf):
+            if leaf.is_nested or leaf.layout != torch.strided:
+                if chunks == 1:
+                    continue
+                raise ValueError(
+                    "only dense tensors can be split into micro-batches "
+                    f"(input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}); pass "
+                    "a dense one, mark it by torchgpipe.NoChunk, or set chunks=1"
+                )
             shapes[name] = tuple(leaf.shape)
         elif not isinstance(leaf, NoChunk | Tensor):
             verify_leaf(leaf)

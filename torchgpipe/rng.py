@@ -40,8 +40,9 @@ _locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock
 
 
 class _ThreadLocal(threading.local):
-    #: Whether this thread computes a cell, whose step holds the locks.
-    within_cell = False
+    #: In how many cells this thread computes, the one within the other. The outermost step, or
+    #: recomputation, holds the locks.
+    depth = 0
 
 
 _thread_local = _ThreadLocal()
@@ -99,7 +100,8 @@ class Draws:
 
     def __enter__(self) -> None:
         with ExitStack() as held:
-            if not _thread_local.within_cell:
+            self._depth = _thread_local.depth
+            if not self._depth:
                 # In one order, so that no two wait for each other.
                 for device in sorted(self._devices, key=str):
                     held.enter_context(_locks[device])
@@ -131,7 +133,7 @@ class Draws:
 
     def of(self, i: int, device: torch.device) -> Carried:
         """Has what micro-batch ``i`` draws on a device go on where it was left."""
-        return Carried(self.states[i], generator_of(device))
+        return Carried(self.states[i], generator_of(device), self._depth + 1)
 
     def _state(self, device: torch.device, i: int) -> Tensor:
         """With what micro-batch ``i`` begins."""
@@ -159,17 +161,19 @@ class Carried:
     Args:
         states: those of the micro-batch, by type of device.
         device: whose generator it is.
+        depth: within how many cells this is, itself included.
     """
 
-    __slots__ = ("device", "kind", "outer", "states")
+    __slots__ = ("depth", "device", "kind", "outer", "states")
 
-    def __init__(self, states: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, states: dict[str, Tensor], device: torch.device, depth: int) -> None:
         self.states = states
+        self.depth = depth
         self.device = device
         self.kind = device.type
 
     def __enter__(self) -> None:
-        self.outer, _thread_local.within_cell = _thread_local.within_cell, True
+        self.outer, _thread_local.depth = _thread_local.depth, self.depth
         set_state(self.device, self.states[self.kind])
 
     def __exit__(
@@ -179,7 +183,7 @@ class Carried:
         traceback: TracebackType | None,
     ) -> None:
         self.states[self.kind] = get_state(self.device)
-        _thread_local.within_cell = self.outer
+        _thread_local.depth = self.outer
 
 
 class RNGState:
@@ -193,6 +197,8 @@ class RNGState:
 
     def __init__(self, device: torch.device) -> None:
         self.before = _get(dict.fromkeys([CPU, generator_of(device)]))
+        #: Whether a step around this one may hold the locks until the computation was repeated.
+        self.nested = _thread_local.depth > 1
         self.after: dict[torch.device, Tensor] = {}
 
     def settle(self) -> None:
@@ -218,14 +224,16 @@ class RNGState:
         """
         with ExitStack() as held:
             # Within a cell, the thread that holds it waits for this one.
-            if CPU in self.before and not _thread_local.within_cell:
+            if CPU in self.before and not (self.nested or _thread_local.depth):
                 held.enter_context(_locks[CPU])
             now = _get(self.before)
             _set(self.before)
+            _thread_local.depth += 1
             try:
                 yield
                 again = _get(self.after)
             finally:
+                _thread_local.depth -= 1
                 _set(now)
         for device, state in again.items():
             # Where nothing was drawn, it was another thread that drew before.

@@ -47,7 +47,17 @@ class Slot:
         lasting: whether it is there anyway, as parameters are. It is never empty then.
     """
 
-    __slots__ = ("dtype", "expected", "kind", "lasting", "layer", "shape", "tensor", "version")
+    __slots__ = (
+        "dtype",
+        "expected",
+        "kind",
+        "lasting",
+        "layer",
+        "left",
+        "shape",
+        "tensor",
+        "version",
+    )
 
     tensor: Tensor | None
 
@@ -59,7 +69,24 @@ class Slot:
         self.tensor = tensor if lasting else None
         self.version = version_of(tensor)
         #: What it is to be compared with.
-        self.expected = tensor.detach() if _verifications and not lasting else None
+        self.expected = tensor.detach() if _verifications and is_compared(tensor, lasting) else None
+
+    def close(self) -> None:
+        """Takes note of what there is when the layers have run: not before is all of it written."""
+        if self.expected is not None:
+            self.expected = self.expected.clone()
+        if self.tensor is not None:
+            self.left = version_of(self.tensor)
+
+    def open(self) -> None:
+        """Gets ready for the second run of the layers, which may change what is theirs again."""
+        if self.tensor is not None and version_of(self.tensor) == self.left:
+            self.version = -1
+
+    def empty(self) -> None:
+        """Has nothing there any more."""
+        if not self.lasting:
+            self.tensor = None
 
     def fill(self, tensor: Tensor) -> None:
         """Puts the recomputed tensor here.
@@ -75,6 +102,9 @@ class Slot:
             # Detached: without the recomputed graph. It still counts changes with the tensor.
             self.tensor = tensor.detach()
             self.version = version_of(tensor)
+        elif self.version == -1 and self.tensor is not None:
+            # Nobody but the layers has changed it.
+            self.version = version_of(self.tensor)
 
     def verify_unchanged(self) -> None:
         """Checks that nobody has changed the tensor in place, as autograd does.
@@ -90,11 +120,6 @@ class Slot:
                 f"inplace operation (shape: {tuple(self.shape)}, version: {version}, expected "
                 f"version: {self.version}); use the layer that changes it out of place"
             )
-
-    def keep(self) -> None:
-        """Keeps the value, if it is to be compared, when the layers that write it have run."""
-        if self.expected is not None:
-            self.expected = self.expected.clone()
 
     def compare(self) -> None:
         """Compares the recomputed value, if one was kept.
@@ -115,6 +140,14 @@ class Slot:
                 f"(layer: {self.layer}, shape: {tuple(self.shape)}); make the layer compute the "
                 f"same from the same input whenever it runs\n{error}"
             ) from None
+
+
+def is_compared(tensor: Tensor, lasting: bool) -> bool:
+    """Whether a saved tensor has a value of which each run makes its own.
+
+    Bytes may be the workspace of a kernel, as that of an LSTM, of which some are never written.
+    """
+    return not lasting and tensor.dtype != torch.uint8
 
 
 def described(saved: Tensor | Slot, layer: str | None) -> str:

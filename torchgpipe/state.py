@@ -37,7 +37,7 @@ class LayersState:
         self._needs_grad: list[tuple[Tensor, bool]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
         self._parameters: list[Tensor] = []
-        self._versions: list[int] | None = None
+        self._versions: list[tuple[int, int]] | None = None
         self._norms: list[nn.Module] = []
         #: The identities of all parameters and buffers.
         self._lasting: set[int] = set()
@@ -69,7 +69,7 @@ class LayersState:
             # Not before the layers have run: lazy ones have hooks until then.
             for module, _ in self._flags:
                 self._hooks += [(hooks, dict(hooks)) for hooks in _forward_hooks(module)]
-        self._versions = [version_of(parameter) for parameter in self._parameters]
+        self._versions = [_identity(parameter) for parameter in self._parameters]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -81,12 +81,12 @@ class LayersState:
             RuntimeError: a parameter has been changed in place by others than the layers.
         """
         for parameter, version in zip(self._parameters, self._versions or ()):
-            if version_of(parameter) != version:
+            if _identity(parameter) != version:
                 raise RuntimeError(
                     "under checkpointing, parameters must not be changed in place between a "
                     "forward and its backward, which computes the forward again (shape: "
                     f"{tuple(parameter.shape)}, version: {version_of(parameter)}, expected "
-                    f"version: {version}); run backward before optimizer.step(), and before the "
+                    f"version: {version[0]}); run backward before optimizer.step(), and before the "
                     "next forward of layers that change their parameters themselves"
                 )
         flags = [(module, module.training) for module, _ in self._flags]
@@ -127,6 +127,15 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
             f"too (shapes: {[tuple(tensor.shape) for tensor in tensors]}); clone it in the layer "
             "that changes it"
         )
+
+
+def _identity(parameter: Tensor) -> tuple[int, int]:
+    """Its version, and where its values are: ``parameter.data = ...`` puts them elsewhere."""
+    try:
+        return version_of(parameter), parameter.data_ptr()
+    except (RuntimeError, ValueError, NotImplementedError):
+        # Sparse and lazy ones are nowhere.
+        return version_of(parameter), 0
 
 
 def version_of(tensor: Tensor) -> int:

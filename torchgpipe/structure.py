@@ -133,7 +133,8 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
         sizes: how many rows each part has, in order.
     """
     leaves, spec = tree_flatten(value, _is_whole)
-    rows = {id(x): x for x in leaves if is_split(x)}
+    # All of it is no part.
+    rows = {id(x): x for x in leaves if is_split(x)} if len(sizes) > 1 else {}
     aliases: dict[int, Tensor] = {}
 
     def alias(x: Tensor) -> Tensor:

@@ -430,13 +430,13 @@ MUTANTS = {
     ),
     "no locks within a cell": (
         "rng",
-        "            if not _thread_local.within_cell:\n",
+        "            if not self._depth:\n",
         "            if True:\n",
         "a step within a cell",
     ),
     "no lock for a recomputation within a cell": (
         "rng",
-        " and not _thread_local.within_cell:",
+        " and not (self.nested or _thread_local.depth):",
         ":",
         "a recomputation within a cell",
     ),

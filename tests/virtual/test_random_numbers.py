@@ -208,6 +208,25 @@ def run_in_threads(functions):
         assert not thread.is_alive()
 
 
+def test_training_of_another_wrapper_within_a_layer(devices):
+    """It recomputes on autograd's threads what draws on the CPU, where the caller is in a step."""
+
+    def draw(x):
+        return x * torch.rand(()).item() * x.tanh()
+
+    other = wrap(nn.Sequential(Apply(draw), Apply(draw)), devices[:2], 1, "always")
+
+    def train(x):
+        with torch.enable_grad():
+            given = x.detach().to(devices[0]).requires_grad_()
+            other(given).sum().backward()
+        return x + given.grad.cpu()
+
+    module = nn.Sequential(Apply(train), Apply(torch.tanh))
+    model = wrap(module, ["cpu", "cpu"], 2, "always")
+    run_in_threads([lambda: model(torch.rand(4, WIDTH, requires_grad=True)).sum().backward()])
+
+
 @pytest.mark.parametrize("place", [[0, "cpu"], ["cpu", 0], [1, 0]], ids=str)
 def test_backward_of_another_wrapper_within_a_layer(devices, place):
     """It recomputes what draws on the CPU, while the caller is in the midst of a step there."""
