@@ -21,6 +21,7 @@ from torchgpipe.structure import (
     NoChunk,
     Tensors,
     flatten,
+    is_dense,
     is_split,
     names,
     split,
@@ -211,15 +212,14 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
     shapes = {}
     for name, leaf in names(input):
         if is_split(leaf):
-            if leaf.is_nested or leaf.layout != torch.strided:
-                if chunks == 1:
-                    continue
+            if is_dense(leaf):
+                shapes[name] = tuple(leaf.shape)
+            elif chunks > 1:
                 raise ValueError(
                     "only dense tensors can be split into micro-batches "
                     f"(input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}); pass "
                     "a dense one, mark it by torchgpipe.NoChunk, or set chunks=1"
                 )
-            shapes[name] = tuple(leaf.shape)
         elif not isinstance(leaf, NoChunk | Tensor):
             verify_leaf(leaf)
     if len({shape[0] for shape in shapes.values()}) > 1:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import (
     TreeSpec,
@@ -133,16 +134,17 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
         sizes: how many rows each part has, in order.
     """
     leaves, spec = tree_flatten(value, _is_whole)
-    # All of it is no part.
-    rows = {id(x): x for x in leaves if is_split(x)} if len(sizes) > 1 else {}
+    rows = {id(x): x for x in leaves if is_split(x) and is_dense(x)}
     aliases: dict[int, Tensor] = {}
 
     def alias(x: Tensor) -> Tensor:
-        # Its gradients are added up on the caller's stream, as those of rows are, and not on that
-        # of whoever comes first.
-        if not x.requires_grad:
+        # Its gradients are added up on the caller's stream and in memory of that, as those of rows
+        # are, and not on that of whoever comes first: the derivative of narrow() is a new tensor.
+        if not (x.requires_grad and is_dense(x)):
             return x
-        return aliases.setdefault(id(x), x.view_as(x))
+        if id(x) not in aliases:
+            aliases[id(x)] = x.unsqueeze(0).narrow(0, 0, 1).squeeze(0)
+        return aliases[id(x)]
 
     whole = [
         x if is_split(x) else tree_map_only(Tensor, alias, x.value if _is_whole(x) else x)
@@ -160,6 +162,11 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
 def is_split(leaf: Any) -> bool:
     """Whether a leaf has rows, of which each micro-batch gets its own."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether rows can be taken from a tensor, as they cannot from sparse and nested ones."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _is_whole(leaf: Any) -> bool:

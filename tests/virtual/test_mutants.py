@@ -370,8 +370,8 @@ MUTANTS = {
     ),
     "letting go of slots": (
         "checkpoint",
-        "slots, self.slots = deque(self.slots), []",
-        "slots = deque(self.slots)",
+        "slots, self.slots = self.slots, []",
+        "slots = self.slots",
         "peak",
     ),
     "letting go of what was kept": (
@@ -442,8 +442,8 @@ MUTANTS = {
     ),
     "locks after a failure": (
         "rng",
-        "with ExitStack() as held:\n            if not",
-        "held = ExitStack()\n        if True:\n            if not",
+        "with ExitStack() as held:\n            self._depth",
+        "held = ExitStack()\n        if True:\n            self._depth",
         "a step that does not begin",
     ),
     "hooks of the forward": (
