@@ -51,6 +51,17 @@ def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, worker
     return gather(batches)
 
 
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, value):
+        return self.function(value)
+
+
 class Log(nn.Module):
     """Logs that it was called, and that it was differentiated, and passes its input on."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import plain
+from tests.helpers import Apply, plain
 from torchgpipe import GPipe, NoChunk
 
 MODES = ["never", "except_last", "always"]
@@ -20,17 +20,6 @@ CASES = pytest.mark.parametrize(
     ("chunks", "mode"),
     [(1, "never"), (2, "never"), (2, "except_last"), (2, "always")],
 )
-
-
-class Apply(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, value):
-        return self.function(value)
 
 
 class Flagged(Apply):

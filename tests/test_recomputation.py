@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import note_of, plain
+from tests.helpers import Apply, note_of, plain
 from torchgpipe import GPipe, is_recomputing, verify_recomputation
 
 MODES = ["never", "except_last", "always"]
@@ -28,15 +28,6 @@ class Differs(nn.Module):
     def forward(self, x):
         differs = is_recomputing() and bool((x[:, 0] == self.rows).any())
         return (self.second if differs else self.first)(x)
-
-
-class Apply(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 class Add(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from tests.helpers import Apply
 from torchgpipe.skip import pop, skippable, stash
 
 #: The shape of a micro-batch.
@@ -20,17 +21,6 @@ def first(value):
 def with_first(value, tensor):
     """The value with another first tensor."""
     return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
-
-
-class Apply(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, value):
-        return self.function(value)
 
 
 class First(nn.Module):
