@@ -229,7 +229,10 @@ def test_gradient_of_what_is_not_split(mode, chunks):
 def test_one_tensor_split_and_whole(mode, chunks):
     """As self-attention over a whole that is a batch, too."""
     x = rows()
-    attend = lambda v: (v[0] @ v[1].t()).softmax(-1) @ v[1]  # noqa: E731
+
+    def attend(value):
+        return (value[0] @ value[1].t()).softmax(-1) @ value[1]
+
     verify(model(attend, passed, chunks=chunks, mode=mode), (x, NoChunk(x)))
     verify(model(passed, attend, passed, chunks=chunks, mode=mode), [x, NoChunk(x), x])
 

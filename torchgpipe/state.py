@@ -36,7 +36,6 @@ class LayersState:
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._needs_grad: list[tuple[Tensor, bool]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
-        self._parameters: list[Tensor] = []
         self._versions: list[tuple[int, int]] | None = None
         self._norms: list[nn.Module] = []
         #: The identities of all parameters and buffers.
@@ -46,7 +45,6 @@ class LayersState:
             for name, parameter in module._parameters.items():
                 self._tensors.append((module._parameters, name, parameter))
                 if parameter is not None:
-                    self._parameters.append(parameter)
                     self._needs_grad.append((parameter, parameter.requires_grad))
                     self._lasting.add(id(parameter))
             for name, buffer in module._buffers.items():
@@ -69,7 +67,7 @@ class LayersState:
             # Not before the layers have run: lazy ones have hooks until then.
             for module, _ in self._flags:
                 self._hooks += [(hooks, dict(hooks)) for hooks in _forward_hooks(module)]
-        self._versions = [_identity(parameter) for parameter in self._parameters]
+        self._versions = [_identity(parameter) for parameter, _ in self._needs_grad]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -80,7 +78,7 @@ class LayersState:
         Raises:
             RuntimeError: a parameter has been changed in place by others than the layers.
         """
-        for parameter, version in zip(self._parameters, self._versions or ()):
+        for (parameter, _), version in zip(self._needs_grad, self._versions or ()):
             if _identity(parameter) != version:
                 raise RuntimeError(
                     "under checkpointing, parameters must not be changed in place between a "
