@@ -68,7 +68,7 @@ def test_graph(arriving, departing, checkpoint):
     cell = make(Double(), arriving=arriving, departing=departing, checkpoint=checkpoint)
     batch = cell.compute(cell.arrive(Batch(x)))
     arrival = ["Copy", "Wait"] if arriving else []
-    departure = ["Wait"] * len(departing) + ["Recompute"] * checkpoint
+    departure = ["Wait"] * len(departing) + ["Recompute"] * (checkpoint and len(departing))
     assert [*arrival, "MulBackward0", *departure] == [
         name for name in reversed(names(batch[0])) if "AccumulateGrad" not in name
     ]
@@ -99,7 +99,7 @@ def test_structure_is_kept():
 class Flags(nn.Module):
     def forward(self, x):
         self.seen = is_checkpointing(), is_recomputing()
-        return x * x
+        return x.exp()
 
 
 def test_checkpoint():
@@ -131,7 +131,7 @@ def test_error_in_recomputation_names_the_cell():
         def forward(self, x):
             if is_recomputing():
                 raise KeyError
-            return x * x
+            return x.exp()
 
     batch = make(Fail(), checkpoint=True).compute(Batch(torch.ones(1, requires_grad=True)))
     with pytest.raises(KeyError) as caught:
@@ -182,12 +182,12 @@ def test_our_own_errors_name_the_cell(change):
         def forward(self, x):
             if change == "in place":
                 return x.mul_(2)
-            return x.sin().sin() if is_recomputing() else x.sin()
+            return x.sum().exp() if is_recomputing() else x.exp()
 
     with pytest.raises(RuntimeError) as caught:
-        make(Change(), checkpoint=True).compute(Batch(torch.ones(1, requires_grad=True) * 1))[
+        make(Change(), checkpoint=True).compute(Batch(torch.ones(2, requires_grad=True) * 1))[
             0
-        ].backward()
+        ].sum().backward()
     assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
 
 
@@ -263,7 +263,7 @@ def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
     batch = cell.compute(cell.join(batch, [phony]))
     cell.fork(batch)
-    assert applied == [("Join", "compute"), ("Recompute", "compute"), ("Fork", "compute")]
+    assert applied == [("Join", "compute"), ("Fork", "compute")]
 
 
 def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
@@ -285,7 +285,6 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
     assert applied == [
         ("Wait", "compute"),
         ("Recompute", "copy"),
-        ("Recompute", "compute"),
         ("Fork", "copy"),
         ("Fork", "compute"),
     ]
@@ -329,7 +328,7 @@ def test_lanes(lanes, applied):
     class Layer(nn.Module):
         def forward(self, x):
             seen.append(lanes.current[-1])
-            return x * x
+            return x.exp()
 
     cell = make(
         Layer(),

@@ -27,7 +27,7 @@ class Counted(nn.Module):
 
 
 def linear():
-    """Its backward needs the input for the weight's gradient only."""
+    """Its backward needs nothing but its input and its weight, which are there."""
     return Counted(nn.Linear(3, 3))
 
 
@@ -106,14 +106,10 @@ def test_frozen_behind_what_is_trained(mode):
     """The gradient passes through it, of which some layers need nothing but their weights."""
     layers = [saving(), frozen(linear()), frozen(saving()), frozen(linear())]
     assert verify(wrap(*layers, mode=mode)) == [again(mode), CHUNKS, again(mode), CHUNKS]
-    # Layers of one partition are computed again together.
-    assert verify(wrap(*layers, balance=[1, 3], mode=mode)) == [again(mode)] * 4
-    assert verify(wrap(*layers, balance=[1, 1, 2], mode=mode)) == [
-        again(mode),
-        CHUNKS,
-        again(mode),
-        again(mode),
-    ]
+    # Layers of one partition are computed again together, as far as is needed.
+    for balance, second in (([1, 3], again(mode)), ([1, 1, 2], CHUNKS)):
+        found = verify(wrap(*layers, balance=balance, mode=mode))
+        assert found == [again(mode), second, again(mode), CHUNKS]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -128,14 +124,14 @@ def test_frozen_before_what_is_trained(make, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_layers_of_many_sorts(mode):
-    """They all save nothing but weights; what has none is not frozen, and costs little."""
+    """They all save nothing but weights, if anything."""
     layers = [
         saving(),
         frozen(Counted(nn.Linear(3, 4, bias=False), nn.Identity(), nn.Unflatten(1, (2, 2)))),
         frozen(Counted(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 2))),
         Counted(nn.ZeroPad1d(1), nn.Flatten()),
     ]
-    assert verify(wrap(*layers, mode=mode)) == [again(mode), CHUNKS, CHUNKS, again(mode)]
+    assert verify(wrap(*layers, mode=mode)) == [again(mode), CHUNKS, CHUNKS, CHUNKS]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -153,19 +149,19 @@ def test_frozen_batch_norm_in_eval_mode(mode):
     model = wrap(linear(), frozen(Counted(nn.BatchNorm1d(3))), saving(), mode=mode)
     model[1].eval()
     before = copy.deepcopy(dict(model[1].named_buffers()))
-    assert verify(model) == [again(mode), CHUNKS, again(mode)]
+    assert verify(model) == [CHUNKS, CHUNKS, again(mode)]
     for name, buffer in model[1].named_buffers():
         assert torch.equal(buffer, before[name]), name
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_and_unfrozen_between_steps(mode):
-    model = wrap(linear(), linear(), saving(), mode=mode)
+    model = wrap(saving(), saving(), saving(), mode=mode)
     ways = [
         ([True, True, True], [again(mode)] * 3),
         ([False, True, True], [CHUNKS, again(mode), again(mode)]),
         ([False, False, True], [CHUNKS, CHUNKS, again(mode)]),
-        ([True, False, False], [again(mode), CHUNKS, again(mode)]),
+        ([True, False, False], [again(mode)] * 3),
         ([False, False, False], [CHUNKS] * 3),
         ([True, True, True], [again(mode)] * 3),
     ]
@@ -240,7 +236,7 @@ def test_frozen_layers_of_a_structure(mode):
             self.trained, self.fixed = nn.Linear(3, 3), frozen(nn.Linear(3, 3))
 
         def forward(self, x):
-            return {"fixed": self.fixed(x).tanh(), "n": 3, "trained": self.trained(x)}
+            return {"fixed": self.fixed(x), "n": 3, "trained": self.trained(x).tanh()}
 
     class Through(nn.Module):
         def __init__(self, *names):
@@ -260,5 +256,5 @@ def test_frozen_layers_of_a_structure(mode):
         CHUNKS,
         CHUNKS,
         CHUNKS,
-        again(mode),
+        CHUNKS,
     ]

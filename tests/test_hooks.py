@@ -33,6 +33,17 @@ class Scale(nn.Module):
         return y.sin()
 
 
+def again(model, module, *, after):
+    """Whether a module is begun, or ended, a second time under checkpointing.
+
+    Linear layers alone in their partition need nothing but what is there anyway, and the others are
+    run as far as the last activation, which GELU asks for.
+    """
+    partition = model.partitions[1]
+    ended = [partition, model[2], model[2][1]] if after else []
+    return module in list(partition.modules()) and not any(module is x for x in ended)
+
+
 def layers():
     torch.manual_seed(0)
     return nn.Sequential(
@@ -175,7 +186,8 @@ def test_forward_hooks_run_again_in_recompute(models, mode, input):
         times = 2 if module in list(model.partitions) else 1
         for when in ("before", "after"):
             assert calls.count((module, when, False)) == M * times
-            assert calls.count((module, when, True)) == RECOMPUTED[mode] * times
+            repeated = RECOMPUTED[mode] * again(model, module, after=when == "after")
+            assert calls.count((module, when, True)) == repeated * times
 
 
 def test_hooks_of_the_wrapper_run_once_per_step(models, input):
@@ -297,8 +309,10 @@ def test_global_hooks(models, mode, input):
             continue
         for when in ("forward before", "forward", "backward before", "backward"):
             assert calls.count((layer, when, False)) == M
-            again = RECOMPUTED[mode] if when.startswith("forward") else 0
-            assert calls.count((layer, when, True)) == again
+            repeated = RECOMPUTED[mode] * again(model, layer, after=when == "forward")
+            if when.startswith("backward"):
+                repeated = 0
+            assert calls.count((layer, when, True)) == repeated
     assert calls.count((model, "forward", False)) == 1
 
 

@@ -238,12 +238,10 @@ def test_first_layer_that_does_not_tell(start, requires_grad, chunks, mode):
         assert "a leaf Variable that requires grad is being used in an in-place" in found
     elif is_checkpointed(mode, chunks):
         assert found.startswith(CHANGED_INPUT)
-    elif not requires_grad:
+    else:
+        # Also behind autograd's back, if it is detached.
         verify(found, expected)
         assert torch.equal(given, other)
-    else:
-        # Behind autograd's back: the caller's leaf may be changed, or a copy of it.
-        assert not isinstance(found, str)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -324,21 +322,24 @@ def test_views_of_one_tensor_of_which_a_later_partition_changes_one(name, told, 
             (
                 "what passes between partitions",
                 CHANGED_INPUT,
-                "Output 0 of SplitBackward0 is a view",
+                "Output 0 of Split",
             )
         )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_part_of_a_split(mode):
-    """The rest of it is gone, and it may be changed."""
+    """The rest of it is gone, and it may be changed; torch keeps it from that, but for a copy."""
     module = nn.Sequential(
         nn.Linear(3, 6), Apply(lambda x: x.split(3, 1)[0]), nn.ReLU(inplace=True), nn.Linear(3, 3)
     )
     found, expected, *_ = outcomes(
         module, [2, 2], 2, mode, leaf(requires_grad=True), out_of_place(module)
     )
-    verify(found, expected)
+    if mode != "never":
+        verify(found, expected)
+    else:
+        assert found.startswith("Output 0 of Split")
 
 
 # Structures.

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from tests.helpers import CPUS
 from torchgpipe.context import Context
-from torchgpipe.worker import Worker, Workers
+from torchgpipe.worker import Task, Worker, Workers
 
 A, B, C = CPUS[:3]
 
@@ -35,7 +34,7 @@ def threads():
 
 
 def run(workers, *tasks):
-    workers.run(list(tasks), Context.capture())
+    workers.run([Task(k, *task) for k, task in enumerate(tasks)], Context.capture())
 
 
 def raiser(error):
@@ -116,16 +115,61 @@ def test_exception_that_is_false(workers):
         run(workers, (A, raiser(NoError())))
 
 
-def test_of_several_exceptions_the_last_task_s_is_raised():
+@pytest.mark.parametrize("places", [(A, B), (B, A)])
+def test_of_several_exceptions_the_first_by_name_is_raised(places):
     barrier = threading.Barrier(2, timeout=10)
 
     def fail(error):
         barrier.wait()
         raise error
 
-    first, last = KeyError("first"), KeyError("last")
-    with pytest.raises(KeyError, match="last"):
-        run(Workers(CPUS), (A, partial(fail, first)), (B, partial(fail, last)))
+    tasks = [
+        Task((1, 0), places[0], partial(fail, KeyError("second"))),
+        Task((0, 1), places[1], partial(fail, KeyError("first"))),
+    ]
+    with pytest.raises(KeyError, match="first"):
+        Workers(CPUS).run(tasks, Context.capture())
+
+
+def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
+    """Whoever is slow is waited for by those that need it; the others go on."""
+    slow, log = threading.Event(), []
+
+    def wait():
+        assert slow.wait(10)
+        log.append("slow")
+
+    def last():
+        log.append("last of A")
+        slow.set()
+
+    Workers(CPUS).run(
+        [
+            Task("a0", A, partial(log.append, "first of A")),
+            Task("b0", B, wait, ["a0"]),
+            Task("c0", C, partial(log.append, "behind slow"), ["b0"]),
+            Task("a1", A, last),
+            Task("c1", C, partial(log.append, "end"), ["a1"]),
+        ],
+        Context.capture(),
+    )
+    assert log == ["first of A", "last of A", "slow", "behind slow", "end"]
+
+
+def test_whoever_waits_for_a_task_that_fails_does_not_start():
+    workers, done = Workers(CPUS), []
+    with pytest.raises(KeyError):
+        workers.run(
+            [
+                Task(0, A, raiser(KeyError())),
+                Task(1, B, partial(done.append, "needs it"), [0]),
+                Task(2, C, partial(done.append, "needs that"), [1]),
+            ],
+            Context.capture(),
+        )
+    assert done == []
+    run(workers, *[(device, partial(done.append, device)) for device in (A, B, C)])
+    assert sorted(done, key=str) == [A, B, C]
 
 
 def test_nothing_starts_or_runs_after_an_exception():
@@ -205,9 +249,9 @@ def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
     workers = Workers(CPUS)
     release, done = threading.Event(), []
     run(workers, (A, lambda: None), (B, lambda: None))
-    workers._workers[A].submit(release.wait, Future())
+    workers._workers[A].submit(release.wait)
 
-    def submit(task, future):
+    def submit(function):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(workers._workers[B], "submit", submit)
@@ -238,11 +282,11 @@ def test_worker_holds_no_task_after_it():
 
     worker, task = Worker("torchgpipe-test"), Task()
     ref = weakref.ref(task)
-    first, second = Future(), Future()
-    worker.submit(task, first)
+    done = threading.Event()
+    worker.submit(task)
     del task
-    worker.submit(lambda: None, second)
-    second.result(10)
+    worker.submit(done.set)
+    assert done.wait(10)
     assert ref() is None
 
 
@@ -271,14 +315,14 @@ def test_forked_child_has_workers_of_its_own():
 def test_exit_is_prompt(state):
     program = f"""
 import threading
-from concurrent.futures import Future
 from tests.helpers import CPUS
 from torchgpipe.context import Context
-from torchgpipe.worker import Workers
+from torchgpipe.worker import Task, Workers
 workers = Workers(CPUS)
-workers.run([(CPUS[0], lambda: None), (CPUS[1], lambda: None)], Context.capture())
+tasks = [Task(k, device, lambda: None) for k, device in enumerate(CPUS)]
+workers.run(tasks, Context.capture())
 if {state == "stuck"}:
-    workers._workers[CPUS[0]].submit(threading.Event().wait, Future())
+    workers._workers[CPUS[0]].submit(threading.Event().wait)
 print("end")
 """
     done = subprocess.run(

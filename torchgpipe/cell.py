@@ -98,14 +98,16 @@ class Cell:
                 assert self.state is not None
                 state = self.state
                 checkpoint = Checkpoint(
-                    self._run, self.context, self.stream, self.named, state.lasts, state.frozen
+                    self._run, self.context, self.stream, self.named, state.lasts
                 )
             with self.numbers:
                 batch = checkpoint.forward(batch) if checkpoint else self._run(batch)
             for lane, parts in self._by_lane(self.departing):
                 batch = batch.map(partial(Wait.apply, self.stream, lane), parts)
         if checkpoint is not None:
-            batch = self._on_lanes(batch, self.departing, checkpoint.attach)
+            for lane, parts in self._by_lane(self.departing):
+                with use_stream(lane):
+                    batch = batch.map(checkpoint.attach, parts)
         return batch
 
     def join(
@@ -118,9 +120,9 @@ class Cell:
             phonies: what :meth:`fork` branched off there.
             departing: the parts of the output that go elsewhere.
         """
-        for phony in phonies:
-            batch = self._on_lanes(batch, departing, lambda *tensors, p=phony: join(tensors, p))
-        return batch
+        if not phonies:
+            return batch
+        return self._on_lanes(batch, departing, lambda *tensors: join(tensors, *phonies))
 
     def fork(self, batch: Batch) -> tuple[Batch, list[Tensor]]:
         """Branches phonies off the output, for cells to be differentiated before this one."""
@@ -198,6 +200,7 @@ def _changed(batch: Batch) -> RuntimeError:
 
 def _starts_in_place(layer: nn.Module) -> bool:
     """Whether the first layer is one of torch's that can be told to change its input."""
-    while isinstance(layer, nn.Sequential) and len(layer):
-        layer = layer[0]
+    while isinstance(layer, nn.Sequential) and layer._modules:
+        # Indexing takes long.
+        layer = next(iter(layer._modules.values()))
     return getattr(layer, "inplace", False) is True

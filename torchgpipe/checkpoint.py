@@ -27,9 +27,8 @@ therefore does not wait for the gradient: only the host has to know that it is o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,14 +76,16 @@ def is_recomputing() -> bool:
     return _thread_local.recomputing
 
 
-@contextmanager
-def _flag(name: str) -> Iterator[None]:
-    previous = getattr(_thread_local, name)
-    setattr(_thread_local, name, True)
-    try:
-        yield
-    finally:
-        setattr(_thread_local, name, previous)
+class _flag:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.previous = getattr(_thread_local, self.name)
+        setattr(_thread_local, self.name, True)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(_thread_local, self.name, self.previous)
 
 
 class Checkpoint:
@@ -96,7 +97,6 @@ class Checkpoint:
         stream: the stream on which it computes, for both runs.
         within: a context manager to recompute in.
         lasting: whether a tensor is not to be computed again, but stays as it is, as weights do.
-        frozen: whether the function need not run again if it saves but what lasts, and its input.
     """
 
     def __init__(
@@ -106,14 +106,12 @@ class Checkpoint:
         stream: AbstractStream,
         within: AbstractContextManager[None],
         lasting: Callable[[Tensor], bool] = lambda tensor: False,
-        frozen: bool = False,
     ) -> None:
         self.function = function
         self.context = context
         self.stream = stream
         self.within = within
         self.lasting = lasting
-        self.frozen = frozen
         self.slots: list[Slot] = []
         #: The identities of the tensors of the input, while they cannot be others'.
         self.inputs: set[int] = set()
@@ -127,10 +125,11 @@ class Checkpoint:
             RuntimeError: the function changed its input in place.
         """
         versions = [version_of(tensor) for tensor in batch]
-        self.inputs = {id(x) for tensor in batch for x in (tensor, tensor._base) if x is not None}
+        inputs = [x for tensor in batch for x in (tensor, tensor._base)]
+        self.inputs = {id(x) for x in inputs if x is not None}
         rng = RNGState(get_device(self.stream))
         with _flag("checkpointing"), saved_tensors_hooks(self._drop, self._unpack):
-            output = self.function(copy(batch))
+            output = self.function(batch.copy())
         self.inputs.clear()
         for slot in self.slots:
             slot.close()
@@ -140,7 +139,7 @@ class Checkpoint:
                 "pops, since it is computed again from these; have the layer compute out of "
                 "place, or clone the tensor there"
             )
-        if self.frozen and all(slot.lasting for slot in self.slots):
+        if all(slot.lasting for slot in self.slots):
             # Nothing was dropped: there will be no second run.
             self.slots = []
             del self.function, self.lasting
@@ -191,35 +190,50 @@ class Checkpoint:
                 f"(versions: {[version_of(tensor) for tensor in batch]}, expected versions: "
                 f"{versions}); change a clone of it, or change it after backward"
             )
-        for slot in slots:
+        # What is behind the last dropped tensor is not needed, but to compare all that was done.
+        whole = rng.drawn or any(slot.expected is not None for slot in slots)
+        count, due = 0, len(slots)
+        while not whole and slots[due - 1].lasting:
+            due -= 1
+        for slot in slots[:due]:
             slot.open()
-        waiting = iter(slots)
 
         def fill(tensor: Tensor) -> None:
-            slot = next(waiting, None)
-            if slot is None:
+            nonlocal count
+            if count < due:
+                slots[count].fill(tensor)
+            elif whole:
                 raise mismatch(described(tensor, running.layer), "nothing more")
-            slot.fill(tensor)
+            count += 1
+            if count == due and not whole:
+                raise Enough
 
-        with (
-            use_stream(self.stream),
-            self.context.entered(),
-            rng.restored(),
-            _flag("recomputing"),
-            saved_tensors_hooks(fill, _not_saved),
-        ):
-            again = batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
-            # Its memory is from here on the second run's alone.
-            del batch
-            self.function(again)
-        left = next(waiting, None)
-        if left is not None:
+        try:
+            with (
+                use_stream(self.stream),
+                self.context.entered(),
+                rng.restored(),
+                _flag("recomputing"),
+                saved_tensors_hooks(fill, _not_saved),
+            ):
+                again = batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
+                # Its memory is from here on the second run's alone.
+                del batch
+                self.function(again)
+        except Enough:
+            pass
+        except Exception:
+            # A layer may have made another exception of it.
+            if whole or count < due:
+                raise
+        if count < due:
+            left = slots[count]
             raise mismatch("nothing more", described(left, left.layer))
         for slot in slots:
             slot.compare()
 
     def _drop(self, tensor: Tensor) -> Slot:
-        slot = Slot(tensor, self.lasting(tensor) or (self.frozen and self._is_kept(tensor)))
+        slot = Slot(tensor, self.lasting(tensor) or self._is_kept(tensor))
         self.slots.append(slot)
         return slot
 
@@ -240,6 +254,10 @@ class Checkpoint:
             )
         slot.verify_unchanged()
         return slot.tensor
+
+
+class Enough(BaseException):
+    """Ends a second run that has filled all slots."""
 
 
 class Recompute(torch.autograd.Function):

@@ -47,13 +47,20 @@ class Context(NamedTuple):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Sets the modes in this thread, whatever it had set, within a ``with`` block."""
+        # Most often they differ in nothing but the grad mode, which is off in backward.
+        grad, inference, autocast = Context.capture()
+        if (inference, autocast) == (self.inference, self.autocast):
+            torch._C._set_grad_enabled(self.grad)
+            try:
+                yield
+            finally:
+                torch._C._set_grad_enabled(grad)
+            return
         with ExitStack() as stack:
-            if self.inference != torch.is_inference_mode_enabled():
+            if inference != self.inference:
                 stack.enter_context(torch.inference_mode(self.inference))
-            if self.grad != torch.is_grad_enabled():
-                stack.enter_context(torch.set_grad_enabled(self.grad))
-            for wanted in self.autocast:
-                current = _autocast(wanted.kind)
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for current, wanted in zip(autocast, self.autocast):
                 if current != wanted and (current.enabled or wanted.enabled):
                     kind, enabled, dtype, cache = wanted
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache))

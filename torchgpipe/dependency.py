@@ -45,21 +45,21 @@ def fork(input: Value) -> tuple[Value, Tensor]:
     return like(input, outputs), phony
 
 
-def join(input: Value, phony: Tensor) -> Value:
-    """Merges a phony into the input.
+def join(input: Value, *phonies: Tensor) -> Value:
+    """Merges phonies into the input.
 
     Args:
         input: a tensor or a tuple of tensors.
-        phony: what :func:`fork` branched off.
+        *phonies: what :func:`fork` branched off.
 
     Returns:
-        The same values. What the phony was branched off is differentiated after them. An input
-        without a gradient to come, or a phony without one, is returned as it is.
+        The same values. What the phonies were branched off is differentiated after them. An input
+        without a gradient to come, or with phonies without one, is returned as it is.
     """
     tensors = as_tuple(input)
-    if not (phony.requires_grad and needs_backward(tensors)):
+    if not (needs_backward(phonies) and needs_backward(tensors)):
         return input
-    return like(input, Join.apply(phony, *tensors))
+    return like(input, Join.apply(len(phonies), *phonies, *tensors))
 
 
 class Fork(torch.autograd.Function):
@@ -76,15 +76,16 @@ class Fork(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """Passes tensors on, and merges a phony: ``phony, *tensors → *tensors``."""
+    """Passes tensors on, and merges phonies: ``count, *phonies, *tensors → *tensors``."""
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return pass_on(ctx, tensors)
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.count = count
+        return pass_on(ctx, tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *grads)
+        return (None, *[None] * ctx.count, *grads)
 
 
 def pass_on(ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from itertools import chain, combinations, product, starmap
 from typing import Any
 
@@ -87,6 +86,8 @@ class Batch:
     @property
     def requires_grad(self) -> bool:
         """Whether a gradient will be asked of one of the tensors."""
+        if self._single:
+            return self.parts[VALUE][0].requires_grad
         return any(tensor.requires_grad for tensor in self.tensors)
 
     def call(self, function: Callable[..., Any]) -> Batch:
@@ -111,9 +112,8 @@ class Batch:
 
     def take(self) -> Batch:
         """The same micro-batch; this object lets go of it."""
-        batch = copy(self)
-        self.parts = {}
-        return batch
+        parts, self.parts = self.parts, {}
+        return self._of(parts)
 
     def replace(self, tensors: Iterable[Tensor]) -> Batch:
         """The same micro-batch with others instead of its :attr:`tensors`."""
@@ -124,15 +124,28 @@ class Batch:
 
         What is one tensor in several places stays one.
         """
+        if self._single:
+            for _ in parts:
+                return self._of({VALUE: tuple(function(*self.parts[VALUE]))})
+            return self
         chosen = {key: self.parts[key] for key in parts}
         found = _distinct(chosen.values())
         if not found:
             return self
         replaced = dict(zip(map(id, found), function(*found)))
-        batch = copy(self)
-        batch.parts = self.parts | {
-            key: tuple([replaced[id(tensor)] for tensor in old]) for key, old in chosen.items()
-        }
+        return self._of(
+            self.parts
+            | {key: tuple([replaced[id(tensor)] for tensor in old]) for key, old in chosen.items()}
+        )
+
+    def copy(self) -> Batch:
+        """The same micro-batch, which can let go of it on its own."""
+        return self._of(self.parts)
+
+    def _of(self, parts: dict[Any, Tensors]) -> Batch:
+        batch = object.__new__(Batch)
+        batch.parts, batch.structures = parts, self.structures
+        batch.shared, batch._single = self.shared, self._single
         return batch
 
     def aliases(self, other: Batch) -> bool:

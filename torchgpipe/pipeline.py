@@ -41,7 +41,6 @@ Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 20
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.state import LayersState
 from torchgpipe.stream import Streams
-from torchgpipe.worker import Workers
+from torchgpipe.worker import Task, Workers
 
 __all__: list[str] = []
 
@@ -110,19 +109,26 @@ class Pipeline:
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
         self.draws = Draws(devices, len(batches))
         self.routes = Routes(partitions, devices, groups, skip_layout, streams)
-        #: For each cell, the phonies of those that are to be differentiated after it.
-        self.phonies: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        #: Whether backward would not keep the order of itself. Autograd takes first what was recorded
+        #: last, but has a thread for the CPU and one for each accelerator.
+        self.fenced = torch.is_grad_enabled() and {*devices} != {torch.device("cpu")}
+        #: What was branched off each cell, for those to be differentiated before it.
+        self.phonies: dict[tuple[int, int], list[Tensor]] = {}
         #: Of each micro-batch, what was stashed and not popped yet.
         self.skips = [SkipTracker() for _ in batches]
         #: Which of these share memory with something.
         self.shared: list[set[Any]] = [set() for _ in batches]
 
     def run(self) -> None:
-        """Computes all cells, clock cycle by clock cycle."""
+        """Computes all cells, each as soon as those are done that it needs."""
+        m, n = len(self.batches), len(self.partitions)
+        tasks = [
+            Task((i, j), self.devices[j], partial(self.step, i, j), self.routes.needs(i, j, m))
+            for cycle in clock_cycles(m, n)
+            for i, j in cycle
+        ]
         with self.draws, self.routes.within_caller():
-            for cycle in clock_cycles(len(self.batches), len(self.partitions)):
-                tasks = [(self.devices[j], partial(self.step, i, j)) for i, j in cycle]
-                self.workers.run(tasks, self.context)
+            self.workers.run(tasks, self.context)
         self.batches[:] = self.routes.back_to_caller(self.batches)
         for state in self.states:
             if state is not None:
@@ -137,28 +143,27 @@ class Pipeline:
         # What is popped is held by nobody here: it is let go at its last use.
         del popped
         batch = cell.arrive(batch)
-        phonies = self.phonies.pop((i, j), [])
+        phonies = self.due(i, j) if self.fenced else []
         if batch.requires_grad:
             batch = cell.join(batch, phonies)  # [1]
             batch = cell.compute(batch)
         else:
             batch = cell.compute(batch)
             batch = cell.join(batch, phonies, cell.departing)  # [1']
-        if i + 1 < len(self.batches):
-            batch, phonies = cell.fork(batch)  # [2]
-            self.phonies[i + 1, j] += phonies
-        lead = self.routes.turns - 1
-        if i + lead < len(self.batches):
-            for k in set(self.routes.sources[j].values()):
-                # Else that cell has been computed before this one.
-                if k >= 0 and j - k < lead:
-                    self.phonies[i + lead, k] += phonies  # [3]
+        if self.fenced and i + 1 < len(self.batches):
+            batch, self.phonies[i, j] = cell.fork(batch)  # [2]
         self.skips[i].values.update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
         if len(batch) < 2 and not self.skips[i].values:
             # Nothing is left that it could share memory with.
             batch.shared = frozenset()
+
+    def due(self, i: int, j: int) -> list[Tensor]:
+        """The phonies of those cells that are to be differentiated after this one."""
+        lead = self.routes.lead
+        cells = [(i - 1, j), *[(i - lead, k) for k in self.routes.held_by[j]]]  # [3]
+        return [phony for cell in dict.fromkeys(cells) for phony in self.phonies.get(cell, ())]
 
     def cell(self, i: int, j: int) -> Cell:
         """The cell of micro-batch ``i`` in partition ``j``."""

@@ -215,6 +215,11 @@ class RNGState:
         }
         self.before = {device: self.before[device] for device in self.after}
 
+    @property
+    def drawn(self) -> bool:
+        """Whether the computation has drawn from any of them."""
+        return bool(self.after)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Has the generators as before the computation within a ``with`` block, then as now.
@@ -222,18 +227,21 @@ class RNGState:
         Raises:
             RuntimeError: the block drew other numbers than the computation.
         """
+        if not self.before:
+            with _within_a_cell():
+                yield
+            return
         with ExitStack() as held:
             # Within a cell, the thread that holds it waits for this one.
             if CPU in self.before and not (self.nested or _thread_local.depth):
                 held.enter_context(_locks[CPU])
             now = _get(self.before)
             _set(self.before)
-            _thread_local.depth += 1
             try:
-                yield
-                again = _get(self.after)
+                with _within_a_cell():
+                    yield
+                    again = _get(self.after)
             finally:
-                _thread_local.depth -= 1
                 _set(now)
         for device, state in again.items():
             # Where nothing was drawn, it was another thread that drew before.
@@ -244,6 +252,14 @@ class RNGState:
                     f"{device}); while layers draw from it, no other thread may: let layers on an "
                     "accelerator draw from the accelerator's generator, or use checkpoint='never'"
                 )
+
+
+class _within_a_cell:
+    def __enter__(self) -> None:
+        _thread_local.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        _thread_local.depth -= 1
 
 
 def _get(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:

@@ -93,12 +93,44 @@ class Routes:
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._beside.setdefault(self._outside[j], set()).update(used)
         #: By how many micro-batches neighbours on a stream differ at least.
-        self.turns = min(len(streams.values) for streams in self._streams)
+        turns = min(len(streams.values) for streams in self._streams)
+        #: By so many, a partition is never ahead of one that is next to it.
+        self.lead = turns - 1
+        #: For each partition, those that it must not be ahead of by the lead.
+        self.held_by = [
+            [k for k in dict.fromkeys(self.targets[j].values()) if k < n and k - j < self.lead]
+            for j in range(n)
+        ]
+        #: For each cell ``(i, j)``, the cells ``(i + di, k)`` on other devices that it needs.
+        self._needs = [
+            [(di, k) for di, k in self._offsets(j, turns) if devices[k] != devices[j]]
+            for j in range(n)
+        ]
 
     def _elsewhere(self, j: int, parts: dict[Any, int]) -> dict[Any, int]:
         # Before the first partition, and after the last one, is the caller.
         places = [self._outside[0], *self.compute, self._outside[-1]]
         return {part: k for part, k in parts.items() if places[k + 1] != self.compute[j]}
+
+    def _offsets(self, j: int, turns: int) -> Iterator[tuple[int, int]]:
+        """What the cells of a partition need: what comes to them, and free streams to send it on.
+
+        Where a part comes from so far away that its streams are in use again, by micro-batches
+        that are computed at the same time, these are in the order of the clock cycles.
+        """
+        if j:
+            yield 0, j - 1
+        for k in self.sources[j].values():
+            if j - k >= turns and k >= 0:
+                yield j - k, k
+        for k in self.targets[j].values():
+            if k < len(self.compute):
+                ahead = self.lead if k - j < self.lead else k - j + 1
+                yield -ahead, k
+
+    def needs(self, i: int, j: int, m: int) -> list[tuple[int, int]]:
+        """The cells on other devices that must have been computed before a cell is."""
+        return [(min(i + di, m - 1), k) for di, k in self._needs[j] if i + di >= 0]
 
     def lane(self, i: int, k: int, part: Hashable) -> AbstractStream:
         """On which stream a part of micro-batch ``i`` comes to a partition and leaves it."""

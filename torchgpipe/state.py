@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
 __all__: list[str] = []
 
@@ -22,6 +22,15 @@ _MISSING: Any = object()
 
 #: The buffers of torch's own norms.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Found(NamedTuple):
+    """What layers have at one time."""
+
+    training: list[bool]
+    hooks: list[dict[int, Any]]
+    needs_grad: list[bool]
+    tensors: list[Tensor | None]
 
 
 class LayersState:
@@ -32,30 +41,24 @@ class LayersState:
     """
 
     def __init__(self, layers: nn.Module) -> None:
-        self._flags: list[tuple[nn.Module, bool]] = []
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        self._needs_grad: list[tuple[Tensor, bool]] = []
-        self._tensors: list[tuple[dict[str, Any], str, Tensor | None]] = []
-        self._versions: list[tuple[int, int]] | None = None
+        self._modules = list(layers.modules())
+        self._parameters: list[Tensor] = []
+        #: Where parameters and buffers are held.
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._hook_tables: list[dict[int, Any]] = []
+        self._hooks: list[dict[int, Any]] = []
         self._norms: list[nn.Module] = []
         #: The identities of all parameters and buffers.
         self._lasting: set[int] = set()
-        for module in layers.modules():
-            self._flags.append((module, module.training))
-            for name, parameter in module._parameters.items():
-                self._tensors.append((module._parameters, name, parameter))
-                if parameter is not None:
-                    self._needs_grad.append((parameter, parameter.requires_grad))
-                    self._lasting.add(id(parameter))
-            for name, buffer in module._buffers.items():
-                self._tensors.append((module._buffers, name, buffer))
-                if buffer is not None:
-                    self._lasting.add(id(buffer))
+        for module in self._modules:
+            for table in (module._parameters, module._buffers):
+                self._places += [(table, name) for name in table]
+                self._lasting |= {id(x) for x in table.values() if x is not None}
+            self._parameters += [x for x in module._parameters.values() if x is not None]
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
-        needs_grad = [needs for _, needs in self._needs_grad]
-        #: Whether there are parameters, and none needs a gradient.
-        self.frozen = bool(needs_grad) and not any(needs_grad)
+        self._found = self._read()
+        self._versions: list[tuple[int, ...]] | None = None
 
     def lasts(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or a view of one, and stays in memory."""
@@ -65,9 +68,9 @@ class LayersState:
         """From now on, until the layers run again, parameters must not be changed in place."""
         if self._versions is None:
             # Not before the layers have run: lazy ones have hooks until then.
-            for module, _ in self._flags:
-                self._hooks += [(hooks, dict(hooks)) for hooks in _forward_hooks(module)]
-        self._versions = [_identity(parameter) for parameter, _ in self._needs_grad]
+            self._hook_tables = [table for x in self._modules for table in _forward_hooks(x)]
+            self._hooks[:] = map(dict, self._hook_tables)
+        self._versions = _identities(self._parameters)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -78,36 +81,62 @@ class LayersState:
         Raises:
             RuntimeError: a parameter has been changed in place by others than the layers.
         """
-        for (parameter, _), version in zip(self._needs_grad, self._versions or ()):
-            if _identity(parameter) != version:
-                raise RuntimeError(
-                    "under checkpointing, parameters must not be changed in place between a "
-                    "forward and its backward, which computes the forward again (shape: "
-                    f"{tuple(parameter.shape)}, version: {version_of(parameter)}, expected "
-                    f"version: {version[0]}); run backward before optimizer.step(), and before the "
-                    "next forward of layers that change their parameters themselves"
-                )
-        flags = [(module, module.training) for module, _ in self._flags]
-        hooks = [(table, dict(table)) for table, _ in self._hooks]
-        needs_grad = [(parameter, parameter.requires_grad) for parameter, _ in self._needs_grad]
-        tensors = [(table, name, table.get(name, _MISSING)) for table, name, _ in self._tensors]
+        if self._versions is not None and self._versions != _identities(self._parameters):
+            raise self._changed()
+        before = self._read()
         try:
-            _set_flags(self._flags)
-            _set_hooks(self._hooks)
-            _set_requires_grad(self._needs_grad)
-            _set_tensors(self._tensors)
+            self._write(self._found)
             for norm in self._norms:
                 for name in STATISTICS:
                     buffer = norm._buffers.get(name)
                     if buffer is not None:
                         norm._buffers[name] = buffer.clone()
             yield
-            self.settle()
         finally:
-            _set_tensors(tensors)
-            _set_requires_grad(needs_grad)
-            _set_hooks(hooks)
-            _set_flags(flags)
+            self.settle()
+            self._write(before)
+
+    def _read(self) -> Found:
+        return Found(
+            [module.training for module in self._modules],
+            # Copies only where something has changed.
+            self._hooks if self._hook_tables == self._hooks else [*map(dict, self._hook_tables)],
+            [parameter.requires_grad for parameter in self._parameters],
+            [table.get(name, _MISSING) for table, name in self._places],
+        )
+
+    def _write(self, found: Found) -> None:
+        """Puts back what differs: comparing is faster than setting."""
+        now = self._read()
+        if now.training != found.training:
+            for module, training in zip(self._modules, found.training):
+                module.training = training
+        if now.hooks != found.hooks:
+            for hooks, table in zip(found.hooks, self._hook_tables):
+                table.clear()
+                table.update(hooks)
+        if now.needs_grad != found.needs_grad:
+            for parameter, needs_grad in zip(self._parameters, found.needs_grad):
+                parameter.requires_grad_(needs_grad)
+        if not all(map(is_, now.tensors, found.tensors)):
+            for (place, name), tensor in zip(self._places, found.tensors):
+                if tensor is not _MISSING:
+                    place[name] = tensor
+                else:
+                    place.pop(name, None)
+
+    def _changed(self) -> RuntimeError:
+        for parameter, version in zip(self._parameters, self._versions or ()):
+            (found,) = _identities([parameter])
+            if found != version:
+                break
+        return RuntimeError(
+            "under checkpointing, parameters must not be changed in place between a forward and "
+            f"its backward, which computes the forward again (shape: {tuple(parameter.shape)}, "
+            f"version: {found[0]}, expected version: {version[0]}); run backward before "
+            "optimizer.step(), and before the next forward of layers that change their parameters "
+            "themselves"
+        )
 
 
 @contextmanager
@@ -127,27 +156,29 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
         )
 
 
-def _identity(parameter: Tensor) -> tuple[int, int]:
-    """Its version, and where its values are: ``parameter.data = ...`` puts them elsewhere."""
+def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Their versions, and where their values are: ``parameter.data = ...`` puts them elsewhere."""
     try:
-        return version_of(parameter), parameter.data_ptr()
+        return [(x._version, x.data_ptr()) for x in parameters]
     except (RuntimeError, ValueError, NotImplementedError):
-        # Sparse and lazy ones are nowhere.
-        return version_of(parameter), 0
+        # Some sort of parameter is nowhere, such as sparse and lazy ones.
+        return [(version_of(x), *_place(x)) for x in parameters]
+
+
+def _place(tensor: Tensor) -> tuple[int, ...]:
+    try:
+        return (tensor.data_ptr(),)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return ()
 
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place, -1 if nobody counts that."""
-    if is_lazy(tensor) or tensor.is_inference():
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors do not.
         return -1
-    return tensor._version
-
-
-def _set_flags(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in flags:
-        # Setting an attribute of a module is slow.
-        if module.training != training:
-            module.training = training
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
@@ -158,24 +189,3 @@ def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
         module._forward_hooks_with_kwargs,
         module._forward_hooks_always_called,
     ]
-
-
-def _set_hooks(tables: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:
-    for table, hooks in tables:
-        if table != hooks:
-            table.clear()
-            table.update(hooks)
-
-
-def _set_requires_grad(parameters: list[tuple[Tensor, bool]]) -> None:
-    for parameter, requires_grad in parameters:
-        if parameter.requires_grad != requires_grad:
-            parameter.requires_grad_(requires_grad)
-
-
-def _set_tensors(tensors: list[tuple[dict[str, Any], str, Any]]) -> None:
-    for table, name, tensor in tensors:
-        if tensor is not _MISSING:
-            table[name] = tensor
-        else:
-            table.pop(name, None)

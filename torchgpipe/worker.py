@@ -3,6 +3,9 @@
 A device's work is issued by one thread at a time, since its default generator of random numbers
 is one, too. Where all partitions sit on one device, there is nothing to issue beside anything
 else, and the caller itself does it.
+
+A worker does not wait for the others but where it needs what they make: a cell begins when those
+that it needs are done, and when the one before it on the same device is.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,45 +24,109 @@ from torchgpipe.context import Context
 
 __all__: list[str] = []
 
-Task = Callable[[], None]
+
+class Task(NamedTuple):
+    """Something to run for a device.
+
+    Args:
+        name: what others call it that need it; of several that fail, the first by name counts.
+        device: whose worker runs it.
+        function: what to run.
+        needs: the names of tasks of other devices that must be done before.
+    """
+
+    name: Any
+    device: torch.device
+    function: Callable[[], None]
+    needs: Sequence[Any] = ()
 
 
 class Worker:
-    """A thread that runs tasks in the order they were submitted, while it is referred to.
+    """A thread that runs functions in the order they were submitted, while it is referred to.
 
     Its thread is a daemon that holds no reference to the worker: it ends with the worker or
     with the process, and keeps neither alive.
     """
 
     def __init__(self, name: str) -> None:
-        tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self._submit = tasks.put
-        threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
-        weakref.finalize(self, tasks.put, None)
-
-    def submit(self, task: Task, future: Future[None]) -> None:
-        """Runs a task on the worker's thread, unless its future was cancelled by then."""
-        self._submit(partial(_run, task, future))
+        functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.submit = functions.put
+        threading.Thread(target=_serve, args=(functions,), name=name, daemon=True).start()
+        weakref.finalize(self, functions.put, None)
 
 
-def _serve(tasks: SimpleQueue[Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task()
-        del task
+def _serve(functions: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (function := functions.get()) is not None:
+        function()
+        del function
 
 
-def _run(task: Task, future: Future[None]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        task()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
-    finally:
-        # The error refers to this frame, and the future to the error.
-        del task, future
+class Run:
+    """One run of some tasks by the workers of several devices.
+
+    Args:
+        tasks: each behind those that it needs.
+        context: the modes of the caller, which the tasks see.
+    """
+
+    def __init__(self, tasks: Sequence[Task], context: Context) -> None:
+        self.context = context
+        self.tasks: dict[torch.device, list[Task]] = {}
+        for task in tasks:
+            self.tasks.setdefault(task.device, []).append(task)
+        #: Each is locked until its task is done, or will never be.
+        self.gates = {name: _locked() for task in tasks for name in task.needs}
+        #: Likewise for all tasks of a device.
+        self.ends = {device: _locked() for device in self.tasks}
+        self.errors: dict[Any, BaseException] = {}
+        self.stopped = False
+
+    def work(self, device: torch.device) -> None:
+        """Runs the tasks of a device, unless the run was abandoned."""
+        left = self.tasks.pop(device, None)
+        if left is None:
+            return
+        left.reverse()
+        try:
+            with self.context.entered():
+                while left:
+                    for name in left[-1].needs:
+                        with self.gates[name]:
+                            pass
+                    if self.stopped:
+                        break
+                    left[-1].function()
+                    self._open(left.pop())
+        except BaseException as error:
+            self.errors[left[-1].name] = error
+            self.stopped = True
+        finally:
+            self._leave(device, left)
+            # The error refers to this frame.
+            del self, left
+
+    def abandon(self) -> None:
+        """Has no further task start."""
+        self.stopped = True
+        for device in list(self.tasks):
+            self._leave(device, self.tasks.pop(device, []))
+
+    def _leave(self, device: torch.device, left: Sequence[Task]) -> None:
+        # Whoever waits for these sees that the run has stopped.
+        for task in left:
+            self._open(task)
+        self.ends[device].release()
+
+    def _open(self, task: Task) -> None:
+        gate = self.gates.get(task.name)
+        if gate is not None:
+            gate.release()
+
+
+def _locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class Workers:
@@ -74,39 +141,37 @@ class Workers:
         self._workers: dict[torch.device, Worker] = {}
         self._process = os.getpid()
 
-    def run(self, tasks: Sequence[tuple[torch.device, Task]], context: Context) -> None:
+    def run(self, tasks: Sequence[Task], context: Context) -> None:
         """Runs tasks, each on the worker of its device, and returns when all are done.
 
+        Those of one device run in order, each as soon as those that it needs are done.
+
         Args:
-            tasks: what to run, and for which device; at least one.
+            tasks: what to run, each behind those that it needs.
             context: the modes of the caller, which the tasks see.
 
         Raises:
-            BaseException: what a task raised, the same object; of several, that of the last
-                task. By then the tasks that were running have ended, and no other starts.
+            BaseException: what a task raised, the same object; of several, that of the first by
+                name. By then the tasks that were running have ended, and no other starts.
         """
         if len(self._devices) < 2:
-            for _, task in tasks:
-                task()
+            for task in tasks:
+                task.function()
             return
 
-        futures: list[Future[None]] = [Future() for _ in tasks]
+        run = Run(tasks, context)
         try:
-            for future, (device, task) in zip(futures, tasks):
-                self._worker(device).submit(partial(_within, context, task), future)
-            wait(futures, return_when=FIRST_EXCEPTION)
-            wait([future for future in futures if not future.cancel()])
-            for future in reversed(futures):
-                # Not result(), which takes an exception that is false for none.
-                if not future.cancelled() and (error := future.exception()) is not None:
-                    raise error
+            for device in run.ends:
+                self._worker(device).submit(partial(run.work, device))
+            for end in run.ends.values():
+                end.acquire()
+            if run.errors:
+                raise run.errors[min(run.errors)]
         finally:
-            # Also where the caller was interrupted, wherever that was.
-            for future in futures:
-                future.cancel()
-            # The error refers to this frame, and the futures to the error.
-            del future, futures
-            error = None
+            # Where the caller was interrupted, wherever that was.
+            run.abandon()
+            # The errors refer to this frame.
+            del run
 
     def _worker(self, device: torch.device) -> Worker:
         if self._process != os.getpid():
@@ -116,8 +181,3 @@ class Workers:
         if device not in self._workers:
             self._workers[device] = Worker(f"torchgpipe-{device}")
         return self._workers[device]
-
-
-def _within(context: Context, task: Task) -> None:
-    with context.entered():
-        task()

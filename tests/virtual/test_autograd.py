@@ -103,7 +103,8 @@ def hooked_modules(model, value):
     loss_of(output).backward()
     removed(handles)
     assert calls["forward"] == calls["backward"] == M * len(modules)
-    assert calls["again"] in (0, (M - 1) * len(modules), M * len(modules))
+    # Not behind the last tensor that was dropped.
+    assert calls["again"] <= M * len(modules)
     return output
 
 

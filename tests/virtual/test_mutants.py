@@ -150,9 +150,9 @@ TESTS = {
         {"change": test_recomputation.hook_removed},
     ),
     "parameters passed on": (
-        "test_in_place",
+        "test_pipeline",
         "test_parameter_that_is_passed_on_is_not_changed",
-        {"view": False, "chunks": 2},
+        {"view": False},
     ),
     "what goes whole": (
         "test_in_place",
@@ -222,8 +222,8 @@ MUTANTS = {
     ),
     "lane of Recompute": (
         "cell",
-        "self._on_lanes(batch, self.departing, checkpoint.attach)",
-        "self._on_lanes(batch, (), checkpoint.attach)",
+        "with use_stream(lane):\n                    batch = batch.map(checkpoint.attach",
+        "with use_stream(self.stream):\n                    batch = batch.map(checkpoint.attach",
         "limit",
     ),
     "lane of Fork": (
@@ -260,11 +260,11 @@ MUTANTS = {
     ),
     "stream of recomputation": (
         "checkpoint",
-        "            use_stream(self.stream),\n            self.context",
-        "            self.context",
+        "                use_stream(self.stream),\n                self.context",
+        "                self.context",
         "limit",
     ),
-    "random numbers": ("checkpoint", "            rng.restored(),\n", "", "dropout"),
+    "random numbers": ("checkpoint", "                rng.restored(),\n", "", "dropout"),
     "join [1]": (
         "pipeline",
         "            batch = cell.join(batch, phonies)  # [1]\n",
@@ -285,16 +285,17 @@ MUTANTS = {
     ),
     "fork [2]": (
         "pipeline",
-        "            batch, phonies = cell.fork(batch)  # [2]\n",
-        "",
+        "            batch, self.phonies[i, j] = cell.fork(batch)  # [2]\n",
+        "            pass\n",
         "slow host",
     ),
     "lead [3]": (
         "pipeline",
-        "                if k >= 0 and j - k < lead:\n",
-        "                if False:\n",
+        "*[(i - lead, k) for k in self.routes.held_by[j]]",
+        "",
         "slow host",
     ),
+    "lead in forward": ("route", "                yield -ahead, k\n", "", "few streams"),
     "after the caller": (
         "route",
         "        self.wait_for_caller()\n        try",
@@ -448,8 +449,8 @@ MUTANTS = {
     ),
     "hooks of the forward": (
         "state",
-        "            _set_hooks(self._hooks)\n",
-        "",
+        "        if now.hooks != found.hooks:\n",
+        "        if False:\n",
         "hooks changed",
     ),
     "leaves": (
