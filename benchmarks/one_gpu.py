@@ -9,7 +9,7 @@ products, whose times are measured one by one. Printed is the makespan over the 
     except_last   (m + n - 1) F + m B + (m - 1) R + (n - 1) B
     always        (m + n - 1) F + m (R + B) + (n - 1) B
 
-Run it with ``python -m benchmarks.one_gpu``. It writes ``benchmarks/one_gpu.json``. To see that
+Run it with ``python -m benchmarks one_gpu``. It writes ``benchmarks/one_gpu.json``. To see that
 the script itself is right, ``--virtual`` runs the first kind on a virtual accelerator, where every
 ratio is 1.
 """
@@ -24,13 +24,14 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.machine import describe
 from torchgpipe import GPipe, testing
 
 N, M = 4, 8
@@ -163,14 +164,14 @@ def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
     return measure("busy", lambda: testing.Busy(time, time, time).to(device), x, repeat)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints a table, and writes the file; without a GPU it says so."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("benchmarks one_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--milliseconds", type=float, default=4.0, help="of a sleeping forward")
     parser.add_argument("--repeat", type=int, default=11)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--virtual", action="store_true", help="in virtual time; writes nothing")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     if arguments.virtual:
         name, rows = "virtual", on_virtual(arguments.milliseconds, arguments.repeat)
@@ -178,7 +179,7 @@ def main() -> None:
         name, rows = torch.cuda.get_device_name(0), on_gpu(arguments.milliseconds, arguments.repeat)
         result = {
             "gpu": name,
-            "torch": torch.__version__,
+            "machine": describe(),
             "partitions": N,
             "micro_batches": M,
             "connections": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
@@ -196,7 +197,3 @@ def main() -> None:
             "{stages:22} {mode:12} {:5.3f}  {:5.3f}  {:8.3f} {:7.3f} {ratio:6.3f} "
             "{without_overlap:10.3f}".format(*times, **row)
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,47 @@
+"""The command line of all benchmarks: ``python -m benchmarks NAME [options]``."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+#: Each is a module beside this one, with a ``main`` that takes its arguments.
+NAMES = ("one_gpu", "overhead")
+
+
+def summary(name: str) -> str:
+    """The first line of a benchmark's docstring; nothing is imported for it."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def usage() -> str:
+    """What ``python -m benchmarks --help`` prints."""
+    lines = [f"  {name:10} {summary(name)}" for name in NAMES]
+    return "\n".join(["usage: python -m benchmarks NAME [options]", "", *lines, ""]) + (
+        "\n`python -m benchmarks NAME --help` tells the options of one."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark that the first argument names with the other ones.
+
+    Returns:
+        The status of the process: 0, or 2 if there is no such benchmark.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name not in NAMES:
+        print(f"there is no such benchmark (name: {name!r})\n\n{usage()}", file=sys.stderr)
+        return 2
+    import_module(f"benchmarks.{name}").main(rest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

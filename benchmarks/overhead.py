@@ -1,0 +1,191 @@
+"""What a cell (partition × micro-batch) costs above the plain layers, ours and rivals side by side.
+
+The layers are trivially small, so that the host is all that takes time. Each rival runs in a
+process of its own, which measures its pipeline and a plain loop over the micro-batches in turn; the
+processes take turns too, in rounds, one at a time. The overhead is what a step of the pipeline
+takes beyond one of the plain loop in that process, by n · m cells.
+
+It prints a table, and writes ``benchmarks/overhead.json``. Figures are microseconds per cell: the
+difference of the least times that were seen, and in brackets the median of the rounds'
+differences of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.machine import ROOT, describe, heading
+from benchmarks.rivals import REQUIREMENTS, Rival, Running, UnavailableError, checkout, installed
+
+MODES = ("never", "except_last", "always")
+PASSES = ("inference", "forward", "training")
+RIVALS = ("ours", *REQUIREMENTS)
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser("benchmarks overhead", description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 4, 8], help="partitions")
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 32], help="micro-batches")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
+    parser.add_argument(
+        "--passes",
+        nargs="+",
+        choices=PASSES,
+        default=PASSES,
+        help="without gradients; with them; with a backward too",
+    )
+    parser.add_argument("--device", choices=("cpu", "virtual"), default="cpu")
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS)
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="[NAME=]CHECKOUT",
+        help="another checkout of torchgpipe as a further rival",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="that the rivals take turns in")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a rival in a round")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    return parser
+
+
+def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Whatever is measured; without gradients the mode makes no difference."""
+    return [
+        {"n": n, "m": m, "kind": kind, "mode": mode}
+        for n, m, kind in product(options.n, options.m, options.passes)
+        for mode in (["never"] if kind == "inference" else options.modes)
+    ]
+
+
+def start(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Running], dict[str, str]]:
+    """The processes of the rivals, and why the others are left out."""
+    running, left_out = [], {}
+    makers = {
+        name: (lambda: checkout("ours", ROOT)) if name == "ours" else (lambda x=name: installed(x))
+        for name in options.rivals
+    }
+    for text in options.against:
+        name, equals, path = text.partition("=")
+        folder = Path(path if equals else text)
+        makers[name] = lambda name=name, folder=folder: checkout(name, folder)
+    for name, make in makers.items():
+        try:
+            rival: Rival = make()
+            running.append(stack.enter_context(Running(rival, options.device, max(options.n))))
+        except UnavailableError as error:
+            left_out[name] = str(error)
+    return running, left_out
+
+
+def measure(
+    running: list[Running], setting: dict[str, Any], rounds: int, seconds: float
+) -> tuple[Row, dict[str, str]]:
+    """One setting, in rounds; also why a rival has no figures for it."""
+    ready, failed = [], {}
+    for process in running:
+        try:
+            process.make("benchmarks.cells:Cells", **setting)
+            process.call("measure", seconds=seconds / 2)
+            ready.append(process)
+        except UnavailableError as error:
+            failed[process.rival.name] = str(error)
+    found: dict[str, list[dict[str, dict[str, float]]]] = {x.rival.name: [] for x in ready}
+    for _ in range(rounds):
+        for process in ready:
+            found[process.rival.name].append(process.call("measure", seconds=seconds))
+    return {**setting, "rivals": {name: summary(x) for name, x in found.items()}}, failed
+
+
+def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Microseconds per cell of all rounds together, and what each round found."""
+    least = {name: min(x[name]["min"] for x in rounds) for name in ("plain", "pipeline")}
+    return {
+        "plain_min": least["plain"],
+        "plain_median": median(x["plain"]["median"] for x in rounds),
+        "overhead_min": least["pipeline"] - least["plain"],
+        "overhead_median": median(x["pipeline"]["median"] - x["plain"]["median"] for x in rounds),
+        "rounds": rounds,
+    }
+
+
+def table(rows: list[Row], names: list[str]) -> str:
+    """A line for each setting; the ratio is that of ours to 0.0.7, of least times (medians)."""
+    head = f"{'n':>2} {'m':>3} {'pass':10} {'mode':12}{'plain':>8}"
+    lines = [head + "".join(f"{name[-18:]:>19}" for name in names) + f"{'ours / 0.0.7':>15}"]
+    for row in rows:
+        rivals = row["rivals"]
+        line = "{n:>2} {m:>3} {kind:10} {mode:12}".format(**row)
+        line += f"{min(x['plain_min'] for x in rivals.values()):8.1f}" if rivals else f"{'–':>8}"
+        for name in names:
+            cell = "–"
+            if name in rivals:
+                cell = "{overhead_min:.1f} ({overhead_median:.1f})".format(**rivals[name])
+            line += f"{cell:>19}"
+        lines.append(line + f"{ratio(rivals):>15}")
+    return "\n".join(lines)
+
+
+def ratio(rivals: dict[str, Any]) -> str:
+    """Ours by 0.0.7, where both were measured."""
+    if not {"ours", "0.0.7"} <= rivals.keys():
+        return "–"
+    least, middle = (
+        rivals["ours"][key] / rivals["0.0.7"][key] for key in ("overhead_min", "overhead_median")
+    )
+    return f"{least:.2f} ({middle:.2f})"
+
+
+def progress(items: Sequence[T]) -> Iterable[T]:
+    """A bar, if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    bar: Iterable[T] = tqdm(items, desc="overhead", unit="setting", disable=None)
+    return bar
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints a table, and writes the file."""
+    options = parser().parse_args(argv)
+    torch.set_num_threads(1)
+    machine = describe()
+    rows = []
+    with ExitStack() as stack:
+        running, left_out = start(options, stack)
+        for setting in progress(settings(options)):
+            row, failed = measure(running, setting, options.rounds, options.seconds)
+            rows.append(row)
+            for name, reason in failed.items():
+                left_out.setdefault("{} at {kind} {mode}".format(name, **setting), reason)
+    rivals = [x.rival for x in running]
+    result = {
+        "benchmark": "overhead",
+        "unit": "microseconds per cell",
+        "machine": {**machine, "device": options.device},
+        "rivals": {x.name: x.version for x in rivals},
+        "left_out": left_out,
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "rows": rows,
+    }
+    options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{heading(machine)}, {options.device} devices, one thread")
+    print("Microseconds per cell above the plain loop: least (median)\n")
+    print(table(rows, [x.name for x in rivals]))
+    for name, reason in left_out.items():
+        print(f"\nleft out: {name}: {reason.splitlines()[-1]}")
