@@ -9,6 +9,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "torchgpipe/__init__.py").read_text())
 assert version is not None
 
+benchmarks = ["tqdm"]
 demo = ["scikit-learn", "tqdm"]
 test = ["hypothesis", "pytest"]
 check = ["mypy", "ruff"]
@@ -38,5 +39,11 @@ setup(
     package_data={"torchgpipe": ["py.typed", "testing/csrc/*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.9"],
-    extras_require={"demo": demo, "test": test, "check": check, "all": demo + test + check},
+    extras_require={
+        "benchmarks": benchmarks,
+        "demo": demo,
+        "test": test,
+        "check": check,
+        "all": benchmarks + demo + test + check,
+    },
 )

@@ -1,4 +1,4 @@
-"""A pipeline of tiny layers beside a plain loop over its micro-batches, in the process of a rival."""
+"""A pipeline of tiny layers beside a plain loop, in the process of a rival."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from benchmarks.library import Library
 
-#: What a step does: a forward without gradients, one with, or a backward after it.
-PASSES = ("inference", "forward", "training")
-
 
 class Cells:
     """``n`` layers of two features, one for each partition, and ``m`` micro-batches of one row.
@@ -23,7 +20,8 @@ class Cells:
         n: how many partitions.
         m: how many micro-batches.
         mode: when the pipeline makes checkpoints.
-        kind: one of :data:`PASSES`.
+        kind: what a step does: ``"inference"`` is a forward without gradients, ``"forward"`` one
+            with them, and ``"training"`` has a backward too.
 
     Raises:
         AssertionError: the pipeline's values or gradients are not those of the plain loop.
@@ -93,6 +91,9 @@ class Cells:
             times["pipeline"].append(self.step(self.pipeline))
         scale = 1e6 / (len(self.devices) * len(self.micro_batches))
         return {
-            name: {"min": scale * min(found), "median": scale * median(found)}
+            name: {
+                "min": round(scale * min(found), 3),
+                "median": round(scale * median(found), 3),
+            }
             for name, found in times.items()
         }

@@ -57,8 +57,8 @@ def load(name: str, folder: Path, device: str, count: int) -> Library:
         from torchgpipe import testing
 
         devices = testing.load(count)
-        for module in [x for x in sys.modules if x.partition(".")[0] == "torchgpipe"]:
-            KEPT.append(sys.modules.pop(module))
+        for loaded in [x for x in sys.modules if x.partition(".")[0] == "torchgpipe"]:
+            KEPT.append(sys.modules.pop(loaded))
     sys.path.insert(0, str(folder))
     package, wrapper, stream = PIPELINES[name]
     if device == "virtual":

@@ -22,7 +22,6 @@ import os
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import describe
+from benchmarks.results import write
 from torchgpipe import GPipe, testing
 
 N, M = 4, 8
@@ -177,15 +177,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, rows = "virtual", on_virtual(arguments.milliseconds, arguments.repeat)
     elif torch.cuda.is_available():
         name, rows = torch.cuda.get_device_name(0), on_gpu(arguments.milliseconds, arguments.repeat)
-        result = {
-            "gpu": name,
+        head = {
+            "benchmark": "one_gpu",
             "machine": describe(),
             "partitions": N,
             "micro_batches": M,
             "connections": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
-            "rows": rows,
         }
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.output, head, rows)
     else:
         print("not run: there is no CUDA GPU here")
         return

@@ -13,24 +13,25 @@ differences of medians.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from benchmarks.machine import ROOT, describe, heading
+from benchmarks.progress import progress
+from benchmarks.results import write
 from benchmarks.rivals import REQUIREMENTS, Rival, Running, UnavailableError, checkout, installed
 
 MODES = ("never", "except_last", "always")
-PASSES = ("inference", "forward", "training")
+KINDS = ("inference", "forward", "training")
 RIVALS = ("ours", *REQUIREMENTS)
 
-T = TypeVar("T")
 Row = dict[str, Any]
 
 
@@ -41,10 +42,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 32], help="micro-batches")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
     parser.add_argument(
-        "--passes",
+        "--kinds",
         nargs="+",
-        choices=PASSES,
-        default=PASSES,
+        choices=KINDS,
+        default=KINDS,
         help="without gradients; with them; with a backward too",
     )
     parser.add_argument("--device", choices=("cpu", "virtual"), default="cpu")
@@ -66,7 +67,7 @@ def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Whatever is measured; without gradients the mode makes no difference."""
     return [
         {"n": n, "m": m, "kind": kind, "mode": mode}
-        for n, m, kind in product(options.n, options.m, options.passes)
+        for n, m, kind in product(options.n, options.m, options.kinds)
         for mode in (["never"] if kind == "inference" else options.modes)
     ]
 
@@ -74,20 +75,24 @@ def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
 def start(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Running], dict[str, str]]:
     """The processes of the rivals, and why the others are left out."""
     running, left_out = [], {}
-    makers = {
-        name: (lambda: checkout("ours", ROOT)) if name == "ours" else (lambda x=name: installed(x))
+    makers: dict[str, Callable[[], Rival]] = {
+        name: partial(checkout, name, ROOT) if name == "ours" else partial(installed, name)
         for name in options.rivals
     }
     for text in options.against:
         name, equals, path = text.partition("=")
-        folder = Path(path if equals else text)
-        makers[name] = lambda name=name, folder=folder: checkout(name, folder)
+        makers[name] = partial(checkout, name, Path(path if equals else text))
+    started = []
     for name, make in makers.items():
         try:
-            rival: Rival = make()
-            running.append(stack.enter_context(Running(rival, options.device, max(options.n))))
+            started.append(Running(make(), options.device, max(options.n)))
         except UnavailableError as error:
             left_out[name] = str(error)
+    for process in started:
+        try:
+            running.append(stack.enter_context(process))
+        except UnavailableError as error:
+            left_out[process.rival.name] = str(error)
     return running, left_out
 
 
@@ -95,43 +100,49 @@ def measure(
     running: list[Running], setting: dict[str, Any], rounds: int, seconds: float
 ) -> tuple[Row, dict[str, str]]:
     """One setting, in rounds; also why a rival has no figures for it."""
-    ready, failed = [], {}
-    for process in running:
-        try:
-            process.make("benchmarks.cells:Cells", **setting)
-            process.call("measure", seconds=seconds / 2)
-            ready.append(process)
-        except UnavailableError as error:
-            failed[process.rival.name] = str(error)
-    found: dict[str, list[dict[str, dict[str, float]]]] = {x.rival.name: [] for x in ready}
-    for _ in range(rounds):
-        for process in ready:
-            found[process.rival.name].append(process.call("measure", seconds=seconds))
+    found: dict[str, list[dict[str, dict[str, float]]]] = {}
+    failed: dict[str, str] = {}
+    for turn in range(rounds + 1):
+        for process in running:
+            name = process.rival.name
+            if name in failed:
+                continue
+            try:
+                if turn == 0:
+                    process.make("benchmarks.cells:Cells", **setting)
+                    process.call("measure", seconds=seconds / 2)
+                    found[name] = []
+                else:
+                    found[name].append(process.call("measure", seconds=seconds))
+            except UnavailableError as error:
+                failed[name] = str(error)
+                found.pop(name, None)
     return {**setting, "rivals": {name: summary(x) for name, x in found.items()}}, failed
 
 
 def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Microseconds per cell of all rounds together, and what each round found."""
     least = {name: min(x[name]["min"] for x in rounds) for name in ("plain", "pipeline")}
+    middle = [x["pipeline"]["median"] - x["plain"]["median"] for x in rounds]
     return {
         "plain_min": least["plain"],
-        "plain_median": median(x["plain"]["median"] for x in rounds),
-        "overhead_min": least["pipeline"] - least["plain"],
-        "overhead_median": median(x["pipeline"]["median"] - x["plain"]["median"] for x in rounds),
+        "plain_median": round(median(x["plain"]["median"] for x in rounds), 3),
+        "overhead_min": round(least["pipeline"] - least["plain"], 3),
+        "overhead_median": round(median(middle), 3),
         "rounds": rounds,
     }
 
 
 def table(rows: list[Row], names: list[str]) -> str:
     """A line for each setting; the ratio is that of ours to 0.0.7, of least times (medians)."""
-    head = f"{'n':>2} {'m':>3} {'pass':10} {'mode':12}{'plain':>8}"
+    head = f"{'n':>2} {'m':>3} {'kind':10} {'mode':12}{'plain':>8}"
     lines = [head + "".join(f"{name[-18:]:>19}" for name in names) + f"{'ours / 0.0.7':>15}"]
     for row in rows:
         rivals = row["rivals"]
         line = "{n:>2} {m:>3} {kind:10} {mode:12}".format(**row)
-        line += f"{min(x['plain_min'] for x in rivals.values()):8.1f}" if rivals else f"{'–':>8}"
+        line += f"{min(x['plain_min'] for x in rivals.values()):8.1f}" if rivals else f"{'-':>8}"
         for name in names:
-            cell = "–"
+            cell = "-"
             if name in rivals:
                 cell = "{overhead_min:.1f} ({overhead_median:.1f})".format(**rivals[name])
             line += f"{cell:>19}"
@@ -142,21 +153,11 @@ def table(rows: list[Row], names: list[str]) -> str:
 def ratio(rivals: dict[str, Any]) -> str:
     """Ours by 0.0.7, where both were measured."""
     if not {"ours", "0.0.7"} <= rivals.keys():
-        return "–"
+        return "-"
     least, middle = (
         rivals["ours"][key] / rivals["0.0.7"][key] for key in ("overhead_min", "overhead_median")
     )
     return f"{least:.2f} ({middle:.2f})"
-
-
-def progress(items: Sequence[T]) -> Iterable[T]:
-    """A bar, if tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    bar: Iterable[T] = tqdm(items, desc="overhead", unit="setting", disable=None)
-    return bar
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -167,13 +168,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     with ExitStack() as stack:
         running, left_out = start(options, stack)
-        for setting in progress(settings(options)):
+        for setting in progress(settings(options), "overhead", "setting"):
             row, failed = measure(running, setting, options.rounds, options.seconds)
             rows.append(row)
             for name, reason in failed.items():
                 left_out.setdefault("{} at {kind} {mode}".format(name, **setting), reason)
     rivals = [x.rival for x in running]
-    result = {
+    head = {
         "benchmark": "overhead",
         "unit": "microseconds per cell",
         "machine": {**machine, "device": options.device},
@@ -181,9 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "left_out": left_out,
         "rounds": options.rounds,
         "seconds": options.seconds,
-        "rows": rows,
     }
-    options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(options.output, head, rows)
     print(f"{heading(machine)}, {options.device} devices, one thread")
     print("Microseconds per cell above the plain loop: least (median)\n")
     print(table(rows, [x.name for x in rivals]))

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -83,13 +84,13 @@ def installed(name: str) -> Rival:
 class Running:
     """The process of a rival, for a ``with`` block.
 
+    It starts at once, and the block waits until its library is imported: it raises
+    :exc:`UnavailableError` if that cannot be, or has no such devices.
+
     Args:
         rival: whose it is.
         device: ``"cpu"`` or ``"virtual"``.
         count: how many devices.
-
-    Raises:
-        UnavailableError: its library cannot be imported, or has no such devices.
     """
 
     def __init__(self, rival: Rival, device: str, count: int) -> None:
@@ -104,11 +105,6 @@ class Running:
             text=True,
             encoding="utf-8",
         )
-        try:
-            self._answer()
-        except BaseException:
-            self.close()
-            raise
 
     def make(self, name: str, **arguments: Any) -> None:
         """Makes the ``module:Class`` that :meth:`call` speaks to, in place of the last one.
@@ -139,6 +135,11 @@ class Running:
             self.process.wait()
 
     def __enter__(self) -> Running:
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -151,10 +152,8 @@ class Running:
 
     def _ask(self, **request: Any) -> Any:
         assert self.process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # The answer, which is missing then, says so.
             print(json.dumps(request), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # The answer, which is missing, says so.
         return self._answer()
 
     def _answer(self) -> Any:
