@@ -166,7 +166,9 @@ def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints a table, and writes the file; without a GPU it says so."""
-    parser = argparse.ArgumentParser("benchmarks one_gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks one_gpu", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--milliseconds", type=float, default=4.0, help="of a sleeping forward")
     parser.add_argument("--repeat", type=int, default=11)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))

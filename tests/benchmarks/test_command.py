@@ -20,7 +20,7 @@ def test_help_of_one(name, capsys):
     with pytest.raises(SystemExit) as status:
         main([name, "--help"])
     assert status.value.code == 0
-    assert f"usage: benchmarks {name}" in capsys.readouterr().out
+    assert f"usage: python -m benchmarks {name}" in capsys.readouterr().out
 
 
 def test_unknown_name(capsys):
