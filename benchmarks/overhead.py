@@ -9,9 +9,9 @@ With ``--device virtual`` each partition has a virtual accelerator (those of thi
 rivals), and the plain loop makes the copies between them too. It is still the host's real time,
 with what the virtual accelerators' own bookkeeping takes.
 
-It prints a table, and writes ``benchmarks/overhead.json`` (``overhead_virtual.json``). Figures are microseconds per cell: the
-difference of the least times that were seen, and in brackets the median of the rounds'
-differences of medians.
+It prints a table, and writes ``benchmarks/overhead.json`` (or ``overhead_virtual.json``). Figures
+are microseconds per cell: the difference of the least times that were seen, and in brackets the
+median of the rounds' differences of medians.
 """
 
 from __future__ import annotations
