@@ -109,8 +109,8 @@ class Pipeline:
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
         self.draws = Draws(devices, len(batches))
         self.routes = Routes(partitions, devices, groups, skip_layout, streams)
-        #: Whether backward would not keep the order of itself. Autograd takes first what was recorded
-        #: last, but has a thread for the CPU and one for each accelerator.
+        #: Whether backward would not keep the order of itself. Autograd takes what was recorded
+        #: last first, but has a thread for the CPU and one for each accelerator.
         self.fenced = torch.is_grad_enabled() and {*devices} != {torch.device("cpu")}
         #: What was branched off each cell, for those to be differentiated before it.
         self.phonies: dict[tuple[int, int], list[Tensor]] = {}
