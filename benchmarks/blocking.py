@@ -64,10 +64,11 @@ class BlockFunction(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, forward: list[float], backward: list[float]
     ) -> Tensor:
-        ctx.save_for_backward(input, weight)
         i = int(input)
         ctx.time = backward[i]
         time.sleep(forward[i])
+        # A copy, so that there is something to recompute.
+        ctx.save_for_backward(input.clone(), weight)
         return input * weight
 
     @staticmethod
@@ -93,9 +94,9 @@ class Blocks:
         layers = nn.Sequential(*map(Block, zip(*forward), zip(*backward)))
         self.model = library.wrap(layers, [1] * n, devices=devices, chunks=m, checkpoint=mode)
         self.numbers = torch.arange(float(m), device=devices[0]).unsqueeze(1)
-        for _ in range(2):
-            # Threads and streams are made, and gradients allocated.
-            self.model(torch.full_like(self.numbers, m)).sum().backward()
+        # Threads and streams are made, and gradients allocated; and it is seen that layers block.
+        for numbers in (torch.full_like(self.numbers, m), self.numbers):
+            self.model(numbers).sum().backward()
 
     def seconds(self) -> tuple[float, float]:
         """What the forward, and the backward, of a step takes."""

@@ -13,7 +13,9 @@ from benchmarks.library import Library
 
 
 class Cells:
-    """``n`` layers of two features, one for each partition, and ``m`` micro-batches of one row.
+    """``n`` partitions of two tiny layers, and ``m`` micro-batches of one row of two features.
+
+    The second layer saves what it computes, so there is something to recompute.
 
     Args:
         library: what makes the pipeline.
@@ -29,7 +31,7 @@ class Cells:
 
     def __init__(self, library: Library, n: int, m: int, mode: str, kind: str) -> None:
         torch.manual_seed(0)
-        layers = nn.Sequential(*[nn.Linear(2, 2) for _ in range(n)])
+        layers = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(n)])
         self.layers = nn.Sequential(*layers)
         self.devices = library.devices[:n]
         self.kind = kind

@@ -44,7 +44,9 @@ Row = dict[str, Any]
 def parser() -> argparse.ArgumentParser:
     """The options."""
     assert __doc__
-    parser = argparse.ArgumentParser("benchmarks varying", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks varying", description=__doc__.splitlines()[0]
+    )
     parser.set_defaults(device="virtual")
     parser.add_argument("--n", type=int, nargs="+", default=[4], help="partitions")
     parser.add_argument("--m", type=int, nargs="+", default=[8, 32], help="micro-batches")

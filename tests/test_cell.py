@@ -17,7 +17,7 @@ from torchgpipe.cell import Cell
 from torchgpipe.checkpoint import Recompute
 from torchgpipe.context import Context
 from torchgpipe.copy import Copy, Wait
-from torchgpipe.dependency import Fork, Join
+from torchgpipe.dependency import Join, fork
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.note import add_note
 from torchgpipe.skip import skippable, stash
@@ -39,6 +39,7 @@ def make(layers, **changes):
         "context": Context.capture(),
         "numbers": nullcontext(),
         "checkpoint": False,
+        "starts_in_place": False,
     }
     arguments.update(changes)
     arguments["state"] = LayersState(arguments["layers"]) if arguments["checkpoint"] else None
@@ -66,9 +67,9 @@ class Double(nn.Module):
 def test_graph(arriving, departing, checkpoint):
     x = torch.ones(2, requires_grad=True)
     cell = make(Double(), arriving=arriving, departing=departing, checkpoint=checkpoint)
-    batch = cell.compute(cell.arrive(Batch(x)))
+    batch, _ = cell.fork(cell.compute(cell.arrive(Batch(x))))
     arrival = ["Copy", "Wait"] if arriving else []
-    departure = ["Wait"] * len(departing) + ["Recompute"] * (checkpoint and len(departing))
+    departure = ["Recompute"] if checkpoint and departing else ["ViewBackward0"]
     assert [*arrival, "MulBackward0", *departure] == [
         name for name in reversed(names(batch[0])) if "AccumulateGrad" not in name
     ]
@@ -79,10 +80,12 @@ def test_graph(arriving, departing, checkpoint):
 def test_fork_and_join():
     x = torch.ones(2, requires_grad=True)
     cell = make(Double())
-    assert cell.join(Batch(x), [], [])[0] is x
+    assert cell.join(Batch(x), [])[0] is x
     batch, phonies = cell.fork(Batch(x * 1))
-    batch = cell.join(batch, phonies, [])
-    assert names(batch[0])[0] == "Join"
+    assert names(cell.join(batch, phonies)[0])[0] == "Join"
+    assert names(cell.arrive(batch, phonies)[0])[0] == "Join"
+    cell = make(Double(), arriving={VALUE: CPUStream(CPU)})
+    assert names(cell.arrive(batch, phonies)[0])[0] == "Copy"
 
 
 def test_structure_is_kept():
@@ -91,7 +94,7 @@ def test_structure_is_kept():
     x = torch.ones(2, requires_grad=True)
     for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
         output, phonies = cell.fork(cell.compute(cell.arrive(batch)))
-        output = cell.join(output, phonies, [VALUE])
+        output = cell.join(output, phonies)
         assert (output.atomic, len(output)) == (batch.atomic, len(batch))
         assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
 
@@ -251,8 +254,15 @@ def applied(lanes, monkeypatch):
 
         monkeypatch.setattr(function, "apply", logged)
 
-    for function in (Copy, Wait, Recompute, Fork, Join):
+    for function in (Copy, Wait, Recompute, Join):
         spy(function)
+
+    def logged_fork(tensors):
+        log.append(("fork", lanes.current[-1]))
+        return fork(tensors)
+
+    for module in (cell_module, checkpoint_module):
+        monkeypatch.setattr(module, "fork", logged_fork)
     return log
 
 
@@ -260,10 +270,9 @@ def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
     """Layers may add to its gradient in place there."""
     cell = make(Double(), stream=Lane("compute"), checkpoint=True)
     phony = torch.empty(0, requires_grad=True)
-    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
-    batch = cell.compute(cell.join(batch, [phony]))
-    cell.fork(batch)
-    assert applied == [("Join", "compute"), ("Fork", "compute")]
+    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
+    cell.fork(cell.compute(batch))
+    assert applied == [("Join", "compute"), ("fork", "compute")]
 
 
 def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
@@ -282,12 +291,7 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
     )
     batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
     batch, phonies = cell.fork(batch)
-    assert applied == [
-        ("Wait", "compute"),
-        ("Recompute", "copy"),
-        ("Fork", "copy"),
-        ("Fork", "compute"),
-    ]
+    assert applied == [("Recompute", "copy"), ("fork", "compute")]
     assert len(phonies) == 2
     assert list(batch.parts) == [VALUE, (None, "x")]
 
@@ -308,14 +312,7 @@ def test_a_skip_has_a_lane_of_its_own(lanes, applied):
     )
     batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
     cell.fork(batch)
-    assert applied == [
-        ("Wait", "compute"),
-        ("Wait", "compute"),
-        ("Recompute", "copy"),
-        ("Recompute", "skip"),
-        ("Fork", "copy"),
-        ("Fork", "skip"),
-    ]
+    assert applied == [("Recompute", "copy"), ("Recompute", "skip")]
 
 
 def test_lanes(lanes, applied):
@@ -339,17 +336,9 @@ def test_lanes(lanes, applied):
         checkpoint=True,
     )
     phony = torch.empty(0, requires_grad=True)
-    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)))
-    batch = cell.compute(cell.join(batch, [phony]))
-    batch, _ = cell.fork(batch)
-    assert applied == [
-        ("Copy", "copy"),
-        ("Join", "compute"),
-        ("Wait", "compute"),
-        ("Wait", "compute"),
-        ("Recompute", "copy"),
-        ("Fork", "copy"),
-    ]
+    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
+    batch, _ = cell.fork(cell.compute(batch))
+    assert applied == [("Copy", "copy"), ("Wait", "compute"), ("Recompute", "copy")]
     # The layers compute on the compute stream, and so they do again.
     batch[0].backward()
     assert seen == ["compute", "compute"]

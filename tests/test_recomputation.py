@@ -349,7 +349,8 @@ def test_output_that_the_loss_does_not_use(n):
     linear, seen = nn.Linear(2, 2), []
     layers = nn.Linear(2, 2), Apply(lambda x: (x, Unused.apply(linear(x), seen)))
     partitions = [nn.Sequential(layer) for layer in layers]
-    output = run_pipeline(partitions, [CPUS[0], CPUS[n - 1]], torch.rand(2 * M, 2), chunks=M)
+    devices = CPUS[:2] if n == 2 else [torch.device("cpu")] * 2
+    output = run_pipeline(partitions, devices, torch.rand(2 * M, 2), chunks=M)
     output[0].sum().backward()
     assert seen == ([] if n == 1 else [0] * (M - 1))
 

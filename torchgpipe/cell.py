@@ -26,14 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from torchgpipe.checkpoint import Checkpoint, is_recomputing
 from torchgpipe.context import Context
-from torchgpipe.copy import Copy, Wait
+from torchgpipe.copy import copy, leave, wait
 from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.note import Named
@@ -42,6 +43,9 @@ from torchgpipe.state import LayersState, version_of
 from torchgpipe.stream import AbstractStream, use_stream
 
 __all__: list[str] = []
+
+Function: TypeAlias = Callable[..., tuple[Tensor, ...]]
+Fork: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class Cell:
         numbers: has the layers draw the random numbers of the micro-batch within it.
         state: what the layers are made of, for a step that checkpoints any micro-batch.
         checkpoint: whether to compute this one under checkpointing.
+        starts_in_place: whether the first layer changes its input.
     """
 
     i: int
@@ -74,13 +79,24 @@ class Cell:
     numbers: AbstractContextManager[None]
     state: LayersState | None
     checkpoint: bool
+    starts_in_place: bool
+    checkpointed: Checkpoint | None = field(default=None, init=False)
 
-    def arrive(self, batch: Batch) -> Batch:
-        """Fetches what comes from elsewhere."""
+    def arrive(self, batch: Batch, phonies: Sequence[Tensor] = ()) -> Batch:
+        """Fetches what comes from elsewhere.
+
+        Args:
+            batch: the input.
+            phonies: what was branched off cells that are to be differentiated after this one.
+        """
+        staying = [part for part in batch.parts if phonies and part not in self.arriving]
+        if staying:
+            with use_stream(self.stream):
+                batch = batch.map(lambda *tensors: join(tensors, *phonies), staying)
         for part, stream in self.arriving.items():
             lane = self.lanes[part]
             with use_stream(lane):
-                batch = batch.map(partial(Copy.apply, stream, lane), [part])
+                batch = batch.map(partial(copy, stream, lane, phonies=phonies), [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:
@@ -93,63 +109,61 @@ class Cell:
         batch = batch.take()
         with use_stream(self.stream), self.named:
             for lane, parts in self._by_lane(self.arriving):
-                batch = batch.map(partial(Wait.apply, lane, self.stream), parts)
+                batch = batch.map(partial(wait, lane, self.stream), parts)
             if self.checkpoint:
                 assert self.state is not None
-                state = self.state
                 checkpoint = Checkpoint(
-                    self._run, self.context, self.stream, self.named, state.lasts
+                    self._run, self.context, self.stream, self.named, self.state.lasts
                 )
             with self.numbers:
                 batch = checkpoint.forward(batch) if checkpoint else self._run(batch)
             for lane, parts in self._by_lane(self.departing):
-                batch = batch.map(partial(Wait.apply, self.stream, lane), parts)
-        if checkpoint is not None:
-            for lane, parts in self._by_lane(self.departing):
-                with use_stream(lane):
-                    batch = batch.map(checkpoint.attach, parts)
+                batch = batch.map(partial(leave, self.stream, lane), parts)
+        if self.departing:
+            self.checkpointed = checkpoint
         return batch
 
-    def join(
-        self, batch: Batch, phonies: Sequence[Tensor], departing: Collection[Hashable] = ()
-    ) -> Batch:
-        """Has this cell differentiated before those that the phonies come from.
+    def join(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:
+        """Has this cell begin to be differentiated before those that the phonies come from.
 
         Args:
-            batch: the input, or the output.
+            batch: the output.
             phonies: what :meth:`fork` branched off there.
-            departing: the parts of the output that go elsewhere.
         """
         if not phonies:
             return batch
-        return self._on_lanes(batch, departing, lambda *tensors: join(tensors, *phonies))
+        return self._on_lanes(batch, *[lambda *tensors: join(tensors, *phonies)] * 2)
 
     def fork(self, batch: Batch) -> tuple[Batch, list[Tensor]]:
-        """Branches phonies off the output, for cells to be differentiated before this one."""
+        """Branches phonies off the output, for cells to be differentiated before this one.
+
+        What departs has its gradient trigger the recomputation.
+        """
         phonies = []
 
-        def branch(*tensors: Tensor) -> tuple[Tensor, ...]:
+        def branch(fork: Fork, *tensors: Tensor) -> tuple[Tensor, ...]:
             tensors, phony = fork(tensors)
             phonies.append(phony)
             return tensors
 
-        return self._on_lanes(batch, self.departing, branch), phonies
+        # It refers to this cell.
+        checkpoint, self.checkpointed = self.checkpointed, None
+        recompute = checkpoint.fork if checkpoint else fork
+        return self._on_lanes(batch, partial(branch, recompute), partial(branch, fork)), phonies
 
-    def _on_lanes(
-        self,
-        batch: Batch,
-        departing: Collection[Hashable],
-        function: Callable[..., tuple[Tensor, ...]],
-    ) -> Batch:
-        """Applies an autograd function: what departs belongs to its copy stream.
+    def _on_lanes(self, batch: Batch, departing: Function, staying: Function) -> Batch:
+        """Applies autograd functions: what departs belongs to its copy stream.
 
         What stays belongs to the compute stream, where layers may add to its gradient in place.
         """
-        for lane, parts in self._by_lane(departing):
+        for lane, parts in self._by_lane(self.departing):
             with use_stream(lane):
-                batch = batch.map(function, parts)
-        with use_stream(self.stream):
-            return batch.map(function, [part for part in batch.parts if part not in departing])
+                batch = batch.map(departing, parts)
+        rest = [part for part in batch.parts if part not in self.departing]
+        if rest:
+            with use_stream(self.stream):
+                batch = batch.map(staying, rest)
+        return batch
 
     def _by_lane(self, parts: Collection[Hashable]) -> list[tuple[AbstractStream, list[Hashable]]]:
         lanes: list[tuple[AbstractStream, list[Hashable]]] = []
@@ -168,7 +182,7 @@ class Cell:
         # Once they share memory, parts may be on different devices, where they no longer do.
         watched = [x for part in batch.shared for x in batch.parts.get(part, ())]
         versions = [version_of(x) for x in watched]
-        if _starts_in_place(self.layers):
+        if self.starts_in_place:
             if VALUE not in batch.shared:
                 if self.state or self.j == 0:
                     # A second run needs the input as it was for the first, and micro-batches may
@@ -198,8 +212,8 @@ def _changed(batch: Batch) -> RuntimeError:
     )
 
 
-def _starts_in_place(layer: nn.Module) -> bool:
-    """Whether the first layer is one of torch's that can be told to change its input."""
+def starts_in_place(layer: nn.Module) -> bool:
+    """Whether the first layer is one of torch's that was told to change its input."""
     while isinstance(layer, nn.Sequential) and layer._modules:
         # Indexing takes long.
         layer = next(iter(layer._modules.values()))

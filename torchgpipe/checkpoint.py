@@ -36,9 +36,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.context import Context
-from torchgpipe.dependency import pass_on
-from torchgpipe.microbatch import VALUE, Batch
+from torchgpipe.dependency import fork, needs_backward, pass_on
+from torchgpipe.microbatch import Batch
 from torchgpipe.note import running
+from torchgpipe.phony import get_phony
 from torchgpipe.rng import RNGState
 from torchgpipe.slot import Slot, described, mismatch
 from torchgpipe.state import version_of
@@ -148,12 +149,16 @@ class Checkpoint:
             self.kept = batch, versions, rng
         return output
 
-    def attach(self, *outputs: Tensor) -> tuple[Tensor, ...]:
-        """Lets the gradients of outputs trigger the recomputation, on the current stream."""
-        if self.kept is None:
-            return outputs
-        tensors: tuple[Tensor, ...] = Recompute.apply(self, *outputs)
-        return tensors
+    def fork(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Branches a phony off outputs, whose gradients trigger the recomputation.
+
+        It belongs to the current stream. Outputs for which that is not done trigger it when their
+        gradients come to the first tensor that was dropped.
+        """
+        if self.kept is None or not needs_backward(outputs):
+            return fork(outputs)
+        *tensors, phony = Recompute.apply(self, *outputs)
+        return tuple(tensors), phony
 
     def recompute(self) -> None:
         """Fills the slots, unless that was done, and lets go of the input.
@@ -261,17 +266,18 @@ class Enough(BaseException):
 
 
 class Recompute(torch.autograd.Function):
-    """Passes tensors on, and in backward recomputes: ``checkpoint, *tensors → *tensors``."""
+    """A fork that recomputes in backward: ``checkpoint, *tensors → *tensors, phony``."""
 
     @staticmethod
     def forward(ctx: Any, checkpoint: Checkpoint, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.checkpoint = checkpoint
-        return pass_on(ctx, tensors)
+        phony = get_phony(tensors[0].device, requires_grad=False).detach()
+        return (*pass_on(ctx, tensors), phony)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.checkpoint.recompute()
-        return (None, *grads)
+        return (None, *grads[:-1])
 
 
 def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
@@ -294,7 +300,7 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
         nullcontext(),
     )
     output = checkpointed.forward(batch)
-    return output.map(checkpointed.attach, [VALUE]).value
+    return output.value
 
 
 def _not_saved(_: None) -> Tensor:

@@ -6,8 +6,8 @@ threads of its own. Neither has any of the caller's modes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -44,27 +44,36 @@ class Context(NamedTuple):
             tuple([_autocast(kind) for kind in device_types()]),
         )
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Entered:
         """Sets the modes in this thread, whatever it had set, within a ``with`` block."""
-        # Most often they differ in nothing but the grad mode, which is off in backward.
+        return Entered(self)
+
+
+class Entered:
+    """The modes of another thread, within a ``with`` block."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __enter__(self) -> None:
         grad, inference, autocast = Context.capture()
-        if (inference, autocast) == (self.inference, self.autocast):
-            torch._C._set_grad_enabled(self.grad)
-            try:
-                yield
-            finally:
-                torch._C._set_grad_enabled(grad)
-            return
-        with ExitStack() as stack:
-            if inference != self.inference:
-                stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for current, wanted in zip(autocast, self.autocast):
+        self.grad = grad
+        self.others: ExitStack | None = None
+        if (inference, autocast) != (self.context.inference, self.context.autocast):
+            self.others = ExitStack()
+            if inference != self.context.inference:
+                self.others.enter_context(torch.inference_mode(self.context.inference))
+            for current, wanted in zip(autocast, self.context.autocast):
                 if current != wanted and (current.enabled or wanted.enabled):
                     kind, enabled, dtype, cache = wanted
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
-            yield
+                    self.others.enter_context(torch.autocast(kind, dtype, enabled, cache))
+        # The grad mode most often differs alone, as it is off in backward.
+        torch._C._set_grad_enabled(self.context.grad)
+
+    def __exit__(self, *_: object) -> None:
+        if self.others is not None:
+            self.others.close()
+        torch._C._set_grad_enabled(self.grad)
 
 
 def _autocast(kind: str) -> Autocast:

@@ -33,10 +33,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.dependency import alias, keep_requires_grad, pass_on
+from torchgpipe.dependency import alias, keep_requires_grad, needs_backward, pass_on
 from torchgpipe.stream import (
     AbstractStream,
-    current_stream,
     get_device,
     record_stream,
     use_stream,
@@ -48,35 +47,71 @@ __all__: list[str] = []
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
-class Copy(torch.autograd.Function):
-    """Brings tensors from one lane to another: ``prev_stream, next_stream, *tensors → *tensors``.
+def leave(
+    prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Has tensors leave the compute stream, which is the current one, for a copy stream."""
+    left = _cloned(tensors, prev_stream, next_stream)
+    _hand_over(left, prev_stream, next_stream)
+    return left
 
-    The tensors have to be ready for ``prev_stream``; the copies, on the device of
-    ``next_stream``, are ready for that one. On one device nothing is copied.
+
+def copy(
+    prev_stream: AbstractStream,
+    next_stream: AbstractStream,
+    *tensors: Tensor,
+    phonies: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """Brings tensors from one copy stream to another.
+
+    They have to be ready for ``prev_stream``; the copies, on the device of ``next_stream``, which
+    is to be the current one, are ready for that. On one device nothing is copied.
+
+    What the phonies were branched off is differentiated after the tensors.
     """
+    if not needs_backward(tensors):
+        return _copied(tensors, prev_stream, next_stream)
+    copies: tuple[Tensor, ...] = Copy.apply(
+        prev_stream, next_stream, len(phonies), *phonies, *tensors
+    )
+    return copies
+
+
+def wait(
+    prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Has the compute stream, which is the current one, wait for what a copy stream brings."""
+    _hand_over(tensors, prev_stream, next_stream)
+    if not needs_backward(tensors):
+        return tensors
+    arrived: tuple[Tensor, ...] = Wait.apply(prev_stream, next_stream, *tensors)
+    return arrived
+
+
+class Copy(torch.autograd.Function):
+    """Copies: ``prev_stream, next_stream, count, *phonies, *tensors → *tensors``."""
 
     @staticmethod
     def forward(
-        ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Tensor
+        ctx: Any,
+        prev_stream: AbstractStream,
+        next_stream: AbstractStream,
+        count: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.prev_stream = prev_stream
         ctx.next_stream = next_stream
-        # Detached: to where they are already, tensors "move" by being returned as they are.
-        detached = [alias(tensor) for tensor in tensors]
-        if get_device(prev_stream) == get_device(next_stream):
-            _hand_over(detached, prev_stream, next_stream)
-        return keep_requires_grad(ctx, tuple(_move(detached, prev_stream, next_stream)))
+        ctx.count = count
+        return keep_requires_grad(ctx, _copied(tensors[count:], prev_stream, next_stream))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        return (None, None, *_move(grads, ctx.next_stream, ctx.prev_stream))
+        moved = _moved(grads, ctx.next_stream, ctx.prev_stream, other=ctx.prev_stream)
+        return (None, None, None, *[None] * ctx.count, *moved)
 
 
 class Wait(torch.autograd.Function):
-    """Hands tensors over: ``prev_stream, next_stream, *tensors → *tensors``.
-
-    ``next_stream`` waits for all that ``prev_stream`` was given so far.
-    """
+    """Clones gradients, which leave the compute stream: ``prev, next, *tensors → *tensors``."""
 
     @staticmethod
     def forward(
@@ -84,38 +119,44 @@ class Wait(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.prev_stream = prev_stream
         ctx.next_stream = next_stream
-        outputs = _leave(tensors, prev_stream, next_stream)
-        _hand_over(outputs, prev_stream, next_stream)
-        return pass_on(ctx, tuple(outputs))
+        return pass_on(ctx, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        left = _leave(grads, ctx.next_stream, ctx.prev_stream)
-        for grad in left:
-            if grad is not None:
-                # The engine records on no stream what comes from a device without streams.
-                record_stream(grad, ctx.prev_stream)
-        return (None, None, *left)
+        return (None, None, *_cloned(grads, ctx.next_stream, ctx.prev_stream))
 
 
-def _move(
-    tensors: Sequence[Any], prev_stream: AbstractStream, next_stream: AbstractStream
-) -> list[Any]:
+def _copied(
+    tensors: Sequence[Tensor], prev_stream: AbstractStream, next_stream: AbstractStream
+) -> tuple[Tensor, ...]:
+    # Detached: to where they are already, tensors "move" by being returned as they are.
+    detached = [alias(tensor) for tensor in tensors]
+    if get_device(prev_stream) == get_device(next_stream):
+        _hand_over(detached, prev_stream, next_stream)
+    return _moved(detached, prev_stream, next_stream, other=prev_stream)
+
+
+def _moved(
+    tensors: Sequence[Any],
+    prev_stream: AbstractStream,
+    next_stream: AbstractStream,
+    other: AbstractStream,
+) -> tuple[Any, ...]:
     device = get_device(next_stream)
     # The host reads what is on the CPU, and writes it, without waiting for any stream.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
-    # A copy between two devices is ordered after, and before, the current streams of both.
-    with use_stream(prev_stream), use_stream(next_stream):
-        return [x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors]
+    # A copy between two devices is ordered after, and before, the current streams of both; one of
+    # them is current already.
+    with use_stream(other):
+        return tuple([x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors])
 
 
-def _leave(
+def _cloned(
     tensors: Sequence[Any], prev_stream: AbstractStream, next_stream: AbstractStream
-) -> Sequence[Any]:
-    """Clones what leaves the compute stream, which is current where Wait is applied."""
-    if prev_stream == next_stream or prev_stream != current_stream(get_device(prev_stream)):
-        return tensors
-    return [x if x is None else x.clone() for x in tensors]
+) -> tuple[Any, ...]:
+    if prev_stream == next_stream:
+        return tuple(tensors)
+    return tuple([x if x is None else x.clone() for x in tensors])
 
 
 def _hand_over(

@@ -2,7 +2,7 @@
 
 ::
 
-    forward:   a ── Fork ── a'        backward:   a ←─ Fork ←─ a'
+    forward:   a ── fork ── a'        backward:   a ←─ fork ←─ a'
                      │                                  ↑
                    phony                              (None)
                      │                                  │
@@ -10,6 +10,9 @@
 
 What made ``a`` is differentiated only after what became of ``b'``. The gradient of the phony is
 None: it orders the two functions on the host, but makes no stream wait for another.
+
+The fork is a view of the tensor, and the phony an empty view of that: autograd passes them without
+asking Python, for which all of its threads would have to queue.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.phony import get_phony
+from torchgpipe.structure import is_dense
 
 __all__: list[str] = []
 
@@ -37,12 +41,17 @@ def fork(input: Value) -> tuple[Value, Tensor]:
         The same values, and a phony. The backward of whatever made the input waits for the
         backward of whatever the phony was joined to. Without a gradient to come there is
         nothing to wait for: the input is returned as it is, and the phony requires no gradient.
+        Sparse and nested tensors have no views, and wait for nothing.
     """
-    tensors = as_tuple(input)
-    if not needs_backward(tensors):
+    tensors = list(as_tuple(input))
+    phonies = []
+    for k, tensor in enumerate(tensors):
+        if tensor.requires_grad and torch.is_grad_enabled() and is_dense(tensor):
+            tensors[k] = tensor.view_as(tensor)
+            phonies.append(tensors[k].as_strided((0,), (1,)))
+    if not phonies:
         return input, get_phony(tensors[0].device, requires_grad=False)
-    *outputs, phony = Fork.apply(*tensors)
-    return like(input, outputs), phony
+    return like(input, tensors), phonies[0] if len(phonies) == 1 else torch.cat(phonies)
 
 
 def join(input: Value, *phonies: Tensor) -> Value:
@@ -60,19 +69,6 @@ def join(input: Value, *phonies: Tensor) -> Value:
     if not (needs_backward(phonies) and needs_backward(tensors)):
         return input
     return like(input, Join.apply(len(phonies), *phonies, *tensors))
-
-
-class Fork(torch.autograd.Function):
-    """Passes tensors on, and branches off a phony: ``*tensors → *tensors, phony``."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = pass_on(ctx, tensors)
-        return (*outputs, get_phony(tensors[0].device, requires_grad=False).detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads[:-1]
 
 
 class Join(torch.autograd.Function):

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.cell import Cell
+from torchgpipe.cell import Cell, starts_in_place
 from torchgpipe.context import Context
 from torchgpipe.microbatch import Batch
 from torchgpipe.rng import Draws
@@ -107,6 +107,7 @@ class Pipeline:
         self.workers = workers
         self.context = Context.capture()
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
+        self.in_place = [starts_in_place(layers) for layers in partitions]
         self.draws = Draws(devices, len(batches))
         self.routes = Routes(partitions, devices, groups, skip_layout, streams)
         #: Whether backward would not keep the order of itself. Autograd takes what was recorded
@@ -137,20 +138,22 @@ class Pipeline:
     def step(self, i: int, j: int) -> None:
         """Computes a cell, between the two ends of the fence that orders backward."""
         cell = self.cell(i, j)
-        with cell.named:
-            popped = {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
-        batch = self.batches[i].with_skips(popped, self.shared[i])
-        # What is popped is held by nobody here: it is let go at its last use.
-        del popped
-        batch = cell.arrive(batch)
+        batch = self.batches[i]
+        if self.skip_layout.popped[j]:
+            with cell.named:
+                popped = {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
+            batch = batch.with_skips(popped, self.shared[i])
+            # What is popped is held by nobody here: it is let go at its last use.
+            del popped
         phonies = self.due(i, j) if self.fenced else []
         if batch.requires_grad:
-            batch = cell.join(batch, phonies)  # [1]
+            batch = cell.arrive(batch, phonies)  # [1]
             batch = cell.compute(batch)
         else:
+            batch = cell.arrive(batch)
             batch = cell.compute(batch)
-            batch = cell.join(batch, phonies, cell.departing)  # [1']
-        if self.fenced and i + 1 < len(self.batches):
+            batch = cell.join(batch, phonies)  # [1']
+        if self.fenced:
             batch, self.phonies[i, j] = cell.fork(batch)  # [2]
         self.skips[i].values.update(batch.skips)
         self.shared[i] |= batch.shared
@@ -182,4 +185,5 @@ class Pipeline:
             numbers=self.draws.of(i, self.devices[j]),
             state=self.states[j],
             checkpoint=i < self.checkpoint_stop,
+            starts_in_place=self.in_place[j],
         )

@@ -59,19 +59,30 @@ def generator_of(device: torch.device) -> torch.device:
 
 def get_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
-    if device == CPU:
-        return torch.default_generator.get_state()
-    # torch.cuda, torch.xpu, ...
+    generator = _generator(device)
+    if generator is not None:
+        return generator.get_state()
+    # torch.mps, ...
     state: Tensor = torch.get_device_module(device).get_rng_state(*_which(device))
     return state
 
 
 def set_state(device: torch.device, state: Tensor) -> None:
     """Sets the state of a device's default generator."""
-    if device == CPU:
-        torch.default_generator.set_state(state)
+    generator = _generator(device)
+    if generator is not None:
+        generator.set_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """The generator itself, which takes less time, where there is a way to it."""
+    if device == CPU:
+        return torch.default_generator
+    # torch.cuda and torch.xpu have them, once they have begun.
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    return generators[device.index] if device.index < len(generators) else None
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from torchgpipe.copy import Copy
+from torchgpipe.copy import copy
 from torchgpipe.dependency import needs_backward, pass_on
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.skip.layout import SkipLayout
@@ -181,7 +181,7 @@ class Routes:
             n, caller = len(self.compute), self._outside[-1]
             with use_stream(caller):
                 batches = [
-                    batch.map(partial(Copy.apply, self.lane(i, n - 1, VALUE), caller), [VALUE])
+                    batch.map(partial(copy, self.lane(i, n - 1, VALUE), caller), [VALUE])
                     for i, batch in enumerate(batches)
                 ]
         outputs = tuple([tensor for batch in batches for tensor in batch])

@@ -72,8 +72,7 @@ class LayersState:
             self._hooks[:] = map(dict, self._hook_tables)
         self._versions = _identities(self._parameters)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> Restored:
         """Restores what there was within a ``with`` block, and then what there was before it.
 
         Meanwhile norms update copies of their running statistics.
@@ -83,18 +82,23 @@ class LayersState:
         """
         if self._versions is not None and self._versions != _identities(self._parameters):
             raise self._changed()
-        before = self._read()
-        try:
-            self._write(self._found)
-            for norm in self._norms:
-                for name in STATISTICS:
-                    buffer = norm._buffers.get(name)
-                    if buffer is not None:
-                        norm._buffers[name] = buffer.clone()
-            yield
-        finally:
-            self.settle()
-            self._write(before)
+        return Restored(self)
+
+    def put_back(self) -> Found:
+        """Puts back what there was; returns what there is."""
+        now = self._read()
+        self._write(self._found, now)
+        for norm in self._norms:
+            for name in STATISTICS:
+                buffer = norm._buffers.get(name)
+                if buffer is not None:
+                    norm._buffers[name] = buffer.clone()
+        return now
+
+    def leave(self, found: Found) -> None:
+        """Settles, and puts back what :meth:`put_back` returned."""
+        self.settle()
+        self._write(found, self._read())
 
     def _read(self) -> Found:
         return Found(
@@ -105,9 +109,8 @@ class LayersState:
             [table.get(name, _MISSING) for table, name in self._places],
         )
 
-    def _write(self, found: Found) -> None:
-        """Puts back what differs: comparing is faster than setting."""
-        now = self._read()
+    def _write(self, found: Found, now: Found) -> None:
+        # Comparing is faster than setting.
         if now.training != found.training:
             for module, training in zip(self._modules, found.training):
                 module.training = training
@@ -137,6 +140,19 @@ class LayersState:
             "optimizer.step(), and before the next forward of layers that change their parameters "
             "themselves"
         )
+
+
+class Restored:
+    """The state of layers as it was, within a ``with`` block."""
+
+    def __init__(self, state: LayersState) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        self.found = self.state.put_back()
+
+    def __exit__(self, *_: object) -> None:
+        self.state.leave(self.found)
 
 
 @contextmanager

@@ -12,12 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 __all__: list[str] = []
+
+#: What is behind the functions of torch.accelerator, which take several times as long.
+_C: Any = torch._C
 
 #: Devices whose work is done in the order of the host: there is nothing to wait for.
 STREAMLESS = ("cpu", "meta", "mps")
@@ -58,6 +61,11 @@ def canonical_device(device: Device) -> torch.device:
     return device
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether the host only issues work for the device, and goes on."""
+    return device.type not in STREAMLESS
+
+
 def new_stream(device: torch.device) -> AbstractStream:
     """A stream of the device's pool; after enough of them (32 on CUDA) they alias."""
     if device.type in STREAMLESS:
@@ -69,7 +77,8 @@ def current_stream(device: torch.device) -> AbstractStream:
     """The stream on which this thread issues work for the device."""
     if device.type in STREAMLESS:
         return CPUStream(device)
-    return torch.accelerator.current_stream(device)
+    stream: torch.Stream = _C._accelerator_getStream(device.index)
+    return stream
 
 
 def get_device(stream: AbstractStream) -> torch.device:
@@ -89,9 +98,9 @@ class use_stream:
 
     def __enter__(self) -> None:
         if isinstance(self.stream, torch.Stream):
-            self.device_index = torch.accelerator.current_device_index()
-            self.previous = torch.accelerator.current_stream(self.stream.device)
-            torch.accelerator.set_stream(self.stream)
+            self.device_index = _C._accelerator_getDeviceIndex()
+            self.previous = _C._accelerator_getStream(self.stream.device_index)
+            _C._accelerator_setStream(self.stream)
 
     def __exit__(
         self,
@@ -100,8 +109,8 @@ class use_stream:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(self.stream, torch.Stream):
-            torch.accelerator.set_stream(self.previous)
-            torch.accelerator.set_device_index(self.device_index)
+            _C._accelerator_setStream(self.previous)
+            _C._accelerator_setDeviceIndex(self.device_index)
 
 
 def use_device(device: torch.device) -> use_stream:

@@ -1,26 +1,33 @@
-"""Workers: a thread for each device, so that its cells are issued while others are.
+"""Workers: a thread for each device, so that one cell does not hold up the others.
 
 A device's work is issued by one thread at a time, since its default generator of random numbers
-is one, too. Where all partitions sit on one device, there is nothing to issue beside anything
-else, and the caller itself does it.
+is one, too. A worker does not wait for the others but where it needs what they make: a cell begins
+when those that it needs are done, and when the one before it on the same device is.
 
-A worker does not wait for the others but where it needs what they make: a cell begins when those
-that it needs are done, and when the one before it on the same device is.
+Accelerators compute while the host goes on, and all that it does is to issue cells, in Python. Of
+that several threads do less than one, since they take the interpreter from each other (half as
+much, for layers of small kernels on four devices). So the caller itself issues the cells in the
+order of the clock cycles, unless they hold it up: the CPU's do, and so do layers that wait for what
+a device has computed. After a step that held it up longer than it worked, the next ones are the
+workers', until it is time for the caller to try again.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
 
 from torchgpipe.context import Context
+from torchgpipe.stream import has_streams
 
 __all__: list[str] = []
 
@@ -130,21 +137,31 @@ def _locked() -> threading.Lock:
 
 
 class Workers:
-    """A worker per distinct device, started when first needed; the caller if there is only one.
+    """A worker per distinct device, started when first needed; the caller where that will do.
 
     Args:
         devices: the devices, in any order; each may come several times.
     """
 
+    #: For how many runs the workers take over, when the caller was held up in one; for twice as
+    #: many when it is held up the next time. The first runs of a program often do that, as kernels
+    #: are loaded, and memory is allocated.
+    TURN = 8
+
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = set(devices)
+        self._turn = self.TURN
+        #: For how many runs from now on the caller leaves the tasks to the workers.
+        self.concurrent: float = 0
+        if len(self._devices) > 1 and not all(map(has_streams, self._devices)):
+            self.concurrent = math.inf
         self._workers: dict[torch.device, Worker] = {}
         self._process = os.getpid()
 
     def run(self, tasks: Sequence[Task], context: Context) -> None:
-        """Runs tasks, each on the worker of its device, and returns when all are done.
+        """Runs tasks, and returns when all are done.
 
-        Those of one device run in order, each as soon as those that it needs are done.
+        The workers run those of one device in order, each as soon as those that it needs are done.
 
         Args:
             tasks: what to run, each behind those that it needs.
@@ -154,11 +171,10 @@ class Workers:
             BaseException: what a task raised, the same object; of several, that of the first by
                 name. By then the tasks that were running have ended, and no other starts.
         """
-        if len(self._devices) < 2:
-            for task in tasks:
-                task.function()
+        if not self.concurrent:
+            self._run_here(tasks)
             return
-
+        self.concurrent -= 1
         run = Run(tasks, context)
         try:
             for device in run.ends:
@@ -172,6 +188,16 @@ class Workers:
             run.abandon()
             # The errors refer to this frame.
             del run
+
+    def _run_here(self, tasks: Sequence[Task]) -> None:
+        start, start_of_work = perf_counter(), thread_time()
+        for task in tasks:
+            task.function()
+        worked = thread_time() - start_of_work
+        held_up = perf_counter() - start - worked > worked
+        if held_up and len(self._devices) > 1:
+            self.concurrent = self._turn
+        self._turn = 2 * self._turn if held_up else self.TURN
 
     def _worker(self, device: torch.device) -> Worker:
         if self._process != os.getpid():

@@ -2,6 +2,7 @@
 
 import os
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def pytest_collection_modifyitems(items):
     if not DEVICES:
         for item in [item for item in items if Path(__file__).parent in item.path.parents]:
             item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture(autouse=True)
+def issuing(request, monkeypatch):
+    """Half of the tests have threads issue cells from the first step on, as where these block."""
+    if zlib.crc32(request.node.nodeid.encode()) % 2:
+        monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: False)
 
 
 @pytest.fixture(scope="session")

@@ -268,11 +268,11 @@ def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
     assert not seen.races, "\n".join(map(str, seen.races[:3]))
 
 
-def test_gradients_in_batches_are_an_error(devices):
-    model = wrap([0, 1], devices, "never", ["linear"])
+@pytest.mark.parametrize(("place", "mode"), [*zip([[0, 1], [0, 0], [0, 1]], MODES)], ids=str)
+def test_gradients_in_batches(devices, place, mode):
+    model = wrap(place, devices, mode, ["linear"])
     x = batch().to(devices[0])
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
-        jacobian(model, x, vectorize=True)
+    torch.testing.assert_close(jacobian(model, x, vectorize=True), jacobian(model, x))
 
 
 class Give(nn.Module):

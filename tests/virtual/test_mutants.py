@@ -88,6 +88,11 @@ TESTS = {
         {"place": [0, 0, 1], "way": "gradients scaled between"},
     ),
     "frozen weights": ("virtual.test_parity", "test_weights_without_a_gradient", {}),
+    "the CPU and one shared": (
+        "virtual.test_parity",
+        "test_the_cpu_among_them",
+        {"place": [0, 0, "cpu"]},
+    ),
     "from the CPU": ("virtual.test_parity", "test_the_cpu_among_them", {"place": [0, "cpu"]}),
     "failure": ("virtual.test_parity", "test_a_layer_that_fails", {"place": [0, 0, 1]}),
     "shared layers": (
@@ -166,73 +171,72 @@ TESTS = {
 MUTANTS = {
     "hand-over by Wait": (
         "copy",
-        "        _hand_over(outputs, prev_stream, next_stream)\n",
+        "    _hand_over(tensors, prev_stream, next_stream)\n",
         "",
         "limit",
     ),
     "hand-over by Copy": (
         "copy",
-        "            _hand_over(detached, prev_stream, next_stream)\n",
-        "            pass\n",
+        "        _hand_over(detached, prev_stream, next_stream)\n",
+        "        pass\n",
         "shared limit",
     ),
     "waiting": ("copy", "    wait_stream(next_stream, prev_stream)\n", "", "limit"),
     "recording": ("copy", "        record_stream(tensor, next_stream)", "        pass", "limit"),
     "clone in forward": (
         "copy",
-        "_leave(tensors, prev_stream, next_stream)",
+        "_cloned(tensors, prev_stream, next_stream)",
         "tensors",
         "same memory",
     ),
     "clone in backward": (
         "copy",
-        "_leave(grads, ctx.next_stream, ctx.prev_stream)",
+        "_cloned(grads, ctx.next_stream, ctx.prev_stream)",
         "grads",
         "shifted",
     ),
     "source's lane": (
         "copy",
-        "with use_stream(prev_stream), use_stream(next_stream):",
-        "with use_stream(next_stream):",
+        "prev_stream, next_stream, other=prev_stream)",
+        "prev_stream, next_stream, other=next_stream)",
         "limit",
     ),
     "target's lane": (
         "copy",
-        "with use_stream(prev_stream), use_stream(next_stream):",
-        "with use_stream(prev_stream):",
+        "ctx.prev_stream, other=ctx.prev_stream)",
+        "ctx.prev_stream, other=ctx.next_stream)",
+        "limit",
+    ),
+    "hand-over in leaving": (
+        "copy",
+        "    _hand_over(left, prev_stream, next_stream)\n",
+        "",
         "limit",
     ),
     "lane of Copy": (
         "cell",
-        "            with use_stream(lane):\n                batch = batch.map(partial(Copy",
-        "            with use_stream(self.stream):\n                batch = batch.map(partial(Copy",
-        "limit",
+        "            with use_stream(lane):\n                batch = batch.map(partial(copy",
+        "            with use_stream(self.stream):\n                batch = batch.map(partial(copy",
+        "skip",
     ),
     "lane of arriving Wait": (
         "cell",
-        "batch = batch.map(partial(Wait.apply, lane, self.stream), parts)",
-        "with use_stream(lane): batch = batch.map(partial(Wait.apply, lane, self.stream), parts)",
+        "batch = batch.map(partial(wait, lane, self.stream), parts)",
+        "with use_stream(lane): batch = batch.map(partial(wait, lane, self.stream), parts)",
         "shifted",
     ),
     "lane of leaving Wait": (
         "cell",
-        "batch = batch.map(partial(Wait.apply, self.stream, lane), parts)",
-        "with use_stream(lane): batch = batch.map(partial(Wait.apply, self.stream, lane), parts)",
+        "batch = batch.map(partial(leave, self.stream, lane), parts)",
+        "with use_stream(lane): batch = batch.map(partial(leave, self.stream, lane), parts)",
         "same memory",
     ),
-    "lane of Recompute": (
+    "lane of what leaves": (
         "cell",
-        "with use_stream(lane):\n                    batch = batch.map(checkpoint.attach",
-        "with use_stream(self.stream):\n                    batch = batch.map(checkpoint.attach",
+        "            with use_stream(lane):\n                batch = batch.map(departing",
+        "            with use_stream(self.stream):\n                batch = batch.map(departing",
         "limit",
     ),
-    "lane of Fork": (
-        "cell",
-        "self._on_lanes(batch, self.departing, branch)",
-        "self._on_lanes(batch, (), branch)",
-        "limit",
-    ),
-    "lane of leaving Join": ("pipeline", "phonies, cell.departing)", "phonies)", "limit"),
     "a lane for skips": (
         "route",
         "streams.values if part is VALUE else streams.skips",
@@ -267,8 +271,8 @@ MUTANTS = {
     "random numbers": ("checkpoint", "                rng.restored(),\n", "", "dropout"),
     "join [1]": (
         "pipeline",
-        "            batch = cell.join(batch, phonies)  # [1]\n",
-        "",
+        "cell.arrive(batch, phonies)  # [1]",
+        "cell.arrive(batch)",
         "detour",
     ),
     "join [1] before the layers": (
@@ -279,7 +283,7 @@ MUTANTS = {
     ),
     "join [1']": (
         "pipeline",
-        "            batch = cell.join(batch, phonies, cell.departing)  # [1']\n",
+        "            batch = cell.join(batch, phonies)  # [1']\n",
         "",
         "slow host",
     ),
@@ -312,7 +316,7 @@ MUTANTS = {
         "route",
         "used = {compute, *values, *skips}",
         "used = {compute}",
-        "optimizer's streams",
+        "the CPU and one shared",
     ),
     "backward after the caller": (
         "route",
@@ -338,12 +342,6 @@ MUTANTS = {
         "            pass",
         "statistics",
     ),
-    "recording in backward": (
-        "copy",
-        "                record_stream(grad, ctx.prev_stream)",
-        "                pass",
-        "from the CPU",
-    ),
     "back to the caller": (
         "route",
         "        if VALUE in self.targets[-1]:",
@@ -362,7 +360,7 @@ MUTANTS = {
         "self._groups = list(range(len(self.partitions)))",
         "shared layers",
     ),
-    "letting go of a skip": ("pipeline", "        del popped\n", "", "last use"),
+    "letting go of a skip": ("pipeline", "            del popped\n", "", "last use"),
     "letting go of the input": (
         "cell",
         "        batch = batch.take()\n        with",
@@ -473,8 +471,8 @@ MUTANTS = {
     ),
     "no Recompute for nothing": (
         "checkpoint",
-        "        if self.kept is None:\n            return outputs\n",
-        "",
+        "self.kept is None or not needs_backward(outputs)",
+        "not needs_backward(outputs)",
         "frozen partitions",
     ),
     "versions of what is kept": (

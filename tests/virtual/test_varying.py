@@ -66,7 +66,9 @@ def test_each_cell_blocks_for_its_time(devices, mode, monkeypatch):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
     forward, backward = ([[k + 10 * i + j for j in range(n)] for i in range(m)] for k in (100, 200))
-    Blocks(Library(GPipe, devices), mode, forward, backward).seconds()
+    blocks = Blocks(Library(GPipe, devices), mode, forward, backward)
+    slept.clear()
+    blocks.seconds()
     again = sum(forward[: recomputed(mode, m)], [])
     assert sorted(filter(None, slept)) == sorted([*sum(forward + backward, []), *again])
 

@@ -21,6 +21,9 @@ _ops: Any = torch.ops.virtual_accelerator
 #: Without it, ``torch.utils.checkpoint`` passes the device's generator by.
 _initialized = True
 
+#: That of each device, as torch.cuda has them.
+default_generators: tuple[torch.Generator, ...] = ()
+
 
 def is_available() -> bool:
     """Yes."""
@@ -69,13 +72,12 @@ def synchronize(device: Device = None) -> None:
 
 def get_rng_state(device: Device = None) -> Tensor:
     """The state of a device's default generator."""
-    state: Tensor = _ops.get_rng_state(_index(device))
-    return state
+    return _generator(_index(device)).get_state()
 
 
 def set_rng_state(new_state: Tensor, device: Device = None) -> None:
     """Sets the state of a device's default generator."""
-    _ops.set_rng_state(_index(device), new_state)
+    _generator(_index(device)).set_state(new_state)
 
 
 def get_rng_state_all() -> list[Tensor]:
@@ -91,25 +93,23 @@ def set_rng_state_all(new_states: Iterable[Tensor]) -> None:
 
 def manual_seed(seed: int) -> None:
     """Seeds the current device's default generator."""
-    _ops.manual_seed(current_device(), seed)
+    _generator(current_device()).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
     """Seeds all devices' default generators; ``torch.manual_seed`` does it, too."""
-    for i in range(device_count()):
-        _ops.manual_seed(i, seed)
+    for generator in default_generators:
+        generator.manual_seed(seed)
 
 
 def seed() -> int:
     """Seeds the current device's default generator with a random number, which it returns."""
-    value: int = _ops.seed(current_device())
-    return value
+    return _generator(current_device()).seed()
 
 
 def initial_seed() -> int:
     """What the current device's default generator was seeded with."""
-    value: int = _ops.initial_seed(current_device())
-    return value
+    return _generator(current_device()).initial_seed()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -123,6 +123,11 @@ def _is_in_bad_fork() -> bool:
 
 def _lazy_init() -> None:
     pass
+
+
+def _generator(index: int) -> torch.Generator:
+    generator: torch.Generator = _ops.generator(index)
+    return generator
 
 
 def _index(device: Device) -> int:

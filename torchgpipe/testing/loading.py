@@ -91,6 +91,7 @@ def _load(devices: int) -> None:
             "need be"
         )
     ops.start()
+    device_module.default_generators = tuple([ops.generator(i) for i in range(devices)])
     rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, device_module)
     generate_methods_for_privateuse1_backend(for_storage=True)

@@ -167,19 +167,7 @@ double makespan() {
   return last;
 }
 
-at::Tensor get_rng_state(int64_t device) {
-  return at::Tensor(default_generator(checked(device)).unsafeGetGeneratorImpl()->get_state());
-}
-void set_rng_state(int64_t device, const at::Tensor& value) {
-  default_generator(checked(device)).unsafeGetGeneratorImpl()->set_state(*value.unsafeGetTensorImpl());
-}
-int64_t seed(int64_t device) { return default_generator(checked(device)).unsafeGetGeneratorImpl()->seed(); }
-int64_t initial_seed(int64_t device) {
-  return default_generator(checked(device)).unsafeGetGeneratorImpl()->current_seed();
-}
-void manual_seed(int64_t device, int64_t value) {
-  default_generator(checked(device)).unsafeGetGeneratorImpl()->set_current_seed(value);
-}
+at::Generator generator(int64_t device) { return default_generator(checked(device)); }
 
 TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("start_devices(int devices) -> ()", &start_devices);
@@ -194,11 +182,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("spans() -> str", &spans);
   m.def("traffic() -> int[]", &traffic);
   m.def("makespan() -> float", &makespan);
-  m.def("get_rng_state(int device) -> Tensor", &get_rng_state);
-  m.def("set_rng_state(int device, Tensor state) -> ()", &set_rng_state);
-  m.def("seed(int device) -> int", &seed);
-  m.def("initial_seed(int device) -> int", &initial_seed);
-  m.def("manual_seed(int device, int seed) -> ()", &manual_seed);
+  m.def("generator(int device) -> Generator?", &generator);
 }
 
 }  // namespace
