@@ -10,16 +10,16 @@
          │               │
          └──── layers ───┘                     under checkpointing, what they save is dropped
          ┌───────┴───────┐
-       Wait            Wait                    what goes to another stream
+       clone           clone                   what goes to another stream
          │               │
-         └── Recompute ──┘                     under checkpointing
+       fork            fork        fork        under checkpointing: Recompute
          │               │
     batch (i, j)       skips
 
-The layers and Wait belong to the compute stream of the partition, Copy and what comes behind the
-last Wait to the copy stream of the micro-batch. The autograd engine lets a stream wait whenever it
-hands a gradient from one stream to another, so in backward the compute stream waits for a gradient
-where Wait is, and nowhere before.
+The layers, Wait and the clone belong to the compute stream of the partition, Copy and the fork to
+the copy stream of the micro-batch. The autograd engine lets a stream wait whenever it hands a
+gradient from one stream to another, so in backward the compute stream waits for a gradient where
+the clone is, and nowhere before.
 """
 
 from __future__ import annotations

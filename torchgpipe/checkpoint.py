@@ -1,9 +1,11 @@
 """Checkpointing: what a cell saves for backward is dropped, and computed again when it is due.
 
 The cell runs once, as always, and autograd records it as always; but each tensor that it saves
-for backward is exchanged for an empty :class:`Slot`. In backward, before the gradient of the
-micro-batch arrives, :class:`Recompute` runs the cell a second time, and the tensors that this
-run saves fill the slots in the same order. The second graph is thrown away.
+for backward is exchanged for an empty :class:`Slot`, unless it is there anyway, as weights and the
+input of the cell are. In backward, before the gradient of the micro-batch arrives,
+:class:`Recompute` runs the cell a second time, and the tensors that this run saves fill the slots
+in the same order. It ends with the last tensor that was dropped, and the second graph is thrown
+away. Where nothing was dropped, there is no second run.
 
 So there is one graph, the cell's own: parameters receive their gradients from it once,
 ``torch.autograd.grad`` and double backward see what they see without checkpointing.
@@ -21,7 +23,8 @@ So there is one graph, the cell's own: parameters receive their gradients from i
 
 :class:`Recompute` lets the gradient through. Where the gradient comes from another device, it
 belongs to the copy stream on which that arrives, but it recomputes on the compute stream, which
-therefore does not wait for the gradient: only the host has to know that it is on its way.
+therefore does not wait for the gradient: only the host has to know that it is on its way. Where
+the output stays, there is nothing to wait for, and the first slot that is asked for is soon enough.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""Copy and Wait: how a micro-batch gets from one device to the next, on streams of its own.
+"""Leave, copy, wait: how a micro-batch gets from one device to the next, on streams of its own.
 
 ::
 
     device j                    device j+1
 
     compute ──┐
-            Wait
-    copy      └──── Copy ────┐
+            leave
+    copy      └──── copy ────┐
                              │    copy
-                            Wait
+                            wait
                              └──── compute
 
 In backward the gradient takes the same way back. An autograd function belongs to the stream that
 was current when it was applied, and the autograd engine hands gradients over wherever the stream
-changes from one function to the next. So :class:`Wait`, which hands tensors over in forward, has
-nothing to wait for in backward; :class:`Copy` copies. Wait is to be applied with the compute stream
-current, and Copy with the copy stream of the receiving partition current, as everything between
-them. Were they all applied on the compute stream, it would wait, in backward, for gradients that it
-does not need yet.
+changes from one function to the next. So there is nothing to wait for in backward: :class:`Copy`
+copies, and :class:`Wait` clones. :func:`leave` and :func:`wait` are to be called with the compute
+stream current, and :func:`copy` with the copy stream of the receiving partition current. Were all
+called on the compute stream, it would wait, in backward, for gradients that it does not need yet.
 
 What leaves the compute stream leaves as a clone, in either direction, since the compute stream goes
 on while the copy is made and may change the original: autograd adds a gradient that several

@@ -1,7 +1,7 @@
 """The idea: micro-batches flow through the partitions in clock cycles.
 
-The cell ``(i, j)`` computes micro-batch ``i`` in partition ``j``. In clock cycle ``k`` all cells
-with ``i + j = k`` are computed at once, each on its own device::
+The cell ``(i, j)`` computes micro-batch ``i`` in partition ``j``. In clock cycle ``k`` come all
+cells with ``i + j = k``, each on its own device::
 
             k (i,j) (i,j) (i,j)
           ----- ----- ----- -----
@@ -11,6 +11,8 @@ with ``i + j = k`` are computed at once, each on its own device::
               3       (2,1) (1,2)
               4             (2,2)
 
+That is an order, and no barrier: a cell is computed as soon as what it needs has been.
+
 Backward is autograd's. It starts from the last output, and would be free to take the micro-batches
 of a partition in any order. A phony from each to the next holds it to the reverse of forward: a
 micro-batch is differentiated when the one after it has been, in the same partition (in backward,
@@ -19,11 +21,11 @@ read the arrows the other way)::
             cell (i-1, j)                   cell (i, j)
 
                   │                              │
-                  │                    ┌──────→ Join [1]
+                  │                    ┌──────→ join [1]
                   │                    │         │
                 layers               phony     layers
                   │                    │         │
-                 Fork [2] ─────────────┘        Fork ─────→ ...
+                 fork [2] ─────────────┘        fork ─────→ ...
                   │                              │
 
 An input that needs no gradient, as data does, has no gradient whose arrival could be waited for.
@@ -35,6 +37,7 @@ A few copy streams of each partition serve all micro-batches in turn. In backwar
 ahead of the one before it by as many micro-batches would put a gradient on a copy stream that still
 has to pass on an earlier one, which would then wait for it. So the host does not issue a cell
 before the cell so many micro-batches later in the partition before: its phony leads there, too [3].
+In forward it is the other way round.
 
 Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
 """
@@ -110,7 +113,7 @@ class Pipeline:
         self.in_place = [starts_in_place(layers) for layers in partitions]
         self.draws = Draws(devices, len(batches))
         self.routes = Routes(partitions, devices, groups, skip_layout, streams)
-        #: Whether backward would not keep the order of itself. Autograd takes what was recorded
+        #: Whether backward would not keep that order by itself. Autograd takes what was recorded
         #: last first, but has a thread for the CPU and one for each accelerator.
         self.fenced = torch.is_grad_enabled() and {*devices} != {torch.device("cpu")}
         #: What was branched off each cell, for those to be differentiated before it.
