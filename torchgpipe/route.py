@@ -115,18 +115,20 @@ class Routes:
     def _offsets(self, j: int, turns: int) -> Iterator[tuple[int, int]]:
         """What the cells of a partition need: what comes to them, and free streams to send it on.
 
-        Where a part comes from so far away that its streams are in use again, by micro-batches
-        that are computed at the same time, these are in the order of the clock cycles.
+        Where a skip goes so far that its streams are in use again by then, for micro-batches that
+        are computed at the same time, all whose skips take them do so in the order of the clock
+        cycles.
         """
         if j:
             yield 0, j - 1
-        for k in self.sources[j].values():
-            if j - k >= turns and k >= 0:
-                yield j - k, k
         for k in self.targets[j].values():
             if k < len(self.compute):
-                ahead = self.lead if k - j < self.lead else k - j + 1
-                yield -ahead, k
+                yield -max(self.lead, k - j + 1), k
+        for part, source in self.sources[j].items():
+            if part is not VALUE:
+                for k in (source, *self.targets[source].values()):
+                    if max(j, k) - source >= turns:
+                        yield j - k - (k > j), k
 
     def needs(self, i: int, j: int, m: int) -> list[tuple[int, int]]:
         """The cells on other devices that must have been computed before a cell is."""

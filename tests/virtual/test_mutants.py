@@ -299,7 +299,12 @@ MUTANTS = {
         "",
         "slow host",
     ),
-    "lead in forward": ("route", "                yield -ahead, k\n", "", "few streams"),
+    "lead in forward": (
+        "route",
+        "yield -max(self.lead, k - j + 1), k",
+        "pass",
+        "few streams",
+    ),
     "after the caller": (
         "route",
         "        self.wait_for_caller()\n        try",
