@@ -11,8 +11,9 @@
 What made ``a`` is differentiated only after what became of ``b'``. The gradient of the phony is
 None: it orders the two functions on the host, but makes no stream wait for another.
 
-The fork is a view of the tensor, and the phony an empty view of that: autograd passes them without
-asking Python, for which all of its threads would have to queue.
+The fork is a view of the tensor, and the phony a copy of an empty view of that: autograd passes
+them without asking Python, for which all of its threads would have to queue. The empty view alone
+would hold the memory of the tensor until the last cell has been computed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def fork(input: Value) -> tuple[Value, Tensor]:
             phonies.append(tensors[k].as_strided((0,), (1,)))
     if not phonies:
         return input, get_phony(tensors[0].device, requires_grad=False)
-    return like(input, tensors), phonies[0] if len(phonies) == 1 else torch.cat(phonies)
+    return like(input, tensors), torch.cat(phonies)
 
 
 def join(input: Value, *phonies: Tensor) -> Value:

@@ -94,6 +94,11 @@ TESTS = {
         {"place": [0, 0, "cpu"]},
     ),
     "from the CPU": ("virtual.test_parity", "test_the_cpu_among_them", {"place": [0, "cpu"]}),
+    "what has left": (
+        "virtual.test_memory",
+        "test_what_has_left_a_device_is_not_kept_there",
+        {"mode": "always"},
+    ),
     "failure": ("virtual.test_parity", "test_a_layer_that_fails", {"place": [0, 0, 1]}),
     "shared layers": (
         "virtual.test_parity",
@@ -304,6 +309,12 @@ MUTANTS = {
         "yield -max(self.lead, k - j + 1), k",
         "pass",
         "few streams",
+    ),
+    "memory of a phony": (
+        "dependency",
+        "torch.cat(phonies)",
+        "phonies[0] if len(phonies) == 1 else torch.cat(phonies)",
+        "what has left",
     ),
     "after the caller": (
         "route",
