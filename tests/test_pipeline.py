@@ -57,6 +57,33 @@ def test_cells_of_a_cycle_run_at_once():
     assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=2), x)
 
 
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_slow_cell_holds_up_only_those_that_need_its_output(slow, monkeypatch):
+    """It goes on when all others have been computed, as far as there are copy streams for them."""
+    n, m, turns = 3, 8, 4
+    monkeypatch.setattr(Streams, "COPIES", turns)
+    others = {(i, j) for j in range(slow) for i in range((turns - 1) * (slow - j))}
+    done, all_done = set(), threading.Event()
+
+    class Layer(nn.Module):
+        def __init__(self, j):
+            super().__init__()
+            self.j, self.i = j, -1
+
+        def forward(self, x):
+            self.i += 1
+            if (self.i, self.j) == (0, slow):
+                assert not others or all_done.wait(10), others - done
+                assert done == others
+            done.add((self.i, self.j))
+            if done == others:
+                all_done.set()
+            return x
+
+    run_pipeline([nn.Sequential(Layer(j)) for j in range(n)], CPUS[:n], torch.rand(m, 1), chunks=m)
+    assert len(done) == n * m
+
+
 devices = st.sampled_from([[CPU] * 3, CPUS[:3], [CPUS[0], CPUS[0], CPUS[1]], CPUS[:2] + CPUS[:1]])
 
 
