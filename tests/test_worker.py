@@ -76,6 +76,96 @@ def test_devices_run_at_once_each_on_its_own_thread():
     assert all(len(used) == 1 for used in seen.values())
 
 
+class Clock:
+    """The host's clocks, as far as tasks take any time."""
+
+    def __init__(self, monkeypatch):
+        self.passed = self.busy = 0.0
+        monkeypatch.setattr("torchgpipe.worker.perf_counter", lambda: self.passed)
+        monkeypatch.setattr("torchgpipe.worker.thread_time", lambda: self.busy)
+
+    def work(self, seconds=1):
+        self.busy += seconds
+        self.passed += seconds
+
+    def wait(self, seconds=1):
+        self.passed += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """It is the accelerators' that tasks are issued for."""
+    monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: True)
+    return Clock(monkeypatch)
+
+
+def whose(workers, *functions):
+    """Which thread runs a task of each device: the caller's, or others."""
+    seen = []
+
+    def task(device):
+        seen.append(threading.current_thread())
+        for function in functions:
+            function()
+
+    run(workers, *[(device, partial(task, device)) for device in (A, B)])
+    if seen == [threading.current_thread()] * 2:
+        return "caller"
+    assert threading.current_thread() not in seen
+    assert len({*seen}) == 2
+    return "workers"
+
+
+def turns(workers, *functions):
+    """For how many runs the workers take over, after one of the caller."""
+    assert whose(workers, *functions) == "caller"
+    count = 0
+    while workers.concurrent:
+        assert whose(workers) == "workers"
+        count += 1
+    return count
+
+
+def test_caller_goes_on_while_it_works_at_least_half_of_the_time(clock):
+    workers = Workers(CPUS)
+    assert [turns(workers, clock.work, clock.wait) for _ in range(3)] == [0] * 3
+    assert not workers._workers
+
+
+def test_workers_take_over_where_the_caller_is_held_up_for_longer_each_time(clock):
+    workers = Workers(CPUS)
+    assert [turns(workers, clock.wait) for _ in range(3)] == [8, 16, 32]
+    # They do until it was not held up in between.
+    assert [turns(workers, clock.work) for _ in range(3)] == [0] * 3
+    assert [turns(workers, clock.wait) for _ in range(2)] == [8, 16]
+
+
+def test_caller_waits_for_the_cpu_nowhere(clock, monkeypatch):
+    """Its cells would hold up those of the accelerators beside it."""
+    monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: device != B)
+    workers = Workers([A, B])
+    assert [whose(workers, clock.work) for _ in range(3)] == ["workers"] * 3
+
+
+def test_there_is_nobody_to_take_over_for_a_single_device(clock):
+    workers, seen = Workers([A]), []
+    for _ in range(100):
+        run(workers, (A, clock.wait), (A, lambda: seen.append(threading.current_thread())))
+    assert seen == [threading.current_thread()] * 100
+    # It does not grow with the number of runs.
+    assert workers._turn == Workers.TURN
+
+
+def test_exceptions_and_modes_of_the_caller_that_issues(clock):
+    workers, done = Workers(CPUS), []
+    with pytest.raises(KeyError):
+        run(workers, (A, clock.wait), (B, raiser(KeyError())), (A, partial(done.append, "late")))
+    assert not done
+    with torch.no_grad():
+        run(workers, (A, lambda: done.append(torch.is_grad_enabled())))
+    assert done == [False]
+
+
 def test_caller_s_modes_are_carried_over():
     workers = Workers(CPUS)
     seen = []

@@ -195,9 +195,11 @@ class Workers:
             task.function()
         worked = thread_time() - start_of_work
         held_up = perf_counter() - start - worked > worked
-        if held_up and len(self._devices) > 1:
+        if len(self._devices) == 1 or not held_up:
+            self._turn = self.TURN
+        else:
             self.concurrent = self._turn
-        self._turn = 2 * self._turn if held_up else self.TURN
+            self._turn *= 2
 
     def _worker(self, device: torch.device) -> Worker:
         if self._process != os.getpid():
