@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchgpipe import GPipe
 from torchgpipe.balance.storages import LiveStorages
 
-LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = 8, 32, 40, 24, 8
+LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = 8, 32, 20, 24, 4
 
 
 class Activations(LiveStorages):
@@ -50,15 +50,15 @@ def step(model):
 
 
 def test_peak_of_a_transformer():
-    """Of eight micro-batches one is alive at a time, and of the others only the output."""
+    """Of four micro-batches one is alive at a time, and of the others only the output."""
     whole = step(transformer())
     peaks = {
         mode: step(GPipe(transformer(), [LAYERS], devices=["cpu"], chunks=CHUNKS, checkpoint=mode))
         / whole
         for mode in ("always", "except_last", "never")
     }
-    assert 1 / CHUNKS <= peaks["always"] <= 0.14
-    assert 1 / CHUNKS <= peaks["except_last"] <= 0.14
+    assert 1 / CHUNKS <= peaks["always"] <= 0.27
+    assert 1 / CHUNKS <= peaks["except_last"] <= 0.27
     assert 0.9 <= peaks["never"] <= 1.1, "what is not checkpointed is kept, and counted"
 
 

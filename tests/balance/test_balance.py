@@ -1,6 +1,7 @@
 """Balancing by profiling."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ class SleepFunction(torch.autograd.Function):
         return grad, None, None
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", range(2))
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
@@ -86,7 +87,9 @@ def test_by_size_of_a_micro_batch():
     assert balance_by_size(2, module, x, chunks=512, device="cpu") == [3, 1]
 
 
-@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+@pytest.mark.parametrize(
+    "balance", [partial(balance_by_time, timeout=0.1), balance_by_size], ids=["time", "size"]
+)
 def test_is_a_balance(balance, device):
     module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(5)]).to(device)
     x = torch.rand(4, 3)

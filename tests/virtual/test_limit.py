@@ -24,7 +24,8 @@ from tests.virtual.stages import (
 from torchgpipe.stream import Streams
 from torchgpipe.testing import observe
 
-MATRIX = [(n, m) for n in (2, 4, 8) for m in (1, 4, 8, 32)]
+#: Of the long ones the longest; `make soak` takes all.
+MATRIX = [(n, m) for n in (2, 4, 8) for m in (1, 4, 8, 32) if m < 32 or n == 8 or len(SEEDS) > 2]
 
 #: Eight places for partitions, by the index of their device.
 SHARED = {
@@ -60,7 +61,7 @@ def test_the_ideal_of_equal_stages_is_the_limit(n, m, mode):
 
 @pytest.mark.parametrize("place", SHARED)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (8, 16)])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (8, 8)])
 def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
     model = wrap([Stage() for _ in range(n)], [devices[k] for k in SHARED[place][:n]], m, mode)
     for seed in SEEDS[::4]:

@@ -4,6 +4,7 @@ Two steps in a row, with an optimizer and clipping between them, under a host th
 """
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -109,8 +110,17 @@ def batch(rows):
     return torch.randn(rows, WIDTH).double()
 
 
-@pytest.mark.parametrize(("n", "mode"), [*[(4, mode) for mode in MODES], (8, "except_last")])
-@pytest.mark.parametrize("name", CASES)
+#: What differs with the number of partitions.
+PAST_OTHERS = ["nested skips", "several skips", "a long skip"]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "mode"),
+    [
+        *product(CASES, [4], MODES),
+        *product(CASES if len(SEEDS) > 2 else PAST_OTHERS, [8], ["except_last"]),
+    ],
+)
 def test_parity(devices, name, n, mode):
     chunks = 3
     model = wrap(
