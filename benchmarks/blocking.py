@@ -35,6 +35,10 @@ def draw(kind: str, mean: float, m: int, n: int, numbers: random.Random) -> list
     return [[one() for _ in range(n)] for _ in range(m)]
 
 
+#: What a cell takes in the warm-up, in seconds: longer than to issue it.
+WARM_UP = 0.004
+
+
 class Block(nn.Module):
     """Stands for a partition: ``output = input * weight``, later.
 
@@ -44,12 +48,12 @@ class Block(nn.Module):
 
     Shape:
         ``(1, 1)``. A micro-batch is its own number, so that it is known in whatever order micro-
-        batches come, and however often. One of the number behind the last takes no time.
+        batches come, and however often. One of the number behind the last is for the warm-up.
     """
 
     def __init__(self, forward: Sequence[float], backward: Sequence[float]) -> None:
         super().__init__()
-        self.times = [*forward, 0.0], [*backward, 0.0]
+        self.times = [*forward, WARM_UP], [*backward, WARM_UP]
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -94,9 +98,9 @@ class Blocks:
         layers = nn.Sequential(*map(Block, zip(*forward), zip(*backward)))
         self.model = library.wrap(layers, [1] * n, devices=devices, chunks=m, checkpoint=mode)
         self.numbers = torch.arange(float(m), device=devices[0]).unsqueeze(1)
-        # Threads and streams are made, and gradients allocated; and it is seen that layers block.
-        for numbers in (torch.full_like(self.numbers, m), self.numbers):
-            self.model(numbers).sum().backward()
+        # Threads and streams are made, gradients allocated, and it is found out that layers block.
+        for _ in range(4):
+            self.model(torch.full_like(self.numbers, m)).sum().backward()
 
     def seconds(self) -> tuple[float, float]:
         """What the forward, and the backward, of a step takes."""

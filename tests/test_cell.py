@@ -67,7 +67,7 @@ class Double(nn.Module):
 def test_graph(arriving, departing, checkpoint):
     x = torch.ones(2, requires_grad=True)
     cell = make(Double(), arriving=arriving, departing=departing, checkpoint=checkpoint)
-    batch, _ = cell.fork(cell.compute(cell.arrive(Batch(x))))
+    batch, _ = cell.fork(cell.compute(cell.arrive(Batch(x))), False)
     arrival = ["Copy", "Wait"] if arriving else []
     departure = ["Recompute"] if checkpoint and departing else ["ViewBackward0"]
     assert [*arrival, "MulBackward0", *departure] == [
@@ -81,7 +81,7 @@ def test_fork_and_join():
     x = torch.ones(2, requires_grad=True)
     cell = make(Double())
     assert cell.join(Batch(x), [])[0] is x
-    batch, phonies = cell.fork(Batch(x * 1))
+    batch, phonies = cell.fork(Batch(x * 1), False)
     assert names(cell.join(batch, phonies)[0])[0] == "Join"
     assert names(cell.arrive(batch, phonies)[0])[0] == "Join"
     cell = make(Double(), arriving={VALUE: CPUStream(CPU)})
@@ -93,7 +93,7 @@ def test_structure_is_kept():
     cell = make(nn.Identity(), **crossing, checkpoint=True)
     x = torch.ones(2, requires_grad=True)
     for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
-        output, phonies = cell.fork(cell.compute(cell.arrive(batch)))
+        output, phonies = cell.fork(cell.compute(cell.arrive(batch)), False)
         output = cell.join(output, phonies)
         assert (output.atomic, len(output)) == (batch.atomic, len(batch))
         assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
@@ -271,7 +271,7 @@ def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
     cell = make(Double(), stream=Lane("compute"), checkpoint=True)
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
-    cell.fork(cell.compute(batch))
+    cell.fork(cell.compute(batch), False)
     assert applied == [("Join", "compute"), ("fork", "compute")]
 
 
@@ -290,7 +290,7 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
         checkpoint=True,
     )
     batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
-    batch, phonies = cell.fork(batch)
+    batch, phonies = cell.fork(batch, False)
     assert applied == [("Recompute", "copy"), ("fork", "compute")]
     assert len(phonies) == 2
     assert list(batch.parts) == [VALUE, (None, "x")]
@@ -311,7 +311,7 @@ def test_a_skip_has_a_lane_of_its_own(lanes, applied):
         checkpoint=True,
     )
     batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
-    cell.fork(batch)
+    cell.fork(batch, False)
     assert applied == [("Recompute", "copy"), ("Recompute", "skip")]
 
 
@@ -337,7 +337,7 @@ def test_lanes(lanes, applied):
     )
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
-    batch, _ = cell.fork(cell.compute(batch))
+    batch, _ = cell.fork(cell.compute(batch), False)
     assert applied == [("Copy", "copy"), ("Wait", "compute"), ("Recompute", "copy")]
     # The layers compute on the compute stream, and so they do again.
     batch[0].backward()

@@ -274,6 +274,63 @@ def test_values_put_elsewhere_between_forward_and_backward(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_buffer_that_the_layer_changes_after_its_use_is_an_error(mode):
+    """Also where that is behind the last tensor to be recomputed."""
+
+    class Grow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(2))
+
+        def forward(self, x):
+            y = (x.exp() * self.scale).tanh()
+            self.scale.mul_(3)
+            return y + 0
+
+    model = wrap(Grow(), mode=mode)
+    model.chunks = 1
+    loss = model(numbered()).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("end", ["forward", "retained", "backward"])
+def test_empty_tensors_keep_nothing_alive(end):
+    """As of a mixture of experts, of which one has nothing to do."""
+    refs = []
+
+    def function(x):
+        empty = x[:0].exp().relu()
+        y = torch.cat([x.exp(), empty]).relu()
+        refs.append(weakref.ref(y))
+        return y * 1
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = wrap(Apply(function), balance=[1])
+        x = numbered().requires_grad_()
+        refs.append(weakref.ref(x))
+        loss = model(x).sum()
+        if end != "forward":
+            loss.backward(retain_graph=end == "retained")
+        del x, loss, model
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_that_are_always_called_are_called_in_a_second_run_too(mode):
+    calls = []
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda *_: calls.append(is_recomputing()), always_call=True)
+    wrap(layer, mode=mode)(numbered()).sum().backward()
+    assert calls.count(False) == M
+    assert calls.count(True) == {"never": 0, "except_last": M - 1, "always": M}[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_layer_that_writes_what_is_its_own_and_uses_it(mode):
     class Average(nn.Module):
         def __init__(self):

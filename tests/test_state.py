@@ -60,6 +60,22 @@ def test_all_is_as_before_after_an_exception():
     assert not norm.training
 
 
+def test_all_is_as_before_where_it_cannot_be_restored(monkeypatch):
+    norm = nn.BatchNorm1d(3)
+    state = LayersState(norm)
+    norm.eval()
+    buffers = dict(norm._buffers)
+
+    def fail(buffer):
+        raise MemoryError
+
+    monkeypatch.setattr(torch.Tensor, "clone", fail)
+    with pytest.raises(MemoryError), state.restored():
+        pass
+    assert not norm.training
+    assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
+
+
 def test_norms_without_statistics_to_update_are_left_as_they_are():
     norms = nn.Sequential(
         nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3)

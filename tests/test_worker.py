@@ -77,19 +77,24 @@ def test_devices_run_at_once_each_on_its_own_thread():
 
 
 class Clock:
-    """The host's clocks, as far as tasks take any time."""
+    """The host's clock, of which each way to run tasks takes what it is told."""
 
     def __init__(self, monkeypatch):
-        self.passed = self.busy = 0.0
+        self.passed = 0.0
         monkeypatch.setattr("torchgpipe.worker.perf_counter", lambda: self.passed)
-        monkeypatch.setattr("torchgpipe.worker.thread_time", lambda: self.busy)
 
-    def work(self, seconds=1):
-        self.busy += seconds
-        self.passed += seconds
+    def run(self, runner, /, **seconds):
+        """Runs two tasks, and tells who has."""
+        seen = []
+        run(runner, *[(device, lambda: seen.append(self._run(seconds))) for device in (A, B)])
+        (way,) = {*seen}
+        return way
 
-    def wait(self, seconds=1):
-        self.passed += seconds
+    def _run(self, seconds):
+        own = threading.current_thread() is threading.main_thread()
+        way = "caller" if own else "workers"
+        self.passed += seconds[way]
+        return way
 
 
 @pytest.fixture
@@ -99,67 +104,54 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def whose(workers, *functions):
-    """Which thread runs a task of each device: the caller's, or others."""
-    seen = []
-
-    def task(device):
-        seen.append(threading.current_thread())
-        for function in functions:
-            function()
-
-    run(workers, *[(device, partial(task, device)) for device in (A, B)])
-    if seen == [threading.current_thread()] * 2:
-        return "caller"
-    assert threading.current_thread() not in seen
-    assert len({*seen}) == 2
-    return "workers"
+TRIALS = [2, 4, 8, 16, 32]
 
 
-def turns(workers, *functions):
-    """For how many runs the workers take over, after one of the caller."""
-    assert whose(workers, *functions) == "caller"
-    count = 0
-    while workers.concurrent:
-        assert whose(workers) == "workers"
-        count += 1
-    return count
-
-
-def test_caller_goes_on_while_it_works_at_least_half_of_the_time(clock):
+@pytest.mark.parametrize(("faster", "slower"), [("caller", "workers"), ("workers", "caller")])
+def test_whoever_is_faster_and_now_and_then_the_other(clock, faster, slower):
     workers = Workers(CPUS)
-    assert [turns(workers, clock.work, clock.wait) for _ in range(3)] == [0] * 3
-    assert not workers._workers
+    ways = [clock.run(workers, **{faster: 1, slower: 2}) for _ in range(33)]
+    assert ways[0] == "caller"
+    assert [k for k, way in enumerate(ways, 1) if way == slower and k > 1] == [
+        k for k in TRIALS if slower == "workers" or k > 2
+    ]
 
 
-def test_workers_take_over_where_the_caller_is_held_up_for_longer_each_time(clock):
+def test_first_run_takes_longer(clock):
+    """It does not decide for good."""
     workers = Workers(CPUS)
-    assert [turns(workers, clock.wait) for _ in range(3)] == [8, 16, 32]
-    # They do until it was not held up in between.
-    assert [turns(workers, clock.work) for _ in range(3)] == [0] * 3
-    assert [turns(workers, clock.wait) for _ in range(2)] == [8, 16]
+    assert clock.run(workers, caller=100) == "caller"
+    ways = [clock.run(workers, caller=1, workers=2) for _ in range(6)]
+    assert ways == ["workers", "workers", "caller", "caller", "caller", "caller"]
 
 
-def test_caller_waits_for_the_cpu_nowhere(clock, monkeypatch):
-    """Its cells would hold up those of the accelerators beside it."""
+def test_who_is_faster_changes(clock):
+    workers = Workers(CPUS)
+    for _ in range(5):
+        clock.run(workers, caller=1, workers=2)
+    ways = [clock.run(workers, caller=3, workers=2) for _ in range(4)]
+    assert ways == ["caller", "workers", "caller", "workers"]
+
+
+def test_caller_runs_nothing_beside_the_cpu(clock, monkeypatch):
+    """Its cells would hold up those of the accelerators."""
     monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: device != B)
     workers = Workers([A, B])
-    assert [whose(workers, clock.work) for _ in range(3)] == ["workers"] * 3
+    assert {clock.run(workers, workers=1) for _ in range(9)} == {"workers"}
 
 
-def test_there_is_nobody_to_take_over_for_a_single_device(clock):
-    workers, seen = Workers([A]), []
-    for _ in range(100):
-        run(workers, (A, clock.wait), (A, lambda: seen.append(threading.current_thread())))
-    assert seen == [threading.current_thread()] * 100
-    # It does not grow with the number of runs.
-    assert workers._turn == Workers.TURN
+def test_caller_runs_all_of_a_single_device(clock):
+    workers, seen = Workers([A]), set()
+    for _ in range(9):
+        run(workers, (A, lambda: seen.add(threading.current_thread())))
+    assert seen == {threading.current_thread()}
+    assert not workers._workers
 
 
 def test_exceptions_and_modes_of_the_caller_that_issues(clock):
     workers, done = Workers(CPUS), []
     with pytest.raises(KeyError):
-        run(workers, (A, clock.wait), (B, raiser(KeyError())), (A, partial(done.append, "late")))
+        run(workers, (A, list), (B, raiser(KeyError())), (A, partial(done.append, "late")))
     assert not done
     with torch.no_grad():
         run(workers, (A, lambda: done.append(torch.is_grad_enabled())))

@@ -113,7 +113,12 @@ class Cell:
             if self.checkpoint:
                 assert self.state is not None
                 checkpoint = Checkpoint(
-                    self._run, self.context, self.stream, self.named, self.state.lasts
+                    self._run,
+                    self.context,
+                    self.stream,
+                    self.named,
+                    self.state.lasts,
+                    self.state.always_calls,
                 )
             with self.numbers:
                 batch = checkpoint.forward(batch) if checkpoint else self._run(batch)
@@ -132,12 +137,20 @@ class Cell:
         """
         if not phonies:
             return batch
-        return self._on_lanes(batch, *[lambda *tensors: join(tensors, *phonies)] * 2)
 
-    def fork(self, batch: Batch) -> tuple[Batch, list[Tensor]]:
+        def merge(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return join(tensors, *phonies)
+
+        return self._on_lanes(batch, merge, merge)
+
+    def fork(self, batch: Batch, last: bool) -> tuple[Batch, list[Tensor]]:
         """Branches phonies off the output, for cells to be differentiated before this one.
 
         What departs has its gradient trigger the recomputation.
+
+        Args:
+            batch: the output.
+            last: whether there are no such cells in this partition. What stays is left alone then.
         """
         phonies = []
 
@@ -149,9 +162,10 @@ class Cell:
         # It refers to this cell.
         checkpoint, self.checkpointed = self.checkpointed, None
         recompute = checkpoint.fork if checkpoint else fork
-        return self._on_lanes(batch, partial(branch, recompute), partial(branch, fork)), phonies
+        staying = None if last else partial(branch, fork)
+        return self._on_lanes(batch, partial(branch, recompute), staying), phonies
 
-    def _on_lanes(self, batch: Batch, departing: Function, staying: Function) -> Batch:
+    def _on_lanes(self, batch: Batch, departing: Function, staying: Function | None) -> Batch:
         """Applies autograd functions: what departs belongs to its copy stream.
 
         What stays belongs to the compute stream, where layers may add to its gradient in place.
@@ -160,7 +174,7 @@ class Cell:
             with use_stream(lane):
                 batch = batch.map(departing, parts)
         rest = [part for part in batch.parts if part not in self.departing]
-        if rest:
+        if rest and staying:
             with use_stream(self.stream):
                 batch = batch.map(staying, rest)
         return batch

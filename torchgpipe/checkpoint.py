@@ -101,6 +101,7 @@ class Checkpoint:
         stream: the stream on which it computes, for both runs.
         within: a context manager to recompute in.
         lasting: whether a tensor is not to be computed again, but stays as it is, as weights do.
+        whole: whether a second run always goes to the end.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class Checkpoint:
         stream: AbstractStream,
         within: AbstractContextManager[None],
         lasting: Callable[[Tensor], bool] = lambda tensor: False,
+        whole: bool = False,
     ) -> None:
         self.function = function
         self.context = context
         self.stream = stream
         self.within = within
         self.lasting = lasting
+        self.whole = whole
         self.slots: list[Slot] = []
         #: The identities of the tensors of the input, while they cannot be others'.
         self.inputs: set[int] = set()
@@ -199,7 +202,7 @@ class Checkpoint:
                 f"{versions}); change a clone of it, or change it after backward"
             )
         # What is behind the last dropped tensor is not needed, but to compare all that was done.
-        whole = rng.drawn or any(slot.expected is not None for slot in slots)
+        whole = self.whole or rng.drawn or any(x.changed or x.expected is not None for x in slots)
         count, due = 0, len(slots)
         while not whole and slots[due - 1].lasting:
             due -= 1
@@ -231,7 +234,7 @@ class Checkpoint:
         except Enough:
             pass
         except Exception:
-            # A layer may have made another exception of it.
+            # All slots are full: whatever came after the end is a consequence of it.
             if whole or count < due:
                 raise
         if count < due:
@@ -265,7 +268,10 @@ class Checkpoint:
 
 
 class Enough(BaseException):
-    """Ends a second run that has filled all slots."""
+    """Ends a second run that has filled all slots.
+
+    A BaseException, which layers that catch errors let pass. Hooks after forward do not run.
+    """
 
 
 class Recompute(torch.autograd.Function):

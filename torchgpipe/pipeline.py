@@ -37,7 +37,10 @@ A few copy streams of each partition serve all micro-batches in turn. In backwar
 ahead of the one before it by as many micro-batches would put a gradient on a copy stream that still
 has to pass on an earlier one, which would then wait for it. So the host does not issue a cell
 before the cell so many micro-batches later in the partition before: its phony leads there, too [3].
-In forward it is the other way round.
+In forward a cell waits for the one so many micro-batches before it in the next partition.
+
+What arrives from another stream is joined by Copy itself. On the CPU alone there is no fence:
+autograd has one thread there, which takes what was recorded last first.
 
 Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
 """
@@ -66,7 +69,7 @@ __all__: list[str] = []
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Generates, for each clock cycle, the cells ``(i, j)`` that can be computed at once.
+    """Generates, for each clock cycle, the cells ``(i, j)`` of it.
 
     Args:
         m: the number of micro-batches.
@@ -87,7 +90,7 @@ class Pipeline:
         groups: which partitions share layers.
         skip_layout: which skips lead past partitions.
         streams: where the streams of the devices come from.
-        workers: what computes the cells of a clock cycle.
+        workers: what issues the cells.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Pipeline:
             batch = batch.with_skips(popped, self.shared[i])
             # What is popped is held by nobody here: it is let go at its last use.
             del popped
-        phonies = self.due(i, j) if self.fenced else []
+        phonies = self.phonies_for(i, j) if self.fenced else []
         if batch.requires_grad:
             batch = cell.arrive(batch, phonies)  # [1]
             batch = cell.compute(batch)
@@ -157,7 +160,8 @@ class Pipeline:
             batch = cell.compute(batch)
             batch = cell.join(batch, phonies)  # [1']
         if self.fenced:
-            batch, self.phonies[i, j] = cell.fork(batch)  # [2]
+            last = i + 1 == len(self.batches)
+            batch, self.phonies[i, j] = cell.fork(batch, last)  # [2]
         self.skips[i].values.update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
@@ -165,7 +169,7 @@ class Pipeline:
             # Nothing is left that it could share memory with.
             batch.shared = frozenset()
 
-    def due(self, i: int, j: int) -> list[Tensor]:
+    def phonies_for(self, i: int, j: int) -> list[Tensor]:
         """The phonies of those cells that are to be differentiated after this one."""
         lead = self.routes.lead
         cells = [(i - 1, j), *[(i - lead, k) for k in self.routes.held_by[j]]]  # [3]

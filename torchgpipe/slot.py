@@ -66,7 +66,8 @@ class Slot:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.lasting = lasting
-        self.tensor = tensor if lasting else None
+        # Detached: a tensor that is kept with its graph may be kept by it.
+        self.tensor = tensor.detach() if lasting else None
         self.version = version_of(tensor)
         #: What it is to be compared with.
         self.expected = tensor.detach() if _verifications and is_compared(tensor, lasting) else None
@@ -77,6 +78,11 @@ class Slot:
             self.expected = self.expected.clone()
         if self.tensor is not None:
             self.left = version_of(self.tensor)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the layers have changed the tensor in place after they had saved it."""
+        return self.tensor is not None and self.left != self.version
 
     def open(self) -> None:
         """Gets ready for the second run of the layers, which may change what is theirs again."""

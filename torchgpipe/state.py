@@ -48,6 +48,8 @@ class LayersState:
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         self._norms: list[nn.Module] = []
+        #: Whether there are hooks that are to be called after whatever happens.
+        self.always_calls = False
         #: The identities of all parameters and buffers.
         self._lasting: set[int] = set()
         for module in self._modules:
@@ -55,6 +57,7 @@ class LayersState:
                 self._places += [(table, name) for name in table]
                 self._lasting |= {id(x) for x in table.values() if x is not None}
             self._parameters += [x for x in module._parameters.values() if x is not None]
+            self.always_calls |= bool(module._forward_hooks_always_called)
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
         self._found = self._read()
@@ -87,12 +90,16 @@ class LayersState:
     def put_back(self) -> Found:
         """Puts back what there was; returns what there is."""
         now = self._read()
-        self._write(self._found, now)
-        for norm in self._norms:
-            for name in STATISTICS:
-                buffer = norm._buffers.get(name)
-                if buffer is not None:
-                    norm._buffers[name] = buffer.clone()
+        try:
+            self._write(self._found, now)
+            for norm in self._norms:
+                for name in STATISTICS:
+                    buffer = norm._buffers.get(name)
+                    if buffer is not None:
+                        norm._buffers[name] = buffer.clone()
+        except BaseException:
+            self._write(now, self._read())
+            raise
         return now
 
     def leave(self, found: Found) -> None:
@@ -143,7 +150,10 @@ class LayersState:
 
 
 class Restored:
-    """The state of layers as it was, within a ``with`` block."""
+    """The state of layers as it was, within a ``with`` block.
+
+    A class, as others are that are entered for each cell: contextmanager takes longer.
+    """
 
     def __init__(self, state: LayersState) -> None:
         self.state = state

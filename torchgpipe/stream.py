@@ -68,16 +68,16 @@ def has_streams(device: torch.device) -> bool:
 
 def new_stream(device: torch.device) -> AbstractStream:
     """A stream of the device's pool; after enough of them (32 on CUDA) they alias."""
-    if device.type in STREAMLESS:
+    if not has_streams(device):
         return CPUStream(device)
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> AbstractStream:
     """The stream on which this thread issues work for the device."""
-    if device.type in STREAMLESS:
+    if not has_streams(device):
         return CPUStream(device)
-    stream: torch.Stream = _C._accelerator_getStream(device.index)
+    stream: torch.Stream = _C._accelerator_getStream(canonical_device(device).index)
     return stream
 
 
@@ -180,7 +180,7 @@ class Stopwatch:
 
 def memory_allocated(device: torch.device) -> int | None:
     """The bytes of an accelerator's memory that tensors occupy; None where nobody counts them."""
-    if device.type in STREAMLESS:
+    if not has_streams(device):
         return None
     return torch.accelerator.memory_allocated(device)
 
@@ -224,7 +224,7 @@ class Streams:
             skips: whether there are skips.
         """
         current = current_stream(device)
-        if device.type in STREAMLESS:
+        if not has_streams(device):
             same = [current] * self.COPIES
             return [PartitionStreams(current, same, same)] * partitions
         own = 0 if partitions == 1 else partitions

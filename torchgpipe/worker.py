@@ -4,12 +4,13 @@ A device's work is issued by one thread at a time, since its default generator o
 is one, too. A worker does not wait for the others but where it needs what they make: a cell begins
 when those that it needs are done, and when the one before it on the same device is.
 
-Accelerators compute while the host goes on, and all that it does is to issue cells, in Python. Of
-that several threads do less than one, since they take the interpreter from each other (half as
-much, for layers of small kernels on four devices). So the caller itself issues the cells in the
-order of the clock cycles, unless they hold it up: the CPU's do, and so do layers that wait for what
-a device has computed. After a step that held it up longer than it worked, the next ones are the
-workers', until it is time for the caller to try again.
+Accelerators compute while the host goes on, and all that it does is to issue cells, in Python.
+Several threads get less of that done than one, since they take the interpreter from each other
+(half as much, for layers of small kernels on four devices). But layers may hold the host up, as
+those do that wait for what a device has computed, and the CPU's. So where all devices are
+accelerators, both ways are tried: the caller issues the cells itself, in the order of the clock
+cycles, or the workers do, whichever took less time the last time. The other one gets a chance in
+every run whose number is a power of two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +116,11 @@ class Run:
     def abandon(self) -> None:
         """Has no further task start."""
         self.stopped = True
-        for device in list(self.tasks):
-            self._leave(device, self.tasks.pop(device, []))
+        for device in self.ends:
+            # Its worker may begin at the same time.
+            left = self.tasks.pop(device, None)
+            if left is not None:
+                self._leave(device, left)
 
     def _leave(self, device: torch.device, left: Sequence[Task]) -> None:
         # Whoever waits for these sees that the run has stopped.
@@ -143,25 +147,18 @@ class Workers:
         devices: the devices, in any order; each may come several times.
     """
 
-    #: For how many runs the workers take over, when the caller was held up in one; for twice as
-    #: many when it is held up the next time. The first runs of a program often do that, as kernels
-    #: are loaded, and memory is allocated.
-    TURN = 8
-
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = set(devices)
-        self._turn = self.TURN
-        #: For how many runs from now on the caller leaves the tasks to the workers.
-        self.concurrent: float = 0
-        if len(self._devices) > 1 and not all(map(has_streams, self._devices)):
-            self.concurrent = math.inf
+        self._runs = 0
+        #: The seconds that a task took the last time, by the caller and by the workers.
+        self._seconds = {"caller": 0.0, "workers": math.inf}
         self._workers: dict[torch.device, Worker] = {}
         self._process = os.getpid()
 
     def run(self, tasks: Sequence[Task], context: Context) -> None:
         """Runs tasks, and returns when all are done.
 
-        The workers run those of one device in order, each as soon as those that it needs are done.
+        Those of one device are run in order, each behind those that it needs.
 
         Args:
             tasks: what to run, each behind those that it needs.
@@ -171,10 +168,27 @@ class Workers:
             BaseException: what a task raised, the same object; of several, that of the first by
                 name. By then the tasks that were running have ended, and no other starts.
         """
-        if not self.concurrent:
-            self._run_here(tasks)
-            return
-        self.concurrent -= 1
+        way = self._way()
+        start = perf_counter()
+        if way == "caller":
+            for task in tasks:
+                task.function()
+        else:
+            self._have_run(tasks, context)
+        self._seconds[way] = (perf_counter() - start) / len(tasks)
+
+    def _way(self) -> str:
+        if len(self._devices) < 2:
+            return "caller"
+        if not all(map(has_streams, self._devices)):
+            return "workers"
+        self._runs += 1
+        faster, slower = sorted(self._seconds, key=lambda way: self._seconds[way])
+        # The first run of a program takes longer, as kernels are loaded and memory is allocated.
+        is_power_of_two = self._runs & (self._runs - 1) == 0
+        return slower if is_power_of_two and self._runs > 1 else faster
+
+    def _have_run(self, tasks: Sequence[Task], context: Context) -> None:
         run = Run(tasks, context)
         try:
             for device in run.ends:
@@ -188,18 +202,6 @@ class Workers:
             run.abandon()
             # The errors refer to this frame.
             del run
-
-    def _run_here(self, tasks: Sequence[Task]) -> None:
-        start, start_of_work = perf_counter(), thread_time()
-        for task in tasks:
-            task.function()
-        worked = thread_time() - start_of_work
-        held_up = perf_counter() - start - worked > worked
-        if len(self._devices) == 1 or not held_up:
-            self._turn = self.TURN
-        else:
-            self.concurrent = self._turn
-            self._turn *= 2
 
     def _worker(self, device: torch.device) -> Worker:
         if self._process != os.getpid():

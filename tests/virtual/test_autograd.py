@@ -104,6 +104,7 @@ def hooked_modules(model, value):
     removed(handles)
     assert calls["forward"] == calls["backward"] == M * len(modules)
     # Not behind the last tensor that was dropped.
+    assert bool(calls["again"]) == (getattr(model, "checkpoint", "never") != "never")
     assert calls["again"] <= M * len(modules)
     return output
 
@@ -266,6 +267,15 @@ def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
         layer.fails = False
         model(x).sum().backward()
     assert not seen.races, "\n".join(map(str, seen.races[:3]))
+
+
+def test_output_is_no_view(devices):
+    """It may be detached in place, also if there is but one micro-batch."""
+    for chunks in (1, 2):
+        for place in ([0, 1], [0, 0], [0]):
+            model = wrap(place, devices, "never", ["linear"])
+            model.chunks = chunks
+            model(batch().to(devices[0])).detach_()
 
 
 @pytest.mark.parametrize(("place", "mode"), [*zip([[0, 1], [0, 0], [0, 1]], MODES)], ids=str)

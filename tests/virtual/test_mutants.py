@@ -164,6 +164,21 @@ TESTS = {
         "test_parameter_that_is_passed_on_is_not_changed",
         {"view": False},
     ),
+    "buffer changed": (
+        "test_recomputation",
+        "test_buffer_that_the_layer_changes_after_its_use_is_an_error",
+        {"mode": "always"},
+    ),
+    "nothing to do": (
+        "test_recomputation",
+        "test_empty_tensors_keep_nothing_alive",
+        {"end": "forward"},
+    ),
+    "always called": (
+        "test_recomputation",
+        "test_hooks_that_are_always_called_are_called_in_a_second_run_too",
+        {"mode": "always"},
+    ),
     "what goes whole": (
         "test_in_place",
         "test_what_every_micro_batch_gets_is_not_to_be_changed",
@@ -294,7 +309,7 @@ MUTANTS = {
     ),
     "fork [2]": (
         "pipeline",
-        "            batch, self.phonies[i, j] = cell.fork(batch)  # [2]\n",
+        "            batch, self.phonies[i, j] = cell.fork(batch, last)  # [2]\n",
         "            pass\n",
         "slow host",
     ),
@@ -472,6 +487,14 @@ MUTANTS = {
         "tensor.clone() if base.requires_grad and base.is_leaf else tensor.detach()",
         "tensor.detach()",
         "parameters passed on",
+    ),
+    "to the end after a change": ("checkpoint", "x.changed or ", "", "buffer changed"),
+    "to the end for hooks": ("checkpoint", "self.whole or ", "", "always called"),
+    "kept without its graph": (
+        "slot",
+        "tensor.detach() if lasting",
+        "tensor if lasting",
+        "nothing to do",
     ),
     "versions of what goes whole": (
         "state",
