@@ -259,13 +259,14 @@ def test_what_is_saved_lives_from_recomputation_to_use(device):
     assert x.grad.item() == pytest.approx(8 * 1.1**7)
 
 
-def forked(function, input):
+def forked(function, input, lasting=lambda tensor: False):
     """As in a cell whose output leaves the device."""
     made = Checkpoint(
         lambda batch: batch.call(function),
         Context.capture(),
         current_stream(input.device),
         nullcontext(),
+        lasting,
     )
     (output,), _ = made.fork(tuple(made.forward(Batch(input))))
     return output
@@ -396,7 +397,7 @@ def test_layer_that_does_not_let_the_end_pass(then, device):
     def function(x):
         y = x
         try:
-            y = x.exp()
+            y = x * x.exp()
         except BaseException:
             log.append("caught")
             if then == "another":
@@ -405,8 +406,21 @@ def test_layer_that_does_not_let_the_end_pass(then, device):
 
     x = torch.ones(2, device=device, requires_grad=True)
     checkpoint(function, x).sum().backward()
-    torch.testing.assert_close(x.grad, x.detach().exp())
+    torch.testing.assert_close(x.grad, 2 * x.detach().exp())
     assert log == ["caught"]
+
+
+def test_function_may_change_what_is_its_own_in_both_runs(device):
+    """Also where it is saved behind the last tensor that was dropped."""
+    scale = torch.ones(2, device=device)
+
+    def function(x):
+        scale.mul_(1)
+        return scale * x.exp()
+
+    x = torch.ones(2, device=device, requires_grad=True)
+    forked(function, x, lambda tensor: tensor is scale).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().exp())
 
 
 def test_draws_to_the_end(device):

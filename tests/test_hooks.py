@@ -33,15 +33,12 @@ class Scale(nn.Module):
         return y.sin()
 
 
-def again(model, module, *, after):
-    """Whether a module is begun, or ended, a second time under checkpointing.
+def again(model, module):
+    """Whether a module is run a second time under checkpointing.
 
-    Linear layers alone in their partition need nothing but what is there anyway, and the others are
-    run as far as the last activation, which GELU asks for.
+    A linear layer alone in its partition needs nothing but what is there anyway.
     """
-    partition = model.partitions[1]
-    ended = [partition, model[2], model[2][1]] if after else []
-    return module in list(partition.modules()) and not any(module is x for x in ended)
+    return module in list(model.partitions[1].modules())
 
 
 def layers():
@@ -186,7 +183,7 @@ def test_forward_hooks_run_again_in_recompute(models, mode, input):
         times = 2 if module in list(model.partitions) else 1
         for when in ("before", "after"):
             assert calls.count((module, when, False)) == M * times
-            repeated = RECOMPUTED[mode] * again(model, module, after=when == "after")
+            repeated = RECOMPUTED[mode] * again(model, module)
             assert calls.count((module, when, True)) == repeated * times
 
 
@@ -309,7 +306,7 @@ def test_global_hooks(models, mode, input):
             continue
         for when in ("forward before", "forward", "backward before", "backward"):
             assert calls.count((layer, when, False)) == M
-            repeated = RECOMPUTED[mode] * again(model, layer, after=when == "forward")
+            repeated = RECOMPUTED[mode] * again(model, layer)
             if when.startswith("backward"):
                 repeated = 0
             assert calls.count((layer, when, True)) == repeated

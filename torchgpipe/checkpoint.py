@@ -4,8 +4,8 @@ The cell runs once, as always, and autograd records it as always; but each tenso
 for backward is exchanged for an empty :class:`Slot`, unless it is there anyway, as weights and the
 input of the cell are. In backward, before the gradient of the micro-batch arrives,
 :class:`Recompute` runs the cell a second time, and the tensors that this run saves fill the slots
-in the same order. It ends with the last tensor that was dropped, and the second graph is thrown
-away. Where nothing was dropped, there is no second run.
+in the same order. It ends with the last tensor that was dropped, if weights come behind it, and the
+second graph is thrown away. Where nothing was dropped, there is no second run.
 
 So there is one graph, the cell's own: parameters receive their gradients from it once,
 ``torch.autograd.grad`` and double backward see what they see without checkpointing.
@@ -201,12 +201,14 @@ class Checkpoint:
                 f"(versions: {[version_of(tensor) for tensor in batch]}, expected versions: "
                 f"{versions}); change a clone of it, or change it after backward"
             )
-        # What is behind the last dropped tensor is not needed, but to compare all that was done.
+        # What is behind the last dropped tensor is not needed, but to compare all that was done. It
+        # is left out where it computes with weights, since an exception takes its time, too.
         whole = self.whole or rng.drawn or any(x.changed or x.expected is not None for x in slots)
+        whole = whole or not slots[-1].lasting
         count, due = 0, len(slots)
         while not whole and slots[due - 1].lasting:
             due -= 1
-        for slot in slots[:due]:
+        for slot in slots:
             slot.open()
 
         def fill(tensor: Tensor) -> None:
@@ -240,6 +242,8 @@ class Checkpoint:
         if count < due:
             left = slots[count]
             raise mismatch("nothing more", described(left, left.layer))
+        for slot in slots[due:]:
+            slot.settle()
         for slot in slots:
             slot.compare()
 

@@ -108,8 +108,12 @@ class Slot:
             # Detached: without the recomputed graph. It still counts changes with the tensor.
             self.tensor = tensor.detach()
             self.version = version_of(tensor)
-        elif self.version == -1 and self.tensor is not None:
-            # Nobody but the layers has changed it.
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Takes what is there for right, if nobody but the layers has changed it."""
+        if self.version == -1 and self.tensor is not None:
             self.version = version_of(self.tensor)
 
     def verify_unchanged(self) -> None:
