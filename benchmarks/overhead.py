@@ -17,9 +17,8 @@ median of the rounds' differences of medians.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -27,10 +26,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import ROOT, describe, heading
+from benchmarks.machine import describe, heading
 from benchmarks.progress import progress
 from benchmarks.results import write
-from benchmarks.rivals import REQUIREMENTS, Rival, Running, UnavailableError, checkout, installed
+from benchmarks.rivals import REQUIREMENTS, Running, UnavailableError, add_options, start
 
 MODES = ("never", "except_last", "always")
 KINDS = ("inference", "forward", "training")
@@ -55,14 +54,7 @@ def parser() -> argparse.ArgumentParser:
         help="without gradients; with them; with a backward too",
     )
     parser.add_argument("--device", choices=("cpu", "virtual"), default="cpu")
-    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS)
-    parser.add_argument(
-        "--against",
-        action="append",
-        default=[],
-        metavar="[NAME=]CHECKOUT",
-        help="another checkout of torchgpipe as a further rival",
-    )
+    add_options(parser, RIVALS)
     parser.add_argument("--rounds", type=int, default=7, help="that the rivals take turns in")
     parser.add_argument("--seconds", type=float, default=0.1, help="of a rival in a round")
     parser.add_argument("--output", type=Path, help="default: beside this module")
@@ -76,30 +68,6 @@ def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
         for n, m, kind in product(options.n, options.m, options.kinds)
         for mode in (["never"] if kind == "inference" else options.modes)
     ]
-
-
-def start(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Running], dict[str, str]]:
-    """The processes of the rivals, and why the others are left out."""
-    running, left_out = [], {}
-    makers: dict[str, Callable[[], Rival]] = {
-        name: partial(checkout, name, ROOT) if name == "ours" else partial(installed, name)
-        for name in options.rivals
-    }
-    for text in options.against:
-        name, equals, path = text.partition("=")
-        makers[name] = partial(checkout, name, Path(path if equals else text))
-    started = []
-    for name, make in makers.items():
-        try:
-            started.append(Running(make(), options.device, max(options.n)))
-        except UnavailableError as error:
-            left_out[name] = str(error)
-    for process in started:
-        try:
-            running.append(stack.enter_context(process))
-        except UnavailableError as error:
-            left_out[process.rival.name] = str(error)
-    return running, left_out
 
 
 def measure(

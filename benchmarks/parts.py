@@ -55,6 +55,7 @@ def part_of(file: str, name: str) -> str:
 def shares(stats: pstats.Stats) -> dict[str, float]:
     """The seconds that each part takes by itself."""
     seconds: Counter[str] = Counter()
+    # Documented, but not in the types of the standard library.
     found: dict[Any, Any] = stats.stats  # type: ignore[attr-defined]
     for (file, _, name), (_, _, own, _, callers) in found.items():
         if file != "~" or part_of(file, name) == ENGINE:

@@ -7,12 +7,15 @@ it likes, so that what disturbs the machine disturbs all of them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -165,3 +168,39 @@ class Running:
         if "error" in answer:
             raise UnavailableError(answer["error"].strip())
         return answer["value"]
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Adds the options that choose rivals."""
+    parser.add_argument("--rivals", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="[NAME=]CHECKOUT",
+        help="another checkout of torchgpipe as a further rival",
+    )
+
+
+def start(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Running], dict[str, str]]:
+    """The processes of the rivals, and why the others are left out."""
+    running, left_out = [], {}
+    makers: dict[str, Callable[[], Rival]] = {
+        name: partial(checkout, name, ROOT) if name == "ours" else partial(installed, name)
+        for name in options.rivals
+    }
+    for text in options.against:
+        name, equals, path = text.partition("=")
+        makers[name] = partial(checkout, name, Path(path if equals else text))
+    started = []
+    for name, make in makers.items():
+        try:
+            started.append(Running(make(), options.device, max(options.n)))
+        except UnavailableError as error:
+            left_out[name] = str(error)
+    for process in started:
+        try:
+            running.append(stack.enter_context(process))
+        except UnavailableError as error:
+            left_out[process.rival.name] = str(error)
+    return running, left_out

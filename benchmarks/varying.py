@@ -29,10 +29,9 @@ import torch
 from benchmarks.blocking import KINDS, draw
 from benchmarks.critical import Times, backward_path, forward_path
 from benchmarks.machine import describe, heading
-from benchmarks.overhead import start
 from benchmarks.progress import progress
 from benchmarks.results import write
-from benchmarks.rivals import Running
+from benchmarks.rivals import Running, add_options, start
 
 MODES = ("never", "except_last", "always")
 PASSES = ("forward", "backward", "step", "ahead")
@@ -54,14 +53,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
     parser.add_argument("--mean", type=float, default=40.0, help="of a forward, in milliseconds")
     parser.add_argument("--seeds", type=int, default=5, help="how many times times are drawn")
-    parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=RIVALS)
-    parser.add_argument(
-        "--against",
-        action="append",
-        default=[],
-        metavar="[NAME=]CHECKOUT",
-        help="another checkout of torchgpipe as a further rival",
-    )
+    add_options(parser, RIVALS)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     return parser
 
