@@ -1,13 +1,14 @@
 """Frozen layers: they are computed again only if a gradient needs what they save."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from tests import structures
 from tests.helpers import plain
-from torchgpipe import GPipe
 
 MODES = ["never", "except_last", "always"]
 CHUNKS = 3
@@ -40,15 +41,7 @@ def frozen(layer):
     return layer.requires_grad_(False)
 
 
-def wrap(*layers, balance=None, mode="always", chunks=CHUNKS):
-    balance = balance or [1] * len(layers)
-    return GPipe(
-        nn.Sequential(*layers),
-        balance,
-        devices=["cpu"] * len(balance),
-        chunks=chunks,
-        checkpoint=mode,
-    )
+wrap = partial(structures.model, chunks=CHUNKS)
 
 
 def runs(model):

@@ -72,6 +72,7 @@ class LayersState:
         if self._versions is None:
             # Not before the layers have run: lazy ones have hooks until then.
             self._hook_tables = [table for x in self._modules for table in _forward_hooks(x)]
+            # In place: it is what was found, too.
             self._hooks[:] = map(dict, self._hook_tables)
         self._versions = _identities(self._parameters)
 
