@@ -36,7 +36,7 @@ def make(layers, **changes):
         "lanes": {VALUE: CPUStream(CPU)},
         "arriving": {},
         "departing": [],
-        "context": Context.capture(),
+        "context": Context(),
         "numbers": nullcontext(),
         "checkpoint": False,
         "starts_in_place": False,

@@ -263,7 +263,7 @@ def forked(function, input, lasting=lambda tensor: False):
     """As in a cell whose output leaves the device."""
     made = Checkpoint(
         lambda batch: batch.call(function),
-        Context.capture(),
+        Context(),
         current_stream(input.device),
         nullcontext(),
         lasting,

@@ -1,12 +1,47 @@
-"""The modes that are carried from thread to thread."""
+"""What is carried over from thread to thread."""
 
+import contextvars
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.context import Context
+from torchgpipe.context import Context, Modes
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def number_of_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def autocast_dtype(dtype):
+    """As it is for whoever turns autocast on without a dtype."""
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+
 
 MODES = {
     "default": [],
@@ -20,8 +55,21 @@ MODES = {
     "autocast in float16, without cache": [
         lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)
     ],
+    "autocast's dtype": [lambda: autocast_dtype(torch.float16)],
     "no_grad and autocast": [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
     "grad within inference_mode": [torch.inference_mode, torch.enable_grad],
+    "no multithreading": [lambda: torch.autograd.set_multithreading_enabled(False)],
+    "three threads": [lambda: number_of_threads(3)],
+    "device": [lambda: torch.device("meta")],
+    "function modes": [FunctionMode, FunctionMode],
+    "dispatch modes": [DispatchMode, DispatchMode],
+    "many": [
+        lambda: number_of_threads(2),
+        lambda: torch.device("meta"),
+        torch.no_grad,
+        FunctionMode,
+        DispatchMode,
+    ],
 }
 
 
@@ -32,29 +80,16 @@ def entered(name):
     return stack
 
 
-def same(a, b):
-    """Equal but for how autocast, where it is off, would be if it were on."""
-
-    def essential(context):
-        return (
-            context.grad,
-            context.inference,
-            [x if x.enabled else x.kind for x in context.autocast],
-        )
-
-    return essential(a) == essential(b)
-
-
 @pytest.mark.parametrize("inner", MODES)
 @pytest.mark.parametrize("outer", MODES)
 def test_carried_into_any_other(inner, outer):
     with entered(inner):
-        context = Context.capture()
+        context = Context()
     with entered(outer):
-        before = Context.capture()
+        before = Modes.current()
         with context.entered():
-            assert same(Context.capture(), context)
-        assert Context.capture() == before
+            assert Modes.current() == context.modes
+        assert Modes.current() == before
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -63,28 +98,91 @@ def test_carried_to_another_thread(name):
 
     def run():
         with context.entered():
-            found.append(Context.capture())
+            found.append(Modes.current())
 
     with entered(name):
-        context = Context.capture()
+        context = Context()
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    assert same(found[0], context)
+    assert found == [context.modes]
+
+
+def test_a_thread_keeps_the_number_of_threads_that_it_was_lent():
+    found = []
+
+    def run():
+        context.lend_threads()
+        with context.entered():
+            pass
+        found.append(torch.get_num_threads())
+
+    with number_of_threads(3):
+        context = Context()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert found == [3]
 
 
 def test_accelerator_is_among_the_autocast_types(device):
     with torch.autocast(device.type, torch.bfloat16):
-        context = Context.capture()
-    assert [x.enabled for x in context.autocast if x.kind == device.type] == [True]
+        modes = Modes.current()
+    assert [x.enabled for x in modes.autocast if x.kind == device.type] == [True]
+
+
+def test_casts_of_weights_are_forgotten():
+    """In another thread, where nobody else leaves autocast; the weights may change then."""
+    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        context = Context()
+    for value in (1.0, 2.0):
+        weight.data.fill_(value)
+        with context.entered():
+            assert (x @ weight)[0, 0] == 2 * value
 
 
 @pytest.mark.parametrize("error", [KeyError, StopIteration])
-def test_left_by_an_exception(error):
-    with torch.no_grad():
-        context = Context.capture()
+@pytest.mark.parametrize("name", MODES)
+def test_left_by_an_exception(name, error):
+    with entered(name):
+        context = Context()
+    before = Modes.current()
     raised = error("x")
     with pytest.raises(error) as caught, context.entered():
         raise raised
     assert caught.value is raised
-    assert torch.is_grad_enabled()
+    assert Modes.current() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [(name, "function" in name or "dispatch" in name or name == "many") for name in MODES],
+)
+def test_what_only_the_caller_may_compute_in(name, alone):
+    with entered(name):
+        assert Context().alone is alone
+
+
+def test_hooks_for_saved_tensors_are_the_caller_s_alone():
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert Context().alone
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert Context().alone
+
+
+def test_context_variables():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(1)
+    context = Context()
+    variable.set(2)
+
+    def run():
+        found = variable.get()
+        variable.set(3)
+        return found
+
+    # Each time as it was.
+    assert [context.run(run), context.run(run)] == [1, 1]
+    assert variable.get() == 2
+    assert context.run(context.run, run) == 1

@@ -34,7 +34,7 @@ def threads():
 
 
 def run(workers, *tasks):
-    workers.run([Task(k, *task) for k, task in enumerate(tasks)], Context.capture())
+    workers.run([Task(k, *task) for k, task in enumerate(tasks)], Context())
 
 
 def raiser(error):
@@ -210,7 +210,7 @@ def test_of_several_exceptions_the_first_by_name_is_raised(places):
         Task((0, 1), places[1], partial(fail, KeyError("first"))),
     ]
     with pytest.raises(KeyError, match="first"):
-        Workers(CPUS).run(tasks, Context.capture())
+        Workers(CPUS).run(tasks, Context())
 
 
 def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
@@ -233,7 +233,7 @@ def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
             Task("a1", A, last),
             Task("c1", C, partial(log.append, "end"), ["a1"]),
         ],
-        Context.capture(),
+        Context(),
     )
     assert log == ["first of A", "last of A", "slow", "behind slow", "end"]
 
@@ -247,7 +247,7 @@ def test_whoever_waits_for_a_task_that_fails_does_not_start():
                 Task(1, B, partial(done.append, "needs it"), [0]),
                 Task(2, C, partial(done.append, "needs that"), [1]),
             ],
-            Context.capture(),
+            Context(),
         )
     assert done == []
     run(workers, *[(device, partial(done.append, device)) for device in (A, B, C)])
@@ -402,7 +402,7 @@ from torchgpipe.context import Context
 from torchgpipe.worker import Task, Workers
 workers = Workers(CPUS)
 tasks = [Task(k, device, lambda: None) for k, device in enumerate(CPUS)]
-workers.run(tasks, Context.capture())
+workers.run(tasks, Context())
 if {state == "stuck"}:
     workers._workers[CPUS[0]].submit(threading.Event().wait)
 print("end")

@@ -121,7 +121,8 @@ class Cell:
                     self.state.always_calls,
                 )
             with self.numbers:
-                batch = checkpoint.forward(batch) if checkpoint else self._run(batch)
+                run = checkpoint.forward if checkpoint else self._run
+                batch = self.context.run(run, batch)
             for lane, parts in self._by_lane(self.departing):
                 batch = batch.map(partial(leave, self.stream, lane), parts)
         if self.departing:

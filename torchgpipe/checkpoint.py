@@ -38,14 +38,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.context import Context
+from torchgpipe.context import Context, Hooks, current_hooks
 from torchgpipe.dependency import fork, needs_backward, pass_on
+from torchgpipe.kept import Kept
 from torchgpipe.microbatch import Batch
 from torchgpipe.note import running
 from torchgpipe.phony import get_phony
 from torchgpipe.rng import RNGState
 from torchgpipe.slot import Slot, described, mismatch
-from torchgpipe.state import version_of
 from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
 
 __all__ = ["is_checkpointing", "is_recomputing"]
@@ -122,7 +122,7 @@ class Checkpoint:
         self.slots: list[Slot] = []
         #: The identities of the tensors of the input, while they cannot be others'.
         self.inputs: set[int] = set()
-        self.kept: tuple[Batch, list[int], RNGState] | None = None
+        self.kept: tuple[Kept, RNGState] | None = None
         self.lock = threading.RLock()
 
     def forward(self, batch: Batch) -> Batch:
@@ -131,16 +131,17 @@ class Checkpoint:
         Raises:
             RuntimeError: the function changed its input in place.
         """
-        versions = [version_of(tensor) for tensor in batch]
-        inputs = [x for tensor in batch for x in (tensor, tensor._base)]
-        self.inputs = {id(x) for x in inputs if x is not None}
+        kept = Kept(batch, _hooks_of_caller())
+        if kept.hooks is None:
+            inputs = [x for tensor in batch for x in (tensor, tensor._base)]
+            self.inputs = {id(x) for x in inputs if x is not None}
         rng = RNGState(get_device(self.stream))
         with _flag("checkpointing"), saved_tensors_hooks(self._drop, self._unpack):
             output = self.function(batch.copy())
         self.inputs.clear()
         for slot in self.slots:
             slot.close()
-        if versions != [version_of(tensor) for tensor in batch]:
+        if not kept.unchanged:
             raise RuntimeError(
                 "under checkpointing, a partition must not change its input in place, nor what it "
                 "pops, since it is computed again from these; have the layer compute out of "
@@ -152,7 +153,8 @@ class Checkpoint:
             del self.function, self.lasting
         else:
             rng.settle()
-            self.kept = batch, versions, rng
+            kept.pack()
+            self.kept = kept, rng
         return output
 
     def fork(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -193,14 +195,11 @@ class Checkpoint:
 
     def _fill(self, slots: Sequence[Slot]) -> None:
         assert self.kept is not None
-        (batch, versions, rng), self.kept = self.kept, None
-        if versions != [version_of(tensor) for tensor in batch]:
-            raise RuntimeError(
-                "under checkpointing, the input of a partition must not be changed in place "
-                "between a forward and its backward, which computes the forward again "
-                f"(versions: {[version_of(tensor) for tensor in batch]}, expected versions: "
-                f"{versions}); change a clone of it, or change it after backward"
-            )
+        (kept, rng), self.kept = self.kept, None
+        with use_stream(self.stream):
+            again = kept.unpack()
+        # Its memory is from here on the second run's alone.
+        del kept
         # What is behind the last dropped tensor is not needed, but to compare all that was done. It
         # is left out where it computes with weights, since an exception takes its time, too.
         whole = self.whole or rng.drawn or any(x.changed or x.expected is not None for x in slots)
@@ -229,10 +228,7 @@ class Checkpoint:
                 _flag("recomputing"),
                 saved_tensors_hooks(fill, _not_saved),
             ):
-                again = batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
-                # Its memory is from here on the second run's alone.
-                del batch
-                self.function(again)
+                self.context.run(self.function, again)
         except Enough:
             pass
         except Exception:
@@ -253,7 +249,7 @@ class Checkpoint:
         return slot
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        # What is empty takes no memory.
+        # What is empty takes no memory. Inputs are the hooks' to keep, if the caller has some.
         is_input = not self.inputs.isdisjoint((id(tensor), id(tensor._base)))
         return is_input or not tensor.numel()
 
@@ -308,12 +304,20 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
         return function(input)
     checkpointed = Checkpoint(
         lambda batch: batch.call(function),
-        Context.capture(),
+        Context(),
         current_stream(batch[0].device),
         nullcontext(),
     )
     output = checkpointed.forward(batch)
     return output.value
+
+
+def _hooks_of_caller() -> Hooks | None:
+    """Those for saved tensors, if it is not the checkpointing of a cell around this one."""
+    hooks = current_hooks()
+    if hooks is None or hooks[1] is _not_saved:
+        return None
+    return None if isinstance(getattr(hooks[1], "__self__", None), Checkpoint) else hooks
 
 
 def _not_saved(_: None) -> Tensor:

@@ -111,7 +111,7 @@ class Pipeline:
         self.checkpoint_stop = checkpoint_stop
         self.skip_layout = skip_layout
         self.workers = workers
-        self.context = Context.capture()
+        self.context = Context()
         self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
         self.in_place = [starts_in_place(layers) for layers in partitions]
         self.draws = Draws(devices, len(batches))

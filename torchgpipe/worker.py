@@ -96,6 +96,7 @@ class Run:
             return
         left.reverse()
         try:
+            self.context.lend_threads()
             with self.context.entered():
                 while left:
                     for name in left[-1].needs:
@@ -140,6 +141,11 @@ def _locked() -> threading.Lock:
     return lock
 
 
+def _run_in_order(tasks: Iterable[Task]) -> None:
+    for task in tasks:
+        task.function()
+
+
 class Workers:
     """A worker per distinct device, started when first needed; the caller where that will do.
 
@@ -168,18 +174,18 @@ class Workers:
             BaseException: what a task raised, the same object; of several, that of the first by
                 name. By then the tasks that were running have ended, and no other starts.
         """
+        if context.alone or len(self._devices) < 2:
+            _run_in_order(tasks)
+            return
         way = self._way()
         start = perf_counter()
         if way == "caller":
-            for task in tasks:
-                task.function()
+            _run_in_order(tasks)
         else:
             self._have_run(tasks, context)
         self._seconds[way] = (perf_counter() - start) / len(tasks)
 
     def _way(self) -> str:
-        if len(self._devices) < 2:
-            return "caller"
         if not all(map(has_streams, self._devices)):
             return "workers"
         self._runs += 1

@@ -406,8 +406,8 @@ MUTANTS = {
     ),
     "letting go of what was kept": (
         "checkpoint",
-        "(batch, versions, rng), self.kept = self.kept, None",
-        "batch, versions, rng = self.kept",
+        "(kept, rng), self.kept = self.kept, None",
+        "kept, rng = self.kept",
         "let go",
     ),
     "numbers go on": (

@@ -1,0 +1,76 @@
+"""What a step keeps of a cell that is computed again: its input.
+
+The caller's own hooks for saved tensors see it, as if autograd had saved it, and may put it
+somewhere else. What a second run computes again, they do not see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.context import Hooks
+from torchgpipe.microbatch import Batch
+from torchgpipe.state import version_of
+
+__all__: list[str] = []
+
+
+class Kept:
+    """The input of a cell, as it was before the cell was computed.
+
+    Args:
+        batch: the input.
+        hooks: of the caller, for saved tensors.
+    """
+
+    def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
+        self.hooks = hooks
+        self._batch = batch
+        self._versions = [version_of(tensor) for tensor in batch]
+        self._packed: list[tuple[Any, bool]] = []
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody has changed it in place. With hooks, nobody counts after :meth:`pack`."""
+        return self._versions == [version_of(tensor) for tensor in self._batch]
+
+    def pack(self) -> None:
+        """Has the caller's hooks pack it."""
+        if self.hooks is None:
+            return
+        pack, _ = self.hooks
+        with torch.no_grad():
+            self._packed = [(pack(x.detach()), x.requires_grad) for x in self._batch]
+        self._batch = self._batch.replace([torch.empty(0, device="meta") for _ in self._packed])
+        self._versions = [version_of(tensor) for tensor in self._batch]
+
+    def unpack(self) -> Batch:
+        """The input once more, without what it was computed from.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+            TypeError: the caller's hook gave something else than a tensor.
+        """
+        if not self.unchanged:
+            raise RuntimeError(
+                "under checkpointing, the input of a partition must not be changed in place "
+                "between a forward and its backward, which computes the forward again "
+                f"(versions: {[version_of(tensor) for tensor in self._batch]}, expected versions: "
+                f"{self._versions}); change a clone of it, or change it after backward"
+            )
+        if self.hooks is None:
+            return self._again([(x, x.requires_grad) for x in self._batch])
+        _, unpack = self.hooks
+        return self._again([(unpack(x), needs_grad) for x, needs_grad in self._packed])
+
+    def _again(self, tensors: list[tuple[Tensor, bool]]) -> Batch:
+        for tensor, _ in tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    "a hook that unpacks what was saved for backward must return a tensor "
+                    f"(returned: {type(tensor).__name__}); return what the pack hook was given"
+                )
+        return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
