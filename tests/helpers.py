@@ -1,6 +1,7 @@
 """What several tests are made of."""
 
 import sys
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, worker
         batches,
         checkpoint_stop=checkpointed,
         groups=groups(partitions),
+        locks=[nullcontext()] * len(partitions),
         skip_layout=inspect_skip_layout(partitions),
         streams=Streams(),
         workers=workers or Workers(devices),

@@ -37,6 +37,7 @@ def make(layers, **changes):
         "arriving": {},
         "departing": [],
         "context": Context(),
+        "lock": nullcontext(),
         "numbers": nullcontext(),
         "checkpoint": False,
         "starts_in_place": False,

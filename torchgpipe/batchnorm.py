@@ -17,8 +17,7 @@ computing sample variances (1979).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -163,16 +162,22 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
     return [norm for norm in module.modules() if isinstance(norm, DeferredBatchNorm)]
 
 
-@contextmanager
-def deferred_updates(norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
+class deferred_updates:
     """Has norms update their statistics once, after a ``with`` block, and not if it raises."""
-    for norm in norms:
-        norm._collects = True
-    try:
-        yield
-        for norm in norms:
-            norm._update()
-    finally:
-        for norm in norms:
-            norm._collects = False
-            norm._moments = None
+
+    def __init__(self, norms: Sequence[DeferredBatchNorm]) -> None:
+        self.norms = norms
+
+    def __enter__(self) -> None:
+        for norm in self.norms:
+            norm._collects = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                for norm in self.norms:
+                    norm._update()
+        finally:
+            for norm in self.norms:
+                norm._collects = False
+                norm._moments = None

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -61,7 +61,8 @@ class Cell:
         arriving: the parts of the micro-batch that come from another compute stream, and the copy
             stream that they leave it on.
         departing: the parts of the output that go to another compute stream.
-        context: the modes of the caller.
+        context: what the caller has set.
+        lock: of the layers: another thread may compute them, or have exchanged their state.
         numbers: has the layers draw the random numbers of the micro-batch within it.
         state: what the layers are made of, for a step that checkpoints any micro-batch.
         checkpoint: whether to compute this one under checkpointing.
@@ -76,6 +77,7 @@ class Cell:
     arriving: Mapping[Hashable, AbstractStream]
     departing: Collection[Hashable]
     context: Context
+    lock: AbstractContextManager[Any]
     numbers: AbstractContextManager[None]
     state: LayersState | None
     checkpoint: bool
@@ -210,7 +212,7 @@ class Cell:
         tracker = SkipTracker(batch.skips)
         value = batch.take().with_skips({})
         again = self.state.restored() if self.state and is_recomputing() else nullcontext()
-        with again, use_skip_tracker(tracker):
+        with self.lock, again, use_skip_tracker(tracker):
             output = value.call(self.layers).with_skips(tracker.values)
         if versions != [version_of(x) for x in watched]:
             raise _changed(value)

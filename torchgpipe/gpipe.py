@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -108,12 +109,14 @@ class GPipe(nn.Module):
         # Layers may have been converted for another wrapper.
         self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
         self._groups = groups(self.partitions)
+        locks = {group: threading.RLock() for group in self._groups}
+        self._locks = [locks[group] for group in self._groups]
         self._skip_layout = inspect_skip_layout(list(self.partitions))
         # Not as an attribute, which would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_streams", "_workers", "_norms", "_groups", "_skip_layout", "_plain")
+        own = ("_streams", "_workers", "_norms", "_groups", "_locks", "_skip_layout", "_plain")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -288,6 +291,7 @@ class GPipe(nn.Module):
             batches,
             checkpoint_stop=checkpointed if recorded else 0,
             groups=self._groups,
+            locks=self._locks,
             skip_layout=self._skip_layout,
             streams=self._streams,
             workers=self._workers,

@@ -48,6 +48,7 @@ Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 20
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,7 @@ from torch import Tensor, nn
 
 from torchgpipe.cell import Cell, starts_in_place
 from torchgpipe.context import Context
+from torchgpipe.leftover import leave_nothing
 from torchgpipe.microbatch import Batch
 from torchgpipe.rng import Draws
 from torchgpipe.route import Routes
@@ -88,6 +90,7 @@ class Pipeline:
         batches: the micro-batches; each is replaced by its output.
         checkpoint_stop: how many micro-batches, from the first, are computed under checkpointing.
         groups: which partitions share layers.
+        locks: of each partition, held while it computes.
         skip_layout: which skips lead past partitions.
         streams: where the streams of the devices come from.
         workers: what issues the cells.
@@ -101,6 +104,7 @@ class Pipeline:
         *,
         checkpoint_stop: int,
         groups: Sequence[int],
+        locks: Sequence[AbstractContextManager[Any]],
         skip_layout: SkipLayout,
         streams: Streams,
         workers: Workers,
@@ -109,6 +113,7 @@ class Pipeline:
         self.devices = devices
         self.batches = batches
         self.checkpoint_stop = checkpoint_stop
+        self.locks = locks
         self.skip_layout = skip_layout
         self.workers = workers
         self.context = Context()
@@ -134,9 +139,16 @@ class Pipeline:
             for cycle in clock_cycles(m, n)
             for i, j in cycle
         ]
-        with self.draws, self.routes.within_caller():
-            self.workers.run(tasks, self.context)
+        with self.draws:
+            # The caller may have changed parameters, and will change them, or read buffers.
+            self.routes.wait_for_caller()
+            try:
+                self.workers.run(tasks, self.context)
+            finally:
+                self.routes.have_caller_wait()
         self.batches[:] = self.routes.back_to_caller(self.batches)
+        if torch.device("cpu") in self.devices:
+            leave_nothing(self.batches[-1])
         for state in self.states:
             if state is not None:
                 state.settle()
@@ -189,6 +201,7 @@ class Pipeline:
             arriving={part: routes.lane(i, k, part) for part, k in routes.sources[j].items()},
             departing=routes.targets[j],
             context=self.context,
+            lock=self.locks[j],
             numbers=self.draws.of(i, self.devices[j]),
             state=self.states[j],
             checkpoint=i < self.checkpoint_stop,

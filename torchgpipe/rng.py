@@ -20,8 +20,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from hashlib import blake2b
 from types import TracebackType
@@ -231,46 +231,50 @@ class RNGState:
         """Whether the computation has drawn from any of them."""
         return bool(self.after)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> Restored:
         """Has the generators as before the computation within a ``with`` block, then as now.
 
         Raises:
             RuntimeError: the block drew other numbers than the computation.
         """
-        if not self.before:
-            with _within_a_cell():
-                yield
+        return Restored(self)
+
+
+class Restored:
+    """Generators as they were, within a ``with`` block."""
+
+    def __init__(self, state: RNGState) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        state = self.state
+        if state.before:
+            with ExitStack() as held:
+                # Within a cell, the thread that holds it waits for this one.
+                if CPU in state.before and not (state.nested or _thread_local.depth):
+                    held.enter_context(_locks[CPU])
+                self.now = _get(state.before)
+                _set(state.before)
+                self.held = held.pop_all()
+        _thread_local.depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        state = self.state
+        _thread_local.depth -= 1
+        if not state.before:
             return
-        with ExitStack() as held:
-            # Within a cell, the thread that holds it waits for this one.
-            if CPU in self.before and not (self.nested or _thread_local.depth):
-                held.enter_context(_locks[CPU])
-            now = _get(self.before)
-            _set(self.before)
-            try:
-                with _within_a_cell():
-                    yield
-                    again = _get(self.after)
-            finally:
-                _set(now)
-        for device, state in again.items():
+        with self.held:
+            again = _get(state.after)
+            _set(self.now)
+        for device, drawn in again.items() if kind is None else ():
             # Where nothing was drawn, it was another thread that drew before.
-            known = (self.before[device], self.after[device])
-            if not any(_bytes(state) == _bytes(other) for other in known):
+            known = (state.before[device], state.after[device])
+            if not any(_bytes(drawn) == _bytes(other) for other in known):
                 raise RuntimeError(
                     "a recomputation must draw the same random numbers as the forward (generator: "
                     f"{device}); while layers draw from it, no other thread may: let layers on an "
                     "accelerator draw from the accelerator's generator, or use checkpoint='never'"
                 )
-
-
-class _within_a_cell:
-    def __enter__(self) -> None:
-        _thread_local.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        _thread_local.depth -= 1
 
 
 def _get(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:

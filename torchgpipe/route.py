@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -141,18 +140,6 @@ class Routes:
         streams = self._streams[k]
         copies = streams.values if part is VALUE else streams.skips
         return copies[i % len(copies)]
-
-    @contextmanager
-    def within_caller(self) -> Iterator[None]:
-        """Orders what partitions compute within a ``with`` block after, and before, the caller.
-
-        The caller may have changed parameters, and will change them, or read buffers.
-        """
-        self.wait_for_caller()
-        try:
-            yield
-        finally:
-            self.have_caller_wait()
 
     def wait_for_caller(self) -> None:
         """Orders what is computed from now on after the caller.

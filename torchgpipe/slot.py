@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -14,12 +11,11 @@ from torchgpipe.state import version_of
 __all__ = ["verify_recomputation"]
 
 
-#: An entry for each ``with`` block that the process is in.
-_verifications: list[None] = []
+#: The ``with`` blocks that the process is in.
+_verifications: list[verify_recomputation] = []
 
 
-@contextmanager
-def verify_recomputation() -> Iterator[None]:
+class verify_recomputation:
     """Has recomputations compare what layers save for backward with what the forward saved.
 
     It finds layers that do not compute the same from the same input.
@@ -32,11 +28,12 @@ def verify_recomputation() -> Iterator[None]:
     It concerns what runs forward within the block, and takes the memory that checkpointing saves.
     Without it, only number, shape and dtype of what layers save for backward are compared.
     """
-    _verifications.append(None)
-    try:
-        yield
-    finally:
-        _verifications.pop()
+
+    def __enter__(self) -> None:
+        _verifications.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _verifications.remove(self)
 
 
 class Slot:

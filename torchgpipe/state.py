@@ -8,8 +8,7 @@ statistics of a norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -166,21 +165,26 @@ class Restored:
         self.state.leave(self.found)
 
 
-@contextmanager
-def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+class unchanged:
     """Checks that what every micro-batch gets whole is not changed within a ``with`` block.
 
     Raises:
         RuntimeError: a tensor was changed in place.
     """
-    versions = [version_of(tensor) for tensor in tensors]
-    yield
-    if versions != [version_of(tensor) for tensor in tensors]:
-        raise RuntimeError(
-            "what every micro-batch gets whole must not be changed in place, since others get it, "
-            f"too (shapes: {[tuple(tensor.shape) for tensor in tensors]}); clone it in the layer "
-            "that changes it"
-        )
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __enter__(self) -> None:
+        self.versions = [version_of(tensor) for tensor in self.tensors]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.versions != [version_of(tensor) for tensor in self.tensors]:
+            raise RuntimeError(
+                "what every micro-batch gets whole must not be changed in place, since others get "
+                f"it, too (shapes: {[tuple(tensor.shape) for tensor in self.tensors]}); clone it "
+                "in the layer that changes it"
+            )
 
 
 def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:

@@ -20,9 +20,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
-from time import perf_counter
+from queue import Empty, SimpleQueue
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,10 @@ from torchgpipe.context import Context
 from torchgpipe.stream import has_streams
 
 __all__: list[str] = []
+
+
+#: For how many seconds the caller waits for what is running when something has failed.
+PATIENCE = 0.5
 
 
 class Task(NamedTuple):
@@ -84,8 +89,8 @@ class Run:
             self.tasks.setdefault(task.device, []).append(task)
         #: Each is locked until its task is done, or will never be.
         self.gates = {name: _locked() for task in tasks for name in task.needs}
-        #: Likewise for all tasks of a device.
-        self.ends = {device: _locked() for device in self.tasks}
+        #: The devices none of whose tasks is running, or will be.
+        self.ended: SimpleQueue[torch.device] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
 
@@ -117,7 +122,7 @@ class Run:
     def abandon(self) -> None:
         """Has no further task start."""
         self.stopped = True
-        for device in self.ends:
+        for device in [*self.tasks]:
             # Its worker may begin at the same time.
             left = self.tasks.pop(device, None)
             if left is not None:
@@ -127,7 +132,7 @@ class Run:
         # Whoever waits for these sees that the run has stopped.
         for task in left:
             self._open(task)
-        self.ends[device].release()
+        self.ended.put(device)
 
     def _open(self, task: Task) -> None:
         gate = self.gates.get(task.name)
@@ -172,7 +177,8 @@ class Workers:
 
         Raises:
             BaseException: what a task raised, the same object; of several, that of the first by
-                name. By then the tasks that were running have ended, and no other starts.
+                name. By then the tasks that were running have ended, if it did not take them
+                longer than :data:`PATIENCE`, and no other starts.
         """
         if context.alone or len(self._devices) < 2:
             _run_in_order(tasks)
@@ -196,18 +202,27 @@ class Workers:
 
     def _have_run(self, tasks: Sequence[Task], context: Context) -> None:
         run = Run(tasks, context)
+        working = {*run.tasks}
         try:
-            for device in run.ends:
+            for device in working:
                 self._worker(device).submit(partial(run.work, device))
-            for end in run.ends.values():
-                end.acquire()
-            if run.errors:
-                raise run.errors[min(run.errors)]
+            while working and not run.stopped:
+                working.remove(run.ended.get())
         finally:
             # Where the caller was interrupted, wherever that was.
             run.abandon()
-            # The errors refer to this frame.
+            until = monotonic() + PATIENCE
+            with suppress(Empty):
+                while working:
+                    working.remove(run.ended.get(timeout=max(0, until - monotonic())))
+            errors = run.errors
+            # These refer to this frame.
             del run
+        try:
+            if errors:
+                raise errors[min(errors)]
+        finally:
+            del errors
 
     def _worker(self, device: torch.device) -> Worker:
         if self._process != os.getpid():

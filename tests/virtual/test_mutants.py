@@ -332,15 +332,15 @@ MUTANTS = {
         "what has left",
     ),
     "after the caller": (
-        "route",
-        "        self.wait_for_caller()\n        try",
-        "        try",
+        "pipeline",
+        "            self.routes.wait_for_caller()\n",
+        "",
         "shared last",
     ),
     "before the caller": (
-        "route",
-        "            self.have_caller_wait()\n",
-        "            pass\n",
+        "pipeline",
+        "                self.routes.have_caller_wait()\n",
+        "                pass\n",
         "failure",
     ),
     "copies after the caller": (
@@ -466,7 +466,7 @@ MUTANTS = {
     ),
     "no lock for a recomputation within a cell": (
         "rng",
-        " and not (self.nested or _thread_local.depth):",
+        " and not (state.nested or _thread_local.depth):",
         ":",
         "a recomputation within a cell",
     ),
@@ -498,8 +498,8 @@ MUTANTS = {
     ),
     "versions of what goes whole": (
         "state",
-        "if versions != [version_of(tensor) for tensor in tensors]:",
-        "if False:",
+        "kind is None and self.versions !=",
+        "False and self.versions !=",
         "what goes whole",
     ),
     "keeping what lasts": (

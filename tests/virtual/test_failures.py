@@ -1,0 +1,45 @@
+"""What a layer raises comes out as it is: the same tests on virtual accelerators, and more."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_failures import *  # noqa: F403
+from tests.test_failures import WIDTH, FailBeside, Slow
+from torchgpipe import GPipe
+
+
+@pytest.fixture(params=[[0, 1, 2], [0, "cpu", 1], [0, 0, 1]], ids=str)
+def places(request, devices):
+    return [x if x == "cpu" else devices[x] for x in request.param]
+
+
+def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
+    """The next step does: no two threads compute one partition."""
+    slow = Slow()
+    model = GPipe(
+        nn.Sequential(slow, FailBeside(slow)), [1, 1], devices=[devices[0], "cpu"], chunks=2
+    )
+    x = torch.rand(2, WIDTH, device=devices[0])
+    expected = model(x)
+
+    class Second:
+        """Makes layers slow from the second micro-batch on."""
+
+        count = 0
+
+        def __call__(self, *_):
+            self.count += 1
+            slow.slow = self.count == 2
+
+    handle = slow.register_forward_pre_hook(Second())
+    with pytest.raises(ValueError, match="beside"):
+        model(x)
+    assert not slow.end.is_set()
+    handle.remove()
+    slow.slow = False
+    threading.Timer(0.1, slow.end.set).start()
+    assert torch.equal(model(x), expected)
+    assert slow.end.is_set()
