@@ -1,12 +1,13 @@
 """States of random number generators."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 from torchgpipe import rng
-from torchgpipe.rng import Draws, RNGState, _set, get_state, set_state
+from torchgpipe.rng import Draws, RNGState, _set, get_state, holding, set_state
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -96,10 +97,13 @@ def test_one_thread_at_a_time_turns_the_cpu_generator_back():
         states[k].settle()
     before = torch.get_rng_state()
 
+    def draw(k):
+        with states[k].restored():
+            draws[k].append(torch.rand(50))
+
     def repeat(k):
         for _ in range(20):
-            with states[k].restored():
-                draws[k].append(torch.rand(50))
+            holding(states[k].locks, partial(draw, k))
 
     threads = [threading.Thread(target=repeat, args=(k,)) for k in draws]
     for thread in threads:
@@ -222,15 +226,20 @@ def in_a_thread(function, timeout):
     return not thread.is_alive()
 
 
-def step():
+def step(function=lambda: None):
+    """A step of one cell, which calls a function."""
     draws = Draws([CPU], 1)
-    with draws, draws.of(0, CPU):
-        pass
+
+    def run():
+        with draws, draws.of(0, CPU):
+            return function()
+
+    return holding(draws.locks, run)
 
 
 def test_one_step_at_a_time(timeout):
-    with Draws([CPU], 1):
-        assert not in_a_thread(step, timeout=0.05)
+    draws = Draws([CPU], 1)
+    assert not holding(draws.locks, lambda: in_a_thread(step, timeout=0.05))
     assert in_a_thread(step, timeout)
 
 
@@ -242,8 +251,11 @@ def test_step_within_a_cell_does_not_wait(timeout):
         with draws.of(0, CPU):
             step()
 
-    with draws:
-        assert in_a_thread(within, timeout)
+    def run():
+        with draws:
+            return in_a_thread(within, timeout)
+
+    assert holding(draws.locks, run)
 
 
 def test_recomputation_within_a_cell_does_not_wait(timeout):
@@ -252,17 +264,39 @@ def test_recomputation_within_a_cell_does_not_wait(timeout):
     state.settle()
     draws = Draws([CPU], 1)
 
-    def within():
-        with draws.of(0, CPU), state.restored():
+    def recompute():
+        with state.restored():
             torch.rand(3)
 
-    with draws:
-        assert in_a_thread(within, timeout)
+    def within():
+        with draws.of(0, CPU):
+            holding(state.locks, recompute)
+
+    def run():
+        with draws:
+            return in_a_thread(within, timeout)
+
+    assert holding(draws.locks, run)
+
+
+def test_recomputation_of_a_step_within_a_cell_holds_its_locks(timeout):
+    """It exchanges the generator's state, even if it draws nothing."""
+    states = []
+
+    def cell():
+        states.append(RNGState(CPU))
+        step()
+        states[0].settle()
+
+    step(cell)
+    assert not states[0].drawn
+    assert not holding(states[0].locks, lambda: in_a_thread(step, timeout=0.05))
+    assert in_a_thread(step, timeout)
 
 
 def test_step_that_does_not_begin_has_nobody_wait(timeout, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rng, "get_state", lambda device: 1 / 0)
-        with pytest.raises(ZeroDivisionError), Draws([CPU], 1):
-            pass
+        with pytest.raises(ZeroDivisionError):
+            step()
     assert in_a_thread(step, timeout)

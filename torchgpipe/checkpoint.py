@@ -32,6 +32,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,26 +43,19 @@ from torchgpipe.context import Context, Hooks, current_hooks
 from torchgpipe.dependency import fork, needs_backward, pass_on
 from torchgpipe.kept import Kept
 from torchgpipe.microbatch import Batch
-from torchgpipe.note import running
 from torchgpipe.phony import get_phony
-from torchgpipe.rng import RNGState
+from torchgpipe.rng import RNGState, holding
+from torchgpipe.running import running
 from torchgpipe.slot import Slot, described, mismatch
 from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
+from torchgpipe.unwinding import unwound
 
 __all__ = ["is_checkpointing", "is_recomputing"]
 
 
-class _ThreadLocal(threading.local):
-    checkpointing = False
-    recomputing = False
-
-
-_thread_local = _ThreadLocal()
-
-
 def is_checkpointing() -> bool:
     """Whether this thread runs a layer whose saved tensors are dropped, to be recomputed."""
-    return _thread_local.checkpointing
+    return running.checkpointing
 
 
 def is_recomputing() -> bool:
@@ -77,7 +71,7 @@ def is_recomputing() -> bool:
                     self.count += 1
                 return input
     """
-    return _thread_local.recomputing
+    return running.recomputing
 
 
 class _flag:
@@ -85,11 +79,11 @@ class _flag:
         self.name = name
 
     def __enter__(self) -> None:
-        self.previous = getattr(_thread_local, self.name)
-        setattr(_thread_local, self.name, True)
+        self.previous = getattr(running, self.name)
+        setattr(running, self.name, True)
 
     def __exit__(self, *_: object) -> None:
-        setattr(_thread_local, self.name, self.previous)
+        setattr(running, self.name, self.previous)
 
 
 class Checkpoint:
@@ -182,8 +176,8 @@ class Checkpoint:
             # From here on, each slot is held by the node that saved it, and by nothing else.
             slots, self.slots = self.slots, []
             try:
-                with self.within:
-                    self._fill(slots)
+                with unwound([get_device(self.stream)]), self.within:
+                    holding(self.kept[1].locks, partial(self._fill, slots))
             except BaseException:
                 # What is there may be wrong, and must not be taken for right by another backward.
                 for slot in slots:

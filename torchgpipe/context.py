@@ -74,6 +74,15 @@ class Modes(NamedTuple):
             tuple(map(_C._get_dispatch_stack_at, range(_C._len_torch_dispatch_stack()))),
         )
 
+    def put_back(self) -> None:
+        """Has this thread be as it was, but for inference mode."""
+        now = Modes.current()
+        if now != self:
+            _pop_all()
+            _set(self, now)
+            _C._set_grad_enabled(self.grad)
+            _push(self)
+
 
 class Context:
     """What a thread has set: its modes, and its context variables.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.state import unchanged
 from torchgpipe.stream import Device, Streams
 from torchgpipe.structure import arguments
+from torchgpipe.unwinding import unwound
 from torchgpipe.worker import Workers
 
 __all__ = ["GPipe"]
@@ -104,6 +106,7 @@ class GPipe(nn.Module):
 
     def _prepare(self) -> None:
         """Makes what belongs to this object alone, and is neither copied nor pickled."""
+        self._process = os.getpid()
         self._streams = Streams()
         self._workers = Workers(self.devices)
         # Layers may have been converted for another wrapper.
@@ -116,8 +119,8 @@ class GPipe(nn.Module):
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_streams", "_workers", "_norms", "_groups", "_locks", "_skip_layout", "_plain")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        own = {"_process", "_streams", "_workers", "_norms", "_groups", "_locks", "_skip_layout"}
+        return {k: value for k, value in self.__dict__.items() if k not in own | {"_plain"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -275,6 +278,9 @@ class GPipe(nn.Module):
         """
         if not self.devices:
             return self.module(*args, **kwargs)
+        if self._process != os.getpid():
+            # Neither threads nor streams survive a fork, and a lock may be held for good.
+            self._prepare()
         verify_no_transform()
         partitions: Any = self.partitions
         verify_placement(partitions, self.devices)
@@ -296,7 +302,8 @@ class GPipe(nn.Module):
             streams=self._streams,
             workers=self._workers,
         )
-        with deferred_updates(self._norms), unchanged(microbatch.in_all(batches)):
+        whole = microbatch.in_all(batches)
+        with unwound(self.devices), deferred_updates(self._norms), unchanged(whole):
             pipeline.run()
         return microbatch.gather(batches)
 

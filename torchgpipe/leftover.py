@@ -30,17 +30,22 @@ def _begin(_: tuple[Tensor, ...]) -> None:
     Variable._execution_engine.queue_callback(Last())
 
 
-class Last:
-    """Is called when a backward ends, or is deleted without, when it has raised."""
-
-    called = False
+class Ended:
+    """What has been called when a backward ended."""
 
     def __call__(self) -> None:
-        self.called = True
+        """Nothing is left to do."""
+
+
+class Last(Ended):
+    """What is called when a backward ends; it is deleted without where that has raised."""
+
+    def __call__(self) -> None:
+        # Ctrl-C would not be heard in a method that Python calls to delete an object.
+        self.__class__ = Ended  # type: ignore[assignment]
 
     def __del__(self) -> None:
-        if not self.called:
-            empty_queue()
+        empty_queue()
 
 
 def empty_queue() -> None:

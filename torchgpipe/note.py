@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 from contextlib import suppress
 from types import TracebackType
 
+from torchgpipe.running import running
+
 __all__: list[str] = []
-
-
-class Running(threading.local):
-    """What this thread runs."""
-
-    #: The name of a layer in the module, while it runs and after it has failed.
-    layer: str | None = None
-    #: The name of its class.
-    kind: str | None = None
-
-
-running = Running()
 
 
 class Named:

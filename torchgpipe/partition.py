@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.note import running
+from torchgpipe.running import running
 
 __all__: list[str] = []
 

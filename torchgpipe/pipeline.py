@@ -59,7 +59,7 @@ from torchgpipe.cell import Cell, starts_in_place
 from torchgpipe.context import Context
 from torchgpipe.leftover import leave_nothing
 from torchgpipe.microbatch import Batch
-from torchgpipe.rng import Draws
+from torchgpipe.rng import Draws, holding
 from torchgpipe.route import Routes
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import SkipTracker
@@ -139,6 +139,15 @@ class Pipeline:
             for cycle in clock_cycles(m, n)
             for i, j in cycle
         ]
+        holding(self.draws.locks, partial(self._run, tasks))
+        self.batches[:] = self.routes.back_to_caller(self.batches)
+        if torch.device("cpu") in self.devices:
+            leave_nothing(self.batches[-1])
+        for state in self.states:
+            if state is not None:
+                state.settle()
+
+    def _run(self, tasks: Sequence[Task]) -> None:
         with self.draws:
             # The caller may have changed parameters, and will change them, or read buffers.
             self.routes.wait_for_caller()
@@ -146,12 +155,6 @@ class Pipeline:
                 self.workers.run(tasks, self.context)
             finally:
                 self.routes.have_caller_wait()
-        self.batches[:] = self.routes.back_to_caller(self.batches)
-        if torch.device("cpu") in self.devices:
-            leave_nothing(self.batches[-1])
-        for state in self.states:
-            if state is not None:
-                state.settle()
 
     def step(self, i: int, j: int) -> None:
         """Computes a cell, between the two ends of the fence that orders backward."""

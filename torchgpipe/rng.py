@@ -18,34 +18,55 @@ with numbers of their own, by a seed that the caller's state gives.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from hashlib import blake2b
 from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchgpipe.running import running
 from torchgpipe.stream import STREAMLESS
 
 __all__: list[str] = []
 
 CPU = torch.device("cpu")
 
-#: A generator is one for all threads: one at a time may turn it back, or exchange its state.
+Lock: TypeAlias = AbstractContextManager[Any]
+Result = TypeVar("Result")
+
+#: A generator is one for all threads: one at a time may turn it back, or exchange its state. The
+#: outermost step, or recomputation, holds the locks.
 _locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
 
 
-class _ThreadLocal(threading.local):
-    #: In how many cells this thread computes, the one within the other. The outermost step, or
-    #: recomputation, holds the locks.
-    depth = 0
+if hasattr(os, "register_at_fork"):
+    # Whoever held them is not there in the child.
+    os.register_at_fork(after_in_child=_locks.clear)
 
 
-_thread_local = _ThreadLocal()
+def _locks_of(devices: Iterable[torch.device]) -> list[Lock]:
+    """The locks of generators, in one order, so that no two wait for each other."""
+    # Within a cell, the thread that holds them waits for this one.
+    return [] if running.depth else [_locks[device] for device in sorted(devices, key=str)]
+
+
+def holding(locks: Sequence[Lock], function: Callable[[], Result]) -> Result:
+    """Calls a function while locks are held.
+
+    Each is taken by a ``with`` statement of its own: Ctrl-C can come anywhere in Python, and
+    between that and the lock there is none.
+    """
+    if not locks:
+        return function()
+    with locks[0]:
+        return holding(locks[1:], function)
 
 
 @cache
@@ -109,27 +130,29 @@ class Draws:
         for device in self._devices:
             self._home.setdefault(device.type, device)
 
+    @property
+    def locks(self) -> list[Lock]:
+        """What to hold meanwhile."""
+        return _locks_of(self._devices)
+
     def __enter__(self) -> None:
-        with ExitStack() as held:
-            self._depth = _thread_local.depth
-            if not self._depth:
-                # In one order, so that no two wait for each other.
-                for device in sorted(self._devices, key=str):
-                    held.enter_context(_locks[device])
-            self._found = _get(self._devices)
-            self._seeds = {
-                device: int.from_bytes(blake2b(_bytes(state), digest_size=8).digest(), "little")
-                for device, state in self._found.items()
-                if self._m > 1
-            }
-            self._seeded = {device: torch.Generator(device) for device in self._seeds}
-            self._first = [
-                {kind: self._state(device, i) for kind, device in self._home.items()}
-                for i in range(self._m)
-            ]
-            #: Of each micro-batch, by type of device.
-            self.states = [dict(states) for states in self._first]
-            self._held = held.pop_all()
+        self._depth = running.depth
+        if self._depth:
+            for device in self._devices:
+                running.steps[device] = running.steps.get(device, 0) + 1
+        self._found = _get(self._devices)
+        self._seeds = {
+            device: int.from_bytes(blake2b(_bytes(state), digest_size=8).digest(), "little")
+            for device, state in self._found.items()
+            if self._m > 1
+        }
+        self._seeded = {device: torch.Generator(device) for device in self._seeds}
+        self._first = [
+            {kind: self._state(device, i) for kind, device in self._home.items()}
+            for i in range(self._m)
+        ]
+        #: Of each micro-batch, by type of device.
+        self.states = [dict(states) for states in self._first]
 
     def __exit__(
         self,
@@ -137,10 +160,9 @@ class Draws:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._held:
-            for device in self._devices:
-                is_home = error is None and device == self._home[device.type]
-                set_state(device, self._last(device) if is_home else self._found[device])
+        for device in self._devices:
+            is_home = error is None and device == self._home[device.type]
+            set_state(device, self._last(device) if is_home else self._found[device])
 
     def of(self, i: int, device: torch.device) -> Carried:
         """Has what micro-batch ``i`` draws on a device go on where it was left."""
@@ -184,7 +206,7 @@ class Carried:
         self.kind = device.type
 
     def __enter__(self) -> None:
-        self.outer, _thread_local.depth = _thread_local.depth, self.depth
+        self.outer, running.depth = running.depth, self.depth
         set_state(self.device, self.states[self.kind])
 
     def __exit__(
@@ -194,7 +216,7 @@ class Carried:
         traceback: TracebackType | None,
     ) -> None:
         self.states[self.kind] = get_state(self.device)
-        _thread_local.depth = self.outer
+        running.depth = self.outer
 
 
 class RNGState:
@@ -209,8 +231,11 @@ class RNGState:
     def __init__(self, device: torch.device) -> None:
         self.before = _get(dict.fromkeys([CPU, generator_of(device)]))
         #: Whether a step around this one may hold the locks until the computation was repeated.
-        self.nested = _thread_local.depth > 1
+        self.nested = running.depth > 1
         self.after: dict[torch.device, Tensor] = {}
+        #: The devices that steps within the computation exchanged the numbers of.
+        self.exchanged: list[torch.device] = []
+        self._steps = dict(running.steps)
 
     def settle(self) -> None:
         """Takes note of the states after the computation.
@@ -225,11 +250,18 @@ class RNGState:
             if _bytes(state) != _bytes(self.before[device])
         }
         self.before = {device: self.before[device] for device in self.after}
+        steps = running.steps.items()
+        self.exchanged = [device for device, k in steps if k != self._steps.get(device)]
 
     @property
     def drawn(self) -> bool:
         """Whether the computation has drawn from any of them."""
         return bool(self.after)
+
+    @property
+    def locks(self) -> list[Lock]:
+        """What to hold while the generators are :meth:`restored`."""
+        return [] if self.nested else _locks_of({*self.exchanged, *self.before.keys() & {CPU}})
 
     def restored(self) -> Restored:
         """Has the generators as before the computation within a ``with`` block, then as now.
@@ -247,25 +279,15 @@ class Restored:
         self.state = state
 
     def __enter__(self) -> None:
-        state = self.state
-        if state.before:
-            with ExitStack() as held:
-                # Within a cell, the thread that holds it waits for this one.
-                if CPU in state.before and not (state.nested or _thread_local.depth):
-                    held.enter_context(_locks[CPU])
-                self.now = _get(state.before)
-                _set(state.before)
-                self.held = held.pop_all()
-        _thread_local.depth += 1
+        self.now = _get(self.state.before)
+        _set(self.state.before)
+        running.depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         state = self.state
-        _thread_local.depth -= 1
-        if not state.before:
-            return
-        with self.held:
-            again = _get(state.after)
-            _set(self.now)
+        running.depth -= 1
+        again = _get(state.after)
+        _set(self.now)
         for device, drawn in again.items() if kind is None else ():
             # Where nothing was drawn, it was another thread that drew before.
             known = (state.before[device], state.after[device])

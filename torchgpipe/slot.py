@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchgpipe.note import running
+from torchgpipe.running import running
 from torchgpipe.state import version_of
 
 __all__ = ["verify_recomputation"]

@@ -104,8 +104,13 @@ class LayersState:
 
     def leave(self, found: Found) -> None:
         """Settles, and puts back what :meth:`put_back` returned."""
-        self.settle()
-        self._write(found, self._read())
+        try:
+            self.settle()
+            self._write(found, self._read())
+        except BaseException:
+            # Where Ctrl-C came in between.
+            self._write(found, self._read())
+            raise
 
     def _read(self) -> Found:
         return Found(

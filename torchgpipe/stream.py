@@ -113,6 +113,21 @@ class use_stream:
             _C._accelerator_setDeviceIndex(self.device_index)
 
 
+def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """The current streams of accelerators, that of the current device last."""
+    streams = [current_stream(device) for device in {*devices} if has_streams(device)]
+    if streams:
+        current = torch.device(streams[0].device.type, _C._accelerator_getDeviceIndex())
+        streams.append(current_stream(current))
+    return [stream for stream in streams if isinstance(stream, torch.Stream)]
+
+
+def set_streams(streams: Iterable[torch.Stream]) -> None:
+    """Makes streams the current ones of their devices, and the last one's the current device."""
+    for stream in streams:
+        _C._accelerator_setStream(stream)
+
+
 def use_device(device: torch.device) -> use_stream:
     """Makes a device the current one of this thread within a ``with`` block."""
     return use_stream(current_stream(device))

@@ -16,7 +16,6 @@ every run whose number is a power of two.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -164,7 +163,6 @@ class Workers:
         #: The seconds that a task took the last time, by the caller and by the workers.
         self._seconds = {"caller": 0.0, "workers": math.inf}
         self._workers: dict[torch.device, Worker] = {}
-        self._process = os.getpid()
 
     def run(self, tasks: Sequence[Task], context: Context) -> None:
         """Runs tasks, and returns when all are done.
@@ -225,10 +223,6 @@ class Workers:
             del errors
 
     def _worker(self, device: torch.device) -> Worker:
-        if self._process != os.getpid():
-            # Threads do not survive a fork.
-            self._workers = {}
-            self._process = os.getpid()
         if device not in self._workers:
             self._workers[device] = Worker(f"torchgpipe-{device}")
         return self._workers[device]

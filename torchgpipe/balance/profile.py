@@ -22,7 +22,7 @@ from torchgpipe.balance.storages import LiveStorages
 from torchgpipe.microbatch import VALUE, Batch, scatter
 from torchgpipe.note import Named
 from torchgpipe.partition import place, verify_module
-from torchgpipe.rng import RNGState
+from torchgpipe.rng import RNGState, holding
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.stream import (
@@ -135,13 +135,9 @@ def profile_layers(
     verify_skippables(module)
     where = canonical_device(device) if device is not None else default_device()
     end = monotonic() + timeout
-    found = []
-    with (
-        use_device(where),
-        RNGState(where).restored(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    rng = RNGState(where)
+
+    def rows() -> Iterator[LayerProfile]:
         batch = scatter(sample, chunks)[0]
         batch = _leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
         layers = module._modules.items()
@@ -150,8 +146,13 @@ def profile_layers(
             title = f"{name} ({type(layer).__name__})"
             with Named(f"raised while layer {title} was profiled"):
                 row, batch = _profile_layer(title, layer, batch, where, monotonic() + share)
-            found.append(row)
-    return Profile(str(where), tuple(found))
+            yield row
+
+    def measure() -> Profile:
+        with use_device(where), rng.restored(), torch.inference_mode(False), torch.enable_grad():
+            return Profile(str(where), tuple(rows()))
+
+    return holding(rng.locks, measure)
 
 
 def _profile_layer(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from torchgpipe.running import running
 from torchgpipe.skip.namespace import Skip, describe
 
 __all__: list[str] = []
@@ -43,18 +43,13 @@ class SkipTracker:
         return self.values.pop(skip)
 
 
-class _ThreadLocal(threading.local):
-    def __init__(self) -> None:
-        # Of layers that run outside of a wrapper.
-        self.tracker = SkipTracker()
-
-
-_thread_local = _ThreadLocal()
-
-
 def current_skip_tracker() -> SkipTracker:
     """The tracker of this thread."""
-    return _thread_local.tracker
+    if running.tracker is None:
+        # Of layers that run outside of a wrapper.
+        running.tracker = SkipTracker()
+    tracker: SkipTracker = running.tracker
+    return tracker
 
 
 class use_skip_tracker:
@@ -64,8 +59,8 @@ class use_skip_tracker:
         self.tracker = tracker
 
     def __enter__(self) -> None:
-        self.previous = _thread_local.tracker
-        _thread_local.tracker = self.tracker
+        self.previous = running.tracker
+        running.tracker = self.tracker
 
     def __exit__(
         self,
@@ -73,4 +68,4 @@ class use_skip_tracker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _thread_local.tracker = self.previous
+        running.tracker = self.previous
