@@ -42,6 +42,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Nor is what the tests of a module have imported."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

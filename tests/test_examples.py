@@ -1,11 +1,22 @@
 """The examples run, at tiny size."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 from examples import digits
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """Some batches of images, and no second to measure the layers."""
+    images = [x[: 4 * digits.BATCH] for x in digits.data()]
+    monkeypatch.setattr(digits, "data", lambda: images)
+    balance = partial(digits.balance_by_time, timeout=0.1)
+    monkeypatch.setattr(digits, "balance_by_time", balance)
 
 
 def test_digits(capsys):
