@@ -5,6 +5,7 @@ runs in one of its own.
 """
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -229,29 +230,28 @@ def test_new_torch(version):
     build.verify_torch(version)
 
 
-TESTS = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/virtual/test_observe.py")
-
-
-def test_skipped_where_unavailable():
-    done = run(*TESTS, CXX="/nonexistent", TORCHGPIPE_REQUIRE_VIRTUAL="")
-    assert done.returncode == 0, done.stdout
-    assert "passed" not in done.stdout
-    assert "need the C++ compiler that the environment names (CXX: '/nonexistent')" in done.stdout
-
-
-def test_fails_where_required():
-    done = run(*TESTS, CXX="/nonexistent", TORCHGPIPE_REQUIRE_VIRTUAL="1")
-    assert done.returncode not in (0, 5)
-    assert "UnavailableError" in done.stdout + done.stderr
-
-
-def test_the_conftest_of_the_guide_skips(tmp_path):
+def test_skipped_where_unavailable(tmp_path):
+    """By the tests of this project, and by the conftest of the guide."""
     text = (ROOT / "docs" / "testing.rst").read_text("utf-8")
     block = text.partition("``conftest.py`` such as:")[2].partition("The message of the error")[0]
     code = block.partition(".. code-block:: python")[2]
     (tmp_path / "conftest.py").write_text(dedent(code))
     (tmp_path / "test_it.py").write_text("def test_it(devices): pass\n")
-    arguments = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tmp_path))
-    done = run(*arguments, f"--rootdir={tmp_path}", "-c/dev/null", CXX="/nonexistent")
-    assert "1 skipped" in done.stdout, done.stderr
-    assert "(CXX: '/nonexistent')" in done.stdout
+    tests = "tests/virtual/test_observe.py", str(tmp_path)
+    arguments = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *tests)
+    done = run(*arguments, CXX="/nonexistent", TORCHGPIPE_REQUIRE_VIRTUAL="")
+    assert done.returncode == 0, done.stdout
+    assert "passed" not in done.stdout
+    reason = "need the C++ compiler that the environment names (CXX: '/nonexistent')"
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    for file in ("test_observe.py", "test_it.py"):
+        assert any(file in line and reason in line for line in skipped), done.stdout
+
+
+def test_fails_where_required(monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("TORCHGPIPE_REQUIRE_VIRTUAL", "1")
+    # The seeds leave this process on all of its cores.
+    monkeypatch.setenv("TORCHGPIPE_SEEDS", "2")
+    with pytest.raises(testing.UnavailableError, match="CXX: '/nonexistent'"):
+        runpy.run_path(str(ROOT / "tests" / "virtual" / "conftest.py"))
