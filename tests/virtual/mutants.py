@@ -5,6 +5,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from contextlib import contextmanager
+from functools import cache
 
 #: The virtual accelerators are loaded once, and pytest knows its own modules.
 KEPT = ("torchgpipe.testing", "tests.conftest", "tests.virtual.conftest", "tests.virtual.mutants")
@@ -27,16 +28,32 @@ class Mutant(importlib.abc.SourceLoader):
         return source.replace(self.old, self.new).encode()
 
 
+@cache
+def compiled(path):
+    with open(path, encoding="utf-8") as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+class Again(importlib.machinery.SourceFileLoader):
+    """Loads a module as often as there are mutants, and compiles it once."""
+
+    def get_code(self, name):
+        return compiled(self.path)
+
+
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds that loader for one module, and what is there for all others."""
+    """Finds the one loader for one module, and the other for all others that are imported anew."""
 
     def __init__(self, module, old, new):
         self.module, self.change = module, (old, new)
 
     def find_spec(self, name, path, target=None):
-        if name != self.module:
+        if not _of_package(name):
             return None
         found = importlib.machinery.PathFinder.find_spec(name, path)
+        if name != self.module:
+            found.loader = Again(name, found.origin)
+            return found
         loader = Mutant(found.origin, *self.change)
         return importlib.machinery.ModuleSpec(name, loader, origin=found.origin)
 

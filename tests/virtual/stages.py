@@ -18,6 +18,9 @@ MODES = ("never", "except_last", "always")
 #: Seeds of the jitter; `make soak` sets more.
 SEEDS = range(int(os.environ.get("TORCHGPIPE_SEEDS", "2")))
 
+#: Whether all combinations of what is independent are tried, or each two of them together.
+FULL = len(SEEDS) > 2
+
 
 class Stage(Busy):
     """A partition with costs F, R and B; the recomputation may cost another time than forward."""

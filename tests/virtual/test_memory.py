@@ -4,12 +4,13 @@ The unit is an activation: what a layer makes of one micro-batch. All layers her
 """
 
 import gc
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
-from tests.virtual.stages import MODES, SEEDS, own_streams
+from tests.virtual.stages import FULL, MODES, SEEDS, own_streams
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.stream import Streams
@@ -49,9 +50,15 @@ def stage(layers):
     return nn.Sequential(Scale(), *[nn.Tanh() for _ in range(layers - 1)])
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["alone", "own streams"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("n", "m", "layers"), [(4, 8, 16), (8, 4, 8), (1, 8, 8)])
+@pytest.mark.parametrize(
+    ("n", "m", "layers", "own"),
+    [
+        (n, m, layers, own)
+        for (n, m, layers), own in product([(4, 8, 16), (8, 4, 8), (1, 8, 8)], [False, True])
+        if FULL or n == 4 or own == (n == 8)
+    ],
+)
 def test_peak(devices, n, m, layers, mode, own):
     devices = devices[:n]
     model = GPipe(

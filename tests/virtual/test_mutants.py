@@ -52,15 +52,10 @@ TESTS = {
     "shifted": ("virtual.test_parity", "test_parity", {"name": "shifted", "n": 4}),
     "dropout": ("virtual.test_parity", "test_parity", {"name": "dropout", "n": 4}),
     "long skip": ("virtual.test_parity", "test_parity", {"name": "a long skip", "n": 4}),
-    "shared": (
-        "virtual.test_parity",
-        "test_partitions_that_share_devices",
-        {"place": [0, 1, 0]},
-    ),
     "shared last": (
         "virtual.test_parity",
         "test_partitions_that_share_devices",
-        {"place": [0, 1, 1]},
+        {"place": [0, 1, 1], "name": "a long skip"},
     ),
     "optimizer's streams": (
         "virtual.test_parity",

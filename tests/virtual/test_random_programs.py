@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.virtual.programs import new_streams, one, place, read
+from tests.virtual.stages import FULL
 from torchgpipe.testing import observe
 
 STREAMS, EVENTS = range(4), range(2)
@@ -106,7 +107,7 @@ def order(kind, stream, event=None):
         stream.synchronize()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300 if FULL else 150)
 @given(programs(ACCESS))
 def test_races_are_what_no_path_orders(devices, program):
     # The last stream is another device's: it only passes on what it waited for.
@@ -137,7 +138,7 @@ def test_races_are_what_no_path_orders(devices, program):
 # ---------------------------------------------------------------- time
 
 
-@settings(max_examples=200)
+@settings(max_examples=200 if FULL else 100)
 @given(programs(WORK))
 def test_time_is_the_longest_path(devices, program):
     streams = [*new_streams(devices[0], 2), *new_streams(devices[1], 2)]
