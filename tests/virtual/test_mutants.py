@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from tests import test_recomputation
+from tests import test_changes
 from tests.helpers import CPUS
 from tests.virtual.mutants import mutated
 
@@ -150,9 +150,9 @@ TESTS = {
         {"name": "0.weight", "checkpointed": 3},
     ),
     "hooks changed": (
-        "test_recomputation",
+        "test_changes",
         "test_changed_between_forward_and_backward",
-        {"change": test_recomputation.hook_removed},
+        {"change": test_changes.hook_removed},
     ),
     "parameters passed on": (
         "test_pipeline",
@@ -160,7 +160,7 @@ TESTS = {
         {"view": False},
     ),
     "buffer changed": (
-        "test_recomputation",
+        "test_changes",
         "test_buffer_that_the_layer_changes_after_its_use_is_an_error",
         {"mode": "always"},
     ),
