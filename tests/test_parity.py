@@ -98,7 +98,7 @@ def batch(rows, device):
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     models(),
     st.sampled_from(CHUNKS),

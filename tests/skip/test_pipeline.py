@@ -77,7 +77,7 @@ def models(draw):
     return layers, [b - a for a, b in pairwise([0, *sorted(cuts), n])]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     models(),
     st.integers(1, 4),
