@@ -14,8 +14,9 @@ test: $(installed)  ## Runs the tests.
 	$(python) -m pytest -q
 	$(python) -m pytest -q tests/virtual
 
-soak: $(installed)  ## Runs the tests of virtual accelerators with many host timings.
-	TORCHGPIPE_SEEDS=50 $(python) -m pytest -q tests/virtual
+soak: $(installed)  ## Runs the tests of virtual accelerators with many host timings, and long runs.
+	TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/test_long_runs.py
+	TORCHGPIPE_SEEDS=50 TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/virtual
 
 check: $(installed)  ## Lint, format and types.
 	$(venv)/bin/ruff check .

@@ -30,13 +30,22 @@ MODES = ("inference", "never", "except_last", "always")
 
 #: What the modules of the package are for.
 PARTS = {
-    "schedule": ("gpipe", "pipeline", "worker", "route"),
+    "schedule": ("gpipe", "pipeline", "worker", "route", "leftover"),
     "cells, streams": ("cell", "copy", "dependency", "phony", "stream"),
     "micro-batches": ("microbatch", "structure"),
-    "checkpoints": ("checkpoint", "slot"),
+    "checkpoints": ("checkpoint", "slot", "kept"),
     "state of layers": ("state",),
     "random numbers": ("rng",),
-    "modes, notes, skips": ("context", "note", "partition", "skip", "batchnorm"),
+    "modes, notes, skips": (
+        "context",
+        "modes",
+        "unwinding",
+        "running",
+        "note",
+        "partition",
+        "skip",
+        "batchnorm",
+    ),
 }
 ENGINE, LAYERS, REST = "autograd's engine", "layers", "the rest"
 

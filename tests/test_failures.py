@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.helpers import note_of
 from torchgpipe import GPipe, is_recomputing, verify_recomputation
-from torchgpipe.context import Modes
+from torchgpipe.modes import Modes
 
 WIDTH = 4
 MODES = ("never", "except_last", "always")
@@ -56,9 +56,9 @@ ERRORS = [
 
 
 @pytest.fixture
-def places():
+def places(device):
     """Where three partitions sit."""
-    return ["cpu"] * 3
+    return [device] * 3
 
 
 class Tricky(nn.Module):
@@ -142,14 +142,17 @@ def test_exception_passes_what_a_step_is_within(places):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("kind", "k"),
-    [(kind, k) for kind in ("forward", "recomputation", "backward") for k in range(3)],
+    ("mode", "kind", "k"),
+    [
+        (mode, kind, k)
+        for mode in MODES
+        for kind in ("forward", "recomputation", "backward")
+        for k in range(3)
+        if kind != "recomputation" or k < {"never": 0, "except_last": 2, "always": 3}[mode]
+    ],
 )
 def test_all_tensors_are_released_once_the_exception_is_dropped(places, mode, kind, k):
-    if kind == "recomputation" and k >= {"never": 0, "except_last": 2, "always": 3}[mode]:
-        return
     model = made(places, mode)
     x = data(model)
     step(model, x)
@@ -184,10 +187,9 @@ def test_no_cell_starts_after_it(places, kind):
         step(model, x, **{kind: (1, partial(ValueError, "x"))})
     first = [sum(layer.runs.values()) for layer in model]
     time.sleep(0.05)
-    # But for those that have begun by then.
-    assert all(sum(layer.runs.values()) <= k + 1 for k, layer in zip(first, model))
-    assert model[2].runs["forward"] <= 1 or kind != "forward"
-    assert model[0].runs["recomputation"] < 30
+    # In backward, but for those that autograd's threads have begun by then.
+    begun = kind != "forward"
+    assert all(sum(layer.runs.values()) <= k + begun for k, layer in zip(first, model))
 
 
 class Slow(nn.Module):

@@ -21,6 +21,10 @@ FORBIDDEN = {
     "worker": {"pipeline", "gpipe"},
     "cell": {"pipeline", "gpipe"},
     "route": {"pipeline", "gpipe"},
+    "context": {"pipeline", "gpipe"},
+    "kept": {"pipeline", "gpipe"},
+    "leftover": {"pipeline", "gpipe"},
+    "rng": {"pipeline", "gpipe"},
     "skip": {"pipeline", "gpipe"},
     "pipeline": {"gpipe", "balance", "schedule", "tracing", "testing"},
 }

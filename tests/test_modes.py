@@ -2,6 +2,9 @@
 
 import contextvars
 import copy
+import gc
+import threading
+import weakref
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 
@@ -9,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import Plain
+from tests.long_runs import eventually
 from tests.test_context import MODES, DispatchMode, FunctionMode, entered
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.context import Modes
+from torchgpipe.modes import Modes
 
 CHECKPOINT = ("never", "except_last", "always")
 WIDTH = 4
@@ -24,9 +29,9 @@ variable = contextvars.ContextVar("variable", default="unset")
 
 
 @pytest.fixture
-def places():
+def places(device):
     """Where two partitions sit."""
-    return ["cpu", "cpu"]
+    return [device] * 2
 
 
 class Look(nn.Module):
@@ -86,6 +91,83 @@ def test_second_run_sees_no_mode_of_backward(places, backward):
     assert {tuple(found) for _, *found in seen} == {expected}
 
 
+def test_autocast_of_each_type_of_device(places):
+    seen = []
+    model = wrap(nn.Sequential(Look(seen), Look(seen)), places, "always")
+    kinds = {device.type for device in model.devices}
+    x = rows(model)
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, torch.float16, cache_enabled=False))
+        output = model(x)
+    assert output.dtype == torch.float16
+    output.float().sum().backward()
+    assert len(seen) == 12
+    for _, modes, *_ in seen:
+        assert {x.kind for x in modes.autocast if x.enabled and x.dtype == torch.float16} == kinds
+        assert not modes.cache
+
+
+class Custom(torch.autograd.Function):
+    """Has modes of its own in backward, where what it saved is computed again."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        assert torch.is_autocast_enabled("cpu")
+        return grad @ weight.t(), x.t() @ grad
+
+
+class CustomLayer(nn.Linear):
+    def forward(self, x):
+        return Custom.apply(x.sin(), self.weight).tanh()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
+def test_recomputation_within_a_backward_in_other_modes(device, order):
+    layers = [CustomLayer(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    module = nn.Sequential(*[layers[k] for k in order])
+    found = []
+    for mode in CHECKPOINT:
+        model = wrap(copy.deepcopy(module), ["cpu", "cpu"], mode)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(torch.ones(6, WIDTH))
+        before = Modes.current()
+        output.float().sum().backward()
+        assert Modes.current() == before
+        found.append([x.grad for x in model.parameters() if x.grad is not None])
+    assert all(same(found[0], other) for other in found[1:])
+
+
+def test_nothing_of_the_caller_s_is_held_after_backward(places):
+    model = wrap(made(), places, "always")
+    store = Packs()
+    ref = weakref.ref(store)
+    output = model(rows(model).requires_grad_())
+    with store.hooks():
+        # A graph that is not gone when backward is over.
+        output.sum().backward()
+    del store
+    gc.collect()
+    # Threads of autograd let go of what they had in a moment.
+    assert eventually(lambda: ref() is None)
+    held = {}
+    variable.set(held)
+    held["loss"] = model(rows(model)).sum()
+    held["loss"].backward()
+    variable.set("unset")
+    ref = StorageWeakRef(held["loss"].untyped_storage())
+    del held
+    assert eventually(lambda: (gc.collect() and ref.expired()) or ref.expired())
+
+
 @pytest.mark.parametrize("mode", CHECKPOINT)
 def test_number_of_threads_follows_the_caller(places, mode):
     seen = []
@@ -98,6 +180,14 @@ def test_number_of_threads_follows_the_caller(places, mode):
             model(rows(model)).sum().backward()
             assert {modes.threads for _, modes, *_ in seen} == {count}
             assert torch.get_num_threads() == count
+            # As many as threads to come begin with.
+            begins = []
+            thread = threading.Thread(
+                target=lambda found=begins: found.append(torch.get_num_threads())
+            )
+            thread.start()
+            thread.join()
+            assert begins == [count]
     finally:
         torch.set_num_threads(before)
 
@@ -169,6 +259,7 @@ class Packs:
 
         def unpack(packed):
             x, _ = packed
+            assert not torch.is_grad_enabled()
             self.unpacked.append(tuple(x.shape))
             return x
 

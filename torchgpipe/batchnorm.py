@@ -162,6 +162,10 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
     return [norm for norm in module.modules() if isinstance(norm, DeferredBatchNorm)]
 
 
+# Not a generator with @contextmanager, here and elsewhere around layers: some exceptions, such as
+# those whose attributes cannot be set, would not pass as they are.
+
+
 class deferred_updates:
     """Has norms update their statistics once, after a ``with`` block, and not if it raises."""
 

@@ -39,16 +39,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.context import Context, Hooks, current_hooks
+from torchgpipe.context import Context
 from torchgpipe.dependency import fork, needs_backward, pass_on
 from torchgpipe.kept import Kept
 from torchgpipe.microbatch import Batch
+from torchgpipe.modes import Hooks, current_hooks
 from torchgpipe.phony import get_phony
 from torchgpipe.rng import RNGState, holding
 from torchgpipe.running import running
 from torchgpipe.slot import Slot, described, mismatch
-from torchgpipe.stream import AbstractStream, current_stream, get_device, use_stream
-from torchgpipe.unwinding import unwound
+from torchgpipe.stream import AbstractStream, current_stream, get_device, has_streams, use_stream
+from torchgpipe.unwinding import Snapshot
 
 __all__ = ["is_checkpointing", "is_recomputing"]
 
@@ -144,7 +145,7 @@ class Checkpoint:
         if all(slot.lasting for slot in self.slots):
             # Nothing was dropped: there will be no second run.
             self.slots = []
-            del self.function, self.lasting
+            del self.function, self.lasting, self.context
         else:
             rng.settle()
             kept.pack()
@@ -176,8 +177,9 @@ class Checkpoint:
             # From here on, each slot is held by the node that saved it, and by nothing else.
             slots, self.slots = self.slots, []
             try:
-                with unwound([get_device(self.stream)]), self.within:
-                    holding(self.kept[1].locks, partial(self._fill, slots))
+                if not self.context.over:
+                    raise _not_within_forward()
+                self._repeat(slots)
             except BaseException:
                 # What is there may be wrong, and must not be taken for right by another backward.
                 for slot in slots:
@@ -185,15 +187,25 @@ class Checkpoint:
                 raise
             finally:
                 # The graph lives on, and may be what layers or hooks refer to.
-                del self.function, self.lasting
+                del self.function, self.lasting, self.context
 
-    def _fill(self, slots: Sequence[Slot]) -> None:
+    def _repeat(self, slots: Sequence[Slot]) -> None:
         assert self.kept is not None
-        (kept, rng), self.kept = self.kept, None
-        with use_stream(self.stream):
+        device = get_device(self.stream)
+        if has_streams(device) and torch._C._is_multithreading_enabled():
+            # The thread is one of autograd's own.
+            self.context.lend_threads()
+        found = Snapshot([device], self.context.modes)
+        with found, use_stream(self.stream), self.within:
+            (kept, rng), self.kept = self.kept, None
+            # In the modes of backward, as the caller's hooks are called elsewhere. Its memory is
+            # from here on the second run's alone.
             again = kept.unpack()
-        # Its memory is from here on the second run's alone.
-        del kept
+            del kept
+            with self.context.entered(found):
+                holding(rng.locks, partial(self._fill, slots, rng, again))
+
+    def _fill(self, slots: Sequence[Slot], rng: RNGState, again: Batch) -> None:
         # What is behind the last dropped tensor is not needed, but to compare all that was done. It
         # is left out where it computes with weights, since an exception takes its time, too.
         whole = self.whole or rng.drawn or any(x.changed or x.expected is not None for x in slots)
@@ -215,13 +227,7 @@ class Checkpoint:
                 raise Enough
 
         try:
-            with (
-                use_stream(self.stream),
-                self.context.entered(),
-                rng.restored(),
-                _flag("recomputing"),
-                saved_tensors_hooks(fill, _not_saved),
-            ):
+            with rng.restored(), _flag("recomputing"), saved_tensors_hooks(fill, _not_saved):
                 self.context.run(self.function, again)
         except Enough:
             pass
@@ -243,7 +249,7 @@ class Checkpoint:
         return slot
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        # What is empty takes no memory. Inputs are the hooks' to keep, if the caller has some.
+        # What is empty takes no memory. The caller's hooks, if any, keep the inputs.
         is_input = not self.inputs.isdisjoint((id(tensor), id(tensor._base)))
         return is_input or not tensor.numel()
 
@@ -252,11 +258,7 @@ class Checkpoint:
             # The gradient came another way than through the output.
             self.recompute()
         if slot.tensor is None:
-            raise RuntimeError(
-                "under checkpointing, a layer cannot run backward within its own forward, nor "
-                "can backward go on after a recomputation has failed; use checkpoint='never' "
-                "for such a layer, or run the forward again"
-            )
+            raise _not_within_forward()
         slot.verify_unchanged()
         return slot.tensor
 
@@ -304,6 +306,14 @@ def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
     )
     output = checkpointed.forward(batch)
     return output.value
+
+
+def _not_within_forward() -> RuntimeError:
+    return RuntimeError(
+        "under checkpointing, a layer cannot run backward within its own forward, nor can backward "
+        "go on after a recomputation has failed; use checkpoint='never' for such a layer, or run "
+        "the forward again"
+    )
 
 
 def _hooks_of_caller() -> Hooks | None:

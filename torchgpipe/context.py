@@ -11,77 +11,19 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import _C, Tensor
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.stream import device_types
+from torchgpipe.modes import Modes, current_hooks, leave_autocast, pop_all, push, set_values
+from torchgpipe.unwinding import Snapshot
 
 __all__: list[str] = []
 
 Result = TypeVar("Result")
-
-#: How tensors are packed that are saved for backward, and unpacked.
-Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-class Autocast(NamedTuple):
-    """Whether, and how, operators of one device type are cast."""
-
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-
-
-class Modes(NamedTuple):
-    """The modes of a thread."""
-
-    grad: bool
-    inference: bool
-    multithreading: bool
-    """Whether backward uses a thread for each accelerator."""
-    threads: int
-    """How many threads an operator uses on the CPU."""
-    cache: bool
-    """Whether autocast casts a weight once."""
-    autocast: tuple[Autocast, ...]
-    functions: tuple[TorchFunctionMode, ...]
-    """The torch-function modes, the outermost first."""
-    dispatch: tuple[TorchDispatchMode, ...]
-    """Likewise."""
-
-    @classmethod
-    def current(cls) -> Modes:
-        """Those of this thread, now."""
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            _C._is_multithreading_enabled(),
-            torch.get_num_threads(),
-            torch.is_autocast_cache_enabled(),
-            tuple(
-                [
-                    Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                    for kind in device_types()
-                ]
-            ),
-            tuple(map(_C._get_function_stack_at, range(_C._len_torch_function_stack()))),
-            tuple(map(_C._get_dispatch_stack_at, range(_C._len_torch_dispatch_stack()))),
-        )
-
-    def put_back(self) -> None:
-        """Has this thread be as it was, but for inference mode."""
-        now = Modes.current()
-        if now != self:
-            _pop_all()
-            _set(self, now)
-            _C._set_grad_enabled(self.grad)
-            _push(self)
 
 
 class Context:
@@ -89,13 +31,15 @@ class Context:
 
     Attributes:
         alone: whether only this thread may compute what is called in it.
+        over: whether the forward is.
     """
 
-    __slots__ = ("_variables", "alone", "modes")
+    __slots__ = ("_variables", "alone", "modes", "over")
 
     def __init__(self) -> None:
         self.modes = Modes.current()
         self._variables = contextvars.copy_context()
+        self.over = True
         self.alone = bool(
             self.modes.dispatch
             or current_hooks()
@@ -103,14 +47,18 @@ class Context:
             or not all(isinstance(mode, DeviceContext) for mode in self.modes.functions)
         )
 
-    def entered(self) -> Entered:
-        """Sets the modes in this thread, whatever it had set, within a ``with`` block."""
-        return Entered(self.modes)
+    def entered(self, found: Snapshot) -> Entered:
+        """Sets the modes in this thread within a ``with`` block.
+
+        Args:
+            found: what it has set.
+        """
+        return Entered(self.modes, found)
 
     def lend_threads(self) -> None:
         """Gives this thread as many threads for an operator as the caller has.
 
-        It keeps them: whoever set them back would set what threads to come begin with, too.
+        It keeps them: to set them is to set what new threads begin with, too.
         """
         if torch.get_num_threads() != self.modes.threads:
             torch.set_num_threads(self.modes.threads)
@@ -121,75 +69,43 @@ class Context:
         return self._variables.copy().run(function, *args)
 
 
-def current_hooks() -> Hooks | None:
-    """The innermost hooks for saved tensors that this thread has, to pack and to unpack."""
-    return _C._autograd._top_saved_tensors_default_hooks(False)
-
-
 class Entered:
-    """The modes of another thread, within a ``with`` block."""
+    """The modes of another thread, within a ``with`` block.
 
-    def __init__(self, modes: Modes) -> None:
+    Args:
+        modes: these.
+        found: what this thread has set.
+    """
+
+    def __init__(self, modes: Modes, found: Snapshot) -> None:
         self.modes = modes
+        self.found = found
 
     def __enter__(self) -> None:
-        self.found = Modes.current()
         # The grad mode most often differs alone, as it is off in backward.
-        self.differs = self.found[1:] != self.modes[1:]
+        self.differs = self.found.modes is not self.modes
         self.guard: Any = None
         if self.differs:
-            _pop_all()
-            if self.found.inference != self.modes.inference:
+            pop_all()
+            if self.found.modes.inference != self.modes.inference:
                 self.guard = _C._InferenceMode(self.modes.inference)
                 self.guard.__enter__()
             torch.autocast_increment_nesting()
-            _set(self.modes, self.found)
+            set_values(self.modes, self.found.modes)
         _C._set_grad_enabled(self.modes.grad)
         if self.differs:
-            _push(self.modes)
+            push(self.modes)
 
     def __exit__(self, *_: object) -> None:
         if self.differs:
-            _pop_all()
-            if torch.autocast_decrement_nesting() == 0:
-                # Weights that were cast may change from here on.
-                torch.clear_autocast_cache()
+            pop_all()
+            leave_autocast()
             if self.guard is not None:
                 self.guard.__exit__(None, None, None)
-            _set(self.found, self.modes)
+            set_values(self.found.modes, self.modes)
         _C._set_grad_enabled(self.found.grad)
         if self.differs:
-            _push(self.found)
-
-
-def _set(modes: Modes, before: Modes) -> None:
-    """Sets what is a value, and may differ from what was set before."""
-    # Inference mode has switched it, too.
-    _C._set_multithreading_enabled(modes.multithreading)
-    if modes.threads != before.threads:
-        torch.set_num_threads(modes.threads)
-    torch.set_autocast_cache_enabled(modes.cache)
-    for wanted, current in zip(modes.autocast, before.autocast):
-        if wanted != current:
-            torch.set_autocast_enabled(wanted.kind, wanted.enabled)
-            torch.set_autocast_dtype(wanted.kind, wanted.dtype)
-
-
-# Modes are not entered: some begin anew then, as those that count.
-
-
-def _push(modes: Modes) -> None:
-    for function in modes.functions:
-        _C._push_on_torch_function_stack(function)
-    for dispatch in modes.dispatch:
-        _C._push_on_torch_dispatch_stack(dispatch)
-
-
-def _pop_all() -> None:
-    for _ in range(_C._len_torch_dispatch_stack()):
-        _C._pop_torch_dispatch_stack(None)
-    for _ in range(_C._len_torch_function_stack()):
-        _C._pop_torch_function_stack()
+            push(self.found.modes)
 
 
 def verify_no_transform() -> None:

@@ -22,7 +22,7 @@ from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.state import unchanged
 from torchgpipe.stream import Device, Streams
 from torchgpipe.structure import arguments
-from torchgpipe.unwinding import unwound
+from torchgpipe.unwinding import Snapshot
 from torchgpipe.worker import Workers
 
 __all__ = ["GPipe"]
@@ -303,7 +303,7 @@ class GPipe(nn.Module):
             workers=self._workers,
         )
         whole = microbatch.in_all(batches)
-        with unwound(self.devices), deferred_updates(self._norms), unchanged(whole):
+        with Snapshot(self.devices), deferred_updates(self._norms), unchanged(whole):
             pipeline.run()
         return microbatch.gather(batches)
 

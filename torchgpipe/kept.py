@@ -6,13 +6,14 @@ somewhere else. What a second run computes again, they do not see.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.context import Hooks
 from torchgpipe.microbatch import Batch
+from torchgpipe.modes import Hooks
 from torchgpipe.state import version_of
 
 __all__: list[str] = []
@@ -26,11 +27,14 @@ class Kept:
         hooks: of the caller, for saved tensors.
     """
 
+    __slots__ = ("_batch", "_packed", "_versions", "hooks")
+
     def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self._batch = batch
         self._versions = [version_of(tensor) for tensor in batch]
-        self._packed: list[tuple[Any, bool]] = []
+        #: With hooks, what these made of it, and what required a gradient.
+        self._packed: Sequence[tuple[Any, bool]] = ()
 
     @property
     def unchanged(self) -> bool:
@@ -62,15 +66,16 @@ class Kept:
                 f"{self._versions}); change a clone of it, or change it after backward"
             )
         if self.hooks is None:
-            return self._again([(x, x.requires_grad) for x in self._batch])
+            again = [x.detach().requires_grad_(x.requires_grad) for x in self._batch]
+            return self._batch.replace(again)
         _, unpack = self.hooks
-        return self._again([(unpack(x), needs_grad) for x, needs_grad in self._packed])
-
-    def _again(self, tensors: list[tuple[Tensor, bool]]) -> Batch:
-        for tensor, _ in tensors:
+        again = []
+        for packed, needs_grad in self._packed:
+            tensor = unpack(packed)
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     "a hook that unpacks what was saved for backward must return a tensor "
                     f"(returned: {type(tensor).__name__}); return what the pack hook was given"
                 )
-        return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
+            again.append(tensor.detach().requires_grad_(needs_grad))
+        return self._batch.replace(again)

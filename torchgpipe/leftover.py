@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -50,20 +49,14 @@ class Last(Ended):
 
 def empty_queue() -> None:
     """Runs a backward, which comes by all that has been left in this thread's queue."""
-    output, input, gradient = _oldest()
-    torch.autograd.grad(output, input, gradient, retain_graph=True)
-
-
-@cache
-def _oldest() -> tuple[Tensor, Tensor, Tensor]:
-    """What autograd takes last of all: it goes by numbers that begin anew in each thread."""
-    found = []
-
-    def make() -> None:
-        input = torch.zeros((), requires_grad=True)
-        found.append((input.clone(), input, torch.ones(())))
-
-    thread = threading.Thread(target=make)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    # Autograd takes what was recorded last first, by numbers that begin anew in each thread.
+    thread = threading.Thread(target=lambda: found.append(_recorded()))
     thread.start()
     thread.join()
-    return found[0]
+    torch.autograd.grad(*found[0])
+
+
+def _recorded() -> tuple[Tensor, Tensor, Tensor]:
+    input = torch.zeros((), requires_grad=True)
+    return input.clone(), input, torch.ones(())

@@ -139,9 +139,11 @@ class Pipeline:
             for cycle in clock_cycles(m, n)
             for i, j in cycle
         ]
+        self.context.over = False
         holding(self.draws.locks, partial(self._run, tasks))
+        self.context.over = True
         self.batches[:] = self.routes.back_to_caller(self.batches)
-        if torch.device("cpu") in self.devices:
+        if any(device.type == "cpu" for device in self.devices):
             leave_nothing(self.batches[-1])
         for state in self.states:
             if state is not None:

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.running import running
+from torchgpipe.running import Turn, running
 from torchgpipe.stream import STREAMLESS
 
 __all__: list[str] = []
@@ -136,7 +136,7 @@ class Draws:
         return _locks_of(self._devices)
 
     def __enter__(self) -> None:
-        self._depth = running.depth
+        self._depth, self._turn = running.depth, running.turn or Turn()
         if self._depth:
             for device in self._devices:
                 running.steps[device] = running.steps.get(device, 0) + 1
@@ -163,10 +163,11 @@ class Draws:
         for device in self._devices:
             is_home = error is None and device == self._home[device.type]
             set_state(device, self._last(device) if is_home else self._found[device])
+        self._turn.over = not self._depth
 
     def of(self, i: int, device: torch.device) -> Carried:
         """Has what micro-batch ``i`` draws on a device go on where it was left."""
-        return Carried(self.states[i], generator_of(device), self._depth + 1)
+        return Carried(self.states[i], generator_of(device), self._depth + 1, self._turn)
 
     def _state(self, device: torch.device, i: int) -> Tensor:
         """With what micro-batch ``i`` begins."""
@@ -195,18 +196,22 @@ class Carried:
         states: those of the micro-batch, by type of device.
         device: whose generator it is.
         depth: within how many cells this is, itself included.
+        turn: what is around all of these.
     """
 
-    __slots__ = ("depth", "device", "kind", "outer", "states")
+    __slots__ = ("depth", "device", "kind", "outer", "states", "turn")
 
-    def __init__(self, states: dict[str, Tensor], device: torch.device, depth: int) -> None:
+    def __init__(
+        self, states: dict[str, Tensor], device: torch.device, depth: int, turn: Turn
+    ) -> None:
         self.states = states
-        self.depth = depth
+        self.depth, self.turn = depth, turn
         self.device = device
         self.kind = device.type
 
     def __enter__(self) -> None:
-        self.outer, running.depth = running.depth, self.depth
+        self.outer = running.depth, running.turn
+        running.depth, running.turn = self.depth, self.turn
         set_state(self.device, self.states[self.kind])
 
     def __exit__(
@@ -216,7 +221,7 @@ class Carried:
         traceback: TracebackType | None,
     ) -> None:
         self.states[self.kind] = get_state(self.device)
-        running.depth = self.outer
+        running.depth, running.turn = self.outer
 
 
 class RNGState:
@@ -228,13 +233,15 @@ class RNGState:
         device: where it computes.
     """
 
+    __slots__ = ("_steps", "after", "around", "before", "exchanged")
+
     def __init__(self, device: torch.device) -> None:
         self.before = _get(dict.fromkeys([CPU, generator_of(device)]))
-        #: Whether a step around this one may hold the locks until the computation was repeated.
-        self.nested = running.depth > 1
+        #: What may hold the locks until the computation was repeated.
+        self.around = running.turn if running.depth > 1 else None
         self.after: dict[torch.device, Tensor] = {}
         #: The devices that steps within the computation exchanged the numbers of.
-        self.exchanged: list[torch.device] = []
+        self.exchanged: Sequence[torch.device] = ()
         self._steps = dict(running.steps)
 
     def settle(self) -> None:
@@ -250,8 +257,9 @@ class RNGState:
             if _bytes(state) != _bytes(self.before[device])
         }
         self.before = {device: self.before[device] for device in self.after}
-        steps = running.steps.items()
-        self.exchanged = [device for device, k in steps if k != self._steps.get(device)]
+        if running.steps:
+            steps = running.steps.items()
+            self.exchanged = [device for device, k in steps if k != self._steps.get(device)]
 
     @property
     def drawn(self) -> bool:
@@ -261,7 +269,9 @@ class RNGState:
     @property
     def locks(self) -> list[Lock]:
         """What to hold while the generators are :meth:`restored`."""
-        return [] if self.nested else _locks_of({*self.exchanged, *self.before.keys() & {CPU}})
+        if not (self.before or self.exchanged) or (self.around and not self.around.over):
+            return []
+        return _locks_of({*self.exchanged, *self.before.keys() & {CPU}})
 
     def restored(self) -> Restored:
         """Has the generators as before the computation within a ``with`` block, then as now.
@@ -281,11 +291,16 @@ class Restored:
     def __enter__(self) -> None:
         self.now = _get(self.state.before)
         _set(self.state.before)
+        self.outer = running.turn
+        running.turn = self.outer or Turn()
         running.depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         state = self.state
         running.depth -= 1
+        if self.outer is None and running.turn is not None:
+            running.turn.over = True
+        running.turn = self.outer
         again = _get(state.after)
         _set(self.now)
         for device, drawn in again.items() if kind is None else ():

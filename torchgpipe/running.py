@@ -10,6 +10,12 @@ import torch
 __all__: list[str] = []
 
 
+class Turn:
+    """A step, or a recomputation, that is in no other, and holds the locks of what it draws."""
+
+    over = False
+
+
 class Running(threading.local):
     """What this thread runs."""
 
@@ -23,6 +29,8 @@ class Running(threading.local):
     recomputing = False
     #: In how many cells this thread computes, the one within the other.
     depth = 0
+    #: The outermost step, or recomputation, that this thread computes for.
+    turn: Turn | None = None
     #: Where layers stash and pop; None where they are run outside of a wrapper.
     tracker: Any = None
 

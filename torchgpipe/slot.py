@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ContextDecorator
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ __all__ = ["verify_recomputation"]
 _verifications: list[verify_recomputation] = []
 
 
-class verify_recomputation:
+class verify_recomputation(ContextDecorator):
     """Has recomputations compare what layers save for backward with what the forward saved.
 
     It finds layers that do not compute the same from the same input.

@@ -25,6 +25,8 @@ _C: Any = torch._C
 #: Devices whose work is done in the order of the host: there is nothing to wait for.
 STREAMLESS = ("cpu", "meta", "mps")
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class CPUStream:
@@ -115,11 +117,10 @@ class use_stream:
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """The current streams of accelerators, that of the current device last."""
-    streams = [current_stream(device) for device in {*devices} if has_streams(device)]
-    if streams:
-        current = torch.device(streams[0].device.type, _C._accelerator_getDeviceIndex())
-        streams.append(current_stream(current))
-    return [stream for stream in streams if isinstance(stream, torch.Stream)]
+    indices = [device.index for device in devices if device != CPU and has_streams(device)]
+    if not indices:
+        return []
+    return [*map(_C._accelerator_getStream, [*indices, _C._accelerator_getDeviceIndex()])]
 
 
 def set_streams(streams: Iterable[torch.Stream]) -> None:

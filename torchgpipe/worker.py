@@ -15,6 +15,8 @@ every run whose number is a power of two.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import math
 import threading
 import weakref
@@ -29,6 +31,7 @@ import torch
 
 from torchgpipe.context import Context
 from torchgpipe.stream import has_streams
+from torchgpipe.unwinding import Snapshot
 
 __all__: list[str] = []
 
@@ -53,6 +56,11 @@ class Task(NamedTuple):
     needs: Sequence[Any] = ()
 
 
+#: Of all workers, the threads and what is submitted to them.
+_threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[None], None]]
+_threads = weakref.WeakKeyDictionary()
+
+
 class Worker:
     """A thread that runs functions in the order they were submitted, while it is referred to.
 
@@ -63,14 +71,38 @@ class Worker:
     def __init__(self, name: str) -> None:
         functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.submit = functions.put
-        threading.Thread(target=_serve, args=(functions,), name=name, daemon=True).start()
+        thread = threading.Thread(target=_serve, args=(functions,), name=name, daemon=True)
+        thread.start()
+        _threads[thread] = functions.put
         weakref.finalize(self, functions.put, None)
 
 
 def _serve(functions: SimpleQueue[Callable[[], None] | None]) -> None:
+    # Never the outermost in autocast: weights that were cast are the caller's to forget.
+    torch.autocast_increment_nesting()
     while (function := functions.get()) is not None:
         function()
         del function
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Has no worker be within an operator when Python ends, since that would abort the process.
+
+    In a task that still runs SystemExit is raised, when it comes to Python.
+    """
+    threads = dict(_threads)
+    for submit in threads.values():
+        submit(None)
+    until = monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(0.01)
+        if thread.ident is not None and thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+            )
+    for thread in threads:
+        thread.join(max(0, until - monotonic()))
 
 
 class Run:
@@ -101,7 +133,7 @@ class Run:
         left.reverse()
         try:
             self.context.lend_threads()
-            with self.context.entered():
+            with self.context.entered(Snapshot([device])):
                 while left:
                     for name in left[-1].needs:
                         with self.gates[name]:
@@ -127,10 +159,12 @@ class Run:
             if left is not None:
                 self._leave(device, left)
 
-    def _leave(self, device: torch.device, left: Sequence[Task]) -> None:
+    def _leave(self, device: torch.device, left: list[Task]) -> None:
         # Whoever waits for these sees that the run has stopped.
         for task in left:
             self._open(task)
+        # The caller goes on, and counts on what they refer to being free.
+        left.clear()
         self.ended.put(device)
 
     def _open(self, task: Task) -> None:
@@ -205,7 +239,9 @@ class Workers:
             for device in working:
                 self._worker(device).submit(partial(run.work, device))
             while working and not run.stopped:
-                working.remove(run.ended.get())
+                # In pieces: Ctrl-C that came just before is not heard until get() returns.
+                with suppress(Empty):
+                    working.remove(run.ended.get(timeout=0.1))
         finally:
             # Where the caller was interrupted, wherever that was.
             run.abandon()
@@ -213,7 +249,7 @@ class Workers:
             with suppress(Empty):
                 while working:
                     working.remove(run.ended.get(timeout=max(0, until - monotonic())))
-            errors = run.errors
+            errors, run.errors = run.errors, {}
             # These refer to this frame.
             del run
         try:

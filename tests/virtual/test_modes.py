@@ -20,7 +20,7 @@ def test_profiler_sees_layers_of_other_threads(devices):
     for options in ({}, {"experimental_config": config}):
         model(rows(model))
         with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], **options
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True, **options
         ) as profile:
             model(rows(model))
         counts.append(sum(x.count for x in profile.key_averages() if x.key == "aten::addmm"))

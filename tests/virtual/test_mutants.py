@@ -179,6 +179,35 @@ TESTS = {
         "test_what_every_micro_batch_gets_is_not_to_be_changed",
         {"j": 0},
     ),
+    "recomputation of a step": (
+        "test_rng",
+        "test_recomputation_of_a_step_within_a_cell_holds_its_locks",
+        {"timeout": 0.2},
+    ),
+    "hooks": ("test_modes", "test_hooks_see_what_they_see_in_the_plain_model", {}),
+    "hooks of what is kept": ("test_modes", "test_hooks_see_what_checkpointing_keeps", {}),
+    "modes": ("test_modes", "test_layers_see_what_the_caller_has_set", {"name": "device"}),
+    "modes of backward": (
+        "test_modes",
+        "test_second_run_sees_no_mode_of_backward",
+        {"backward": "dispatch modes", "places": ["cpu"] * 2},
+    ),
+    "threads of an operator": (
+        "test_modes",
+        "test_second_run_sees_no_mode_of_backward",
+        {"backward": "three threads", "places": ["cpu"] * 2},
+    ),
+    "what a backward leaves": (
+        "test_failures",
+        "test_all_tensors_are_released_once_the_exception_is_dropped",
+        {"kind": "backward", "k": 1, "places": ["cpu"] * 3},
+    ),
+    "at a time": ("test_threads", "test_nothing_runs_beside_a_recomputation_of_its_layers", {}),
+    "interrupted": (
+        "test_unwinding",
+        "test_interrupted_where_something_was_set",
+        {"window": "a skip tracker", "places": ["cpu"] * 2},
+    ),
     "let go": ("test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
@@ -279,11 +308,11 @@ MUTANTS = {
     ),
     "stream of recomputation": (
         "checkpoint",
-        "                use_stream(self.stream),\n                self.context",
-        "                self.context",
+        "with found, use_stream(self.stream), ",
+        "with found, ",
         "limit",
     ),
-    "random numbers": ("checkpoint", "                rng.restored(),\n", "", "dropout"),
+    "random numbers": ("checkpoint", "with rng.restored(), ", "with ", "dropout"),
     "join [1]": (
         "pipeline",
         "cell.arrive(batch, phonies)  # [1]",
@@ -425,8 +454,8 @@ MUTANTS = {
     ),
     "generators are put back": (
         "rng",
-        "            for device in self._devices:\n                is_home",
-        "            for device in ():\n                is_home",
+        "        for device in self._devices:\n            is_home",
+        "        for device in ():\n            is_home",
         "same numbers",
     ),
     "generators are put back after an exception": (
@@ -449,27 +478,82 @@ MUTANTS = {
     ),
     "locks of a step": (
         "rng",
-        "                    held.enter_context(_locks[device])\n",
-        "                    pass\n",
+        "        return _locks_of(self._devices)",
+        "        return []",
         "one step at a time",
     ),
     "no locks within a cell": (
         "rng",
-        "            if not self._depth:\n",
-        "            if True:\n",
+        "return [] if running.depth else [",
+        "return [",
         "a step within a cell",
     ),
     "no lock for a recomputation within a cell": (
         "rng",
-        " and not (state.nested or _thread_local.depth):",
-        ":",
+        "return [] if running.depth else [",
+        "return [",
         "a recomputation within a cell",
     ),
     "locks after a failure": (
         "rng",
-        "with ExitStack() as held:\n            self._depth",
-        "held = ExitStack()\n        if True:\n            self._depth",
+        "    with locks[0]:\n",
+        "    if locks[0].__enter__():\n",
         "a step that does not begin",
+    ),
+    "locks of a recomputation around a step": (
+        "rng",
+        "_locks_of({*self.exchanged, *",
+        "_locks_of({*",
+        "recomputation of a step",
+    ),
+    "modes that only the caller computes in": (
+        "worker",
+        "if context.alone or len",
+        "if len",
+        "hooks",
+    ),
+    "modes of a second run": (
+        "context",
+        "            push(self.modes)\n",
+        "            pass\n",
+        "modes",
+    ),
+    "modes of backward": (
+        "context",
+        "        if self.differs:\n            pop_all()\n            if self",
+        "        if self.differs:\n            if self",
+        "modes of backward",
+    ),
+    "context variables": (
+        "checkpoint",
+        "self.context.run(self.function, again)",
+        "self.function(again)",
+        "modes",
+    ),
+    "threads of an operator": (
+        "modes",
+        "        torch.set_num_threads(modes.threads)\n",
+        "        pass\n",
+        "threads of an operator",
+    ),
+    "what is kept is packed": (
+        "checkpoint",
+        "Kept(batch, _hooks_of_caller())",
+        "Kept(batch, None)",
+        "hooks of what is kept",
+    ),
+    "what a backward leaves": (
+        "pipeline",
+        "            leave_nothing(self.batches[-1])\n",
+        "            pass\n",
+        "what a backward leaves",
+    ),
+    "a partition at a time": ("cell", "with self.lock, again", "with again", "at a time"),
+    "what is interrupted": (
+        "gpipe",
+        "with Snapshot(self.devices), ",
+        "with ",
+        "interrupted",
     ),
     "hooks of the forward": (
         "state",
@@ -526,7 +610,7 @@ def judge(test, devices):
     for mode in ("never", "except_last", "always") if "mode" in names else [None]:
         with pytest.MonkeyPatch.context() as patch:
             given = {"devices": devices, "device": devices[0], "mode": mode, "monkeypatch": patch}
-            given |= arguments
+            given |= {"places": devices[:3]} | arguments
             check(**{name: value for name, value in given.items() if name in names})
 
 

@@ -137,7 +137,8 @@ def profile_layers(
     end = monotonic() + timeout
     rng = RNGState(where)
 
-    def rows() -> Iterator[LayerProfile]:
+    def rows() -> list[LayerProfile]:
+        found = []
         batch = scatter(sample, chunks)[0]
         batch = _leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
         layers = module._modules.items()
@@ -146,7 +147,8 @@ def profile_layers(
             title = f"{name} ({type(layer).__name__})"
             with Named(f"raised while layer {title} was profiled"):
                 row, batch = _profile_layer(title, layer, batch, where, monotonic() + share)
-            yield row
+            found.append(row)
+        return found
 
     def measure() -> Profile:
         with use_device(where), rng.restored(), torch.inference_mode(False), torch.enable_grad():

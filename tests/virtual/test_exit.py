@@ -1,0 +1,25 @@
+"""The process ends promptly, as its main thread says, whatever accelerators are given."""
+
+import os
+import signal
+
+import pytest
+
+from tests.exits import PROGRAMS, endings
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+
+@pytest.fixture(scope="module")
+def ended():
+    return endings([name for name in PROGRAMS if name.endswith("virtual")])
+
+
+def test_many_live_wrappers(ended):
+    assert ended["live, virtual"] == [0, "end\n", ""]
+
+
+def test_interrupted_within_a_cell(ended):
+    status, out, err = ended["interrupted amid compute, virtual"]
+    assert err.endswith("\nKeyboardInterrupt\n")
+    assert (status, out) == (-signal.SIGINT, "")
