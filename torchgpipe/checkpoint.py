@@ -174,11 +174,11 @@ class Checkpoint:
         with self.lock:
             if self.kept is None:
                 return
+            if not self.context.over:
+                raise _not_within_forward()
             # From here on, each slot is held by the node that saved it, and by nothing else.
             slots, self.slots = self.slots, []
             try:
-                if not self.context.over:
-                    raise _not_within_forward()
                 self._repeat(slots)
             except BaseException:
                 # What is there may be wrong, and must not be taken for right by another backward.

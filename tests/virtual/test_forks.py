@@ -1,11 +1,14 @@
 """Forked children: accelerators compute there, and where autograd cannot, it says so."""
 
+import copy
 import os
 from functools import partial
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from tests.forks import ChildError, Pausing, forward, in_child, layers, step
+from tests.forks import WIDTH, ChildError, Pausing, forward, in_child, layers, step
 from tests.long_runs import MODES
 from torchgpipe import GPipe
 
@@ -51,3 +54,18 @@ def test_child_forked_while_a_thread_is_in_a_step(wrap, when):
     with pausing.within_a_step_of(paused, paused.devices[0]):
         assert in_child(use) == expected
     assert use() == expected
+
+
+def test_loader_with_forked_workers_beside_a_wrapper(wrap):
+    module = layers()
+    # One, as these tests run on one core.
+    options = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 30}
+    losses = []
+    for given in ({}, options):
+        model = wrap(copy.deepcopy(module))
+        losses.append([])
+        for x in DataLoader(torch.ones(16, WIDTH).cumsum(0) / 16, batch_size=8, **given):
+            loss = model(x.to(model.devices[0])).square().sum()
+            loss.backward()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
