@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 from pathlib import Path
 from textwrap import dedent
 
@@ -59,6 +60,14 @@ def seed():
 def device(request):
     """Where a test computes."""
     return request.param
+
+
+@pytest.fixture
+def interruptible():
+    """Also where the tests run in the background, and Ctrl-C would be ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tests.forks import wait
 from tests.long_runs import Piped
 from torchgpipe import GPipe, testing
 
@@ -134,19 +135,6 @@ def endings(names):
     return json.loads(done.stdout)
 
 
-def wait(child):
-    """The exit status of a child, or None if it hangs."""
-    end = time.monotonic() + HANGS
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
 def main():
     """The program to be, in a child; None in the parent, when all have ended."""
     torch.set_num_threads(1)
@@ -158,7 +146,7 @@ def main():
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 return PROGRAMS[name]
-            status = wait(child)
+            status = wait(child, HANGS)
             printed = [file.seek(0) or file.read() for file in (out, err)]
             ended[name] = [status, *printed]
     print(json.dumps(ended))

@@ -219,14 +219,13 @@ def uncollected():
         gc.enable()
 
 
-def verify_nothing_stays(step, warm_up=None, allocated=lambda: 0, slack=SLACK):
+def verify_nothing_stays(step, warm_up=None, allocated=lambda: 0):
     """Asserts that a long run holds at its end what it held after few steps.
 
     Args:
         step: what is done in each; it is given its number.
         warm_up: what is done in the first ones instead.
         allocated: gives the memory of the devices in bytes.
-        slack: by how many bytes the process may grow.
     """
     with uncollected():
         for k in range(WARM):
@@ -240,7 +239,7 @@ def verify_nothing_stays(step, warm_up=None, allocated=lambda: 0, slack=SLACK):
         eventually(lambda: not exceeding(held(allocated), before))
         more, growth = exceeding(held(allocated), before), resident() - memory
     assert not more, f"before and after {STEPS} steps: {more}"
-    assert growth <= slack, f"{growth / STEPS} bytes in each step"
+    assert growth <= SLACK, f"{growth / STEPS} bytes in each step"
 
 
 def exceeding(after, before):

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import sys
-import threading
 import time
 import traceback
 import weakref
@@ -190,35 +189,6 @@ def test_no_cell_starts_after_it(places, kind):
     # In backward, but for those that autograd's threads have begun by then.
     begun = kind != "forward"
     assert all(sum(layer.runs.values()) <= k + begun for k, layer in zip(first, model))
-
-
-class Slow(nn.Module):
-    """Takes until it is told to end, where it is told to begin."""
-
-    def __init__(self):
-        super().__init__()
-        self.begun, self.end = threading.Event(), threading.Event()
-        self.slow = False
-
-    def forward(self, x):
-        if self.slow:
-            self.begun.set()
-            assert self.end.wait(30)
-        return x * 1
-
-
-class FailBeside(nn.Module):
-    """Fails while another layer is slow."""
-
-    def __init__(self, slow):
-        super().__init__()
-        self.other = [slow]
-
-    def forward(self, x):
-        if self.other[0].slow:
-            assert self.other[0].begun.wait(30)
-            raise ValueError("beside")
-        return x * 1
 
 
 def test_second_step_after_a_failure_in_every_cell(places):

@@ -131,14 +131,6 @@ class InterruptFunction(torch.autograd.Function):
         return grad, None
 
 
-@pytest.fixture
-def interruptible():
-    """Also where the tests run in the background, and Ctrl-C would be ignored."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
 def test_ctrl_c(places, where):

@@ -316,14 +316,6 @@ def test_exception_leaves_no_cycle(workers):
         gc.enable()
 
 
-@pytest.fixture
-def interruptible():
-    """Also where the tests run in the background, and Ctrl-C would be ignored."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_caller_that_is_interrupted():
     workers = Workers(CPUS)

@@ -13,6 +13,10 @@ one for each type of device::
 
 The first micro-batch goes on with the caller's numbers, as if there were no other. The others begin
 with numbers of their own, by a seed that the caller's state gives.
+
+Whoever exchanges the state of a generator holds its lock: the outermost step; or a recomputation,
+if its cell has drawn from the generator, or has run a step of another wrapper that exchanges it.
+What is within these, also on threads of autograd, takes no lock until they are over.
 """
 
 from __future__ import annotations

@@ -7,13 +7,42 @@ import torch
 from torch import nn
 
 from tests.test_failures import *  # noqa: F403
-from tests.test_failures import WIDTH, FailBeside, Slow
+from tests.test_failures import WIDTH
 from torchgpipe import GPipe
 
 
 @pytest.fixture(params=[[0, 1, 2], [0, "cpu", 1], [0, 0, 1]], ids=str)
 def places(request, devices):
     return [x if x == "cpu" else devices[x] for x in request.param]
+
+
+class Slow(nn.Module):
+    """Takes until it is told to end, where it is told to begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.end = threading.Event(), threading.Event()
+        self.slow = False
+
+    def forward(self, x):
+        if self.slow:
+            self.begun.set()
+            assert self.end.wait(30)
+        return x * 1
+
+
+class FailBeside(nn.Module):
+    """Fails while another layer is slow."""
+
+    def __init__(self, slow):
+        super().__init__()
+        self.other = [slow]
+
+    def forward(self, x):
+        if self.other[0].slow:
+            assert self.other[0].begun.wait(30)
+            raise ValueError("beside")
+        return x * 1
 
 
 def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
