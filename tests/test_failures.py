@@ -36,7 +36,7 @@ class FrozenError(Exception):
     reason: str
 
 
-class Falsy(Exception):  # noqa: N818
+class FalsyError(Exception):
     def __bool__(self):
         return False
 
@@ -45,7 +45,7 @@ ERRORS = [
     partial(ValueError, "x"),
     partial(SpecialError, reason="x"),
     partial(FrozenError, "x"),
-    Falsy,
+    FalsyError,
     partial(StopIteration, 1),
     GeneratorExit,
     partial(SystemExit, 3),

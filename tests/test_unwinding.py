@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.test_failures import WIDTH, Tricky
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.checkpoint import _flag
 from torchgpipe.context import Entered
@@ -17,8 +18,6 @@ from torchgpipe.rng import Carried, Restored
 from torchgpipe.running import running
 from torchgpipe.skip.tracker import use_skip_tracker
 from torchgpipe.stream import current_streams, use_stream
-
-WIDTH = 4
 
 
 @pytest.fixture
@@ -98,37 +97,20 @@ def test_interrupted_where_something_was_set(places, window, monkeypatch):
             assert all(map(torch.equal, step(model), expected))
 
 
-class Interrupt(nn.Module):
-    """Presses Ctrl-C in its second run."""
+class Interrupt(Tricky):
+    """Presses Ctrl-C in its second run of a kind."""
 
     def __init__(self, where):
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.where, self.runs = where, None
+        self.where, self.seen = where, None
 
-    def run(self, kind):
-        if kind == self.where and self.runs is not None:
-            self.runs += 1
-            if self.runs == 2:
+    def count(self, kind):
+        if kind == self.where and self.seen is not None:
+            self.seen += 1
+            if self.seen == 2:
                 os.kill(os.getpid(), signal.SIGINT)
                 # Where this is not the caller's thread, that one now has Python.
                 time.sleep(0.1)
-
-    def forward(self, x):
-        self.run("recomputation" if is_recomputing() else "forward")
-        return InterruptFunction.apply(self.linear(x).tanh(), self)
-
-
-class InterruptFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.layer.run("backward")
-        return grad, None
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -151,10 +133,10 @@ def test_ctrl_c(places, where):
         return [parameter.grad.cpu() for parameter in model.parameters()]
 
     expected, before = train(), state(model)
-    layer.runs = 0
+    layer.seen = 0
     with pytest.raises(KeyboardInterrupt):
         train()
-    runs, layer.runs = layer.runs, None
+    runs, layer.seen = layer.seen, None
     own = where == "forward" or all(device.type == "cpu" for device in model.devices)
     assert runs in ((2, 3) if own else range(2, 9))
     assert state(model) == before

@@ -41,6 +41,7 @@ class Last(Ended):
 
     def __call__(self) -> None:
         # Ctrl-C would not be heard in a method that Python calls to delete an object.
+        # Types do not know that an object may become one of its base class.
         self.__class__ = Ended  # type: ignore[assignment]
 
     def __del__(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+# All of its tests, with other places.
 from tests.test_failures import *  # noqa: F403
 from tests.test_failures import WIDTH
 from torchgpipe import GPipe

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+# All of its tests, with other places.
 from tests.test_modes import *  # noqa: F403
 from tests.test_modes import made, rows, wrap
 

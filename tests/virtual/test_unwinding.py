@@ -2,6 +2,7 @@
 
 import pytest
 
+# All of its tests, with other places.
 from tests.test_unwinding import *  # noqa: F403
 
 
