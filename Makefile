@@ -3,16 +3,23 @@
 PYTHON ?= python3
 venv := .venv
 python := $(venv)/bin/python
-installed := $(venv)/.installed
+installed := $(venv)/.all
 
-.PHONY: demo test soak check clean
+.PHONY: demo test suite virtual soak check clean
 
-demo: $(installed)  ## Trains two models on handwritten digits, wrapped and unwrapped.
+demo: $(venv)/.demo  ## Trains two models on handwritten digits, wrapped and unwrapped.
 	$(python) -m examples.digits
 
-test: $(installed)  ## Runs the tests.
+# Accelerators are made before the first backward of a process, so their tests have one of their own.
+test: $(installed)  ## Runs the tests, in two processes side by side.
+	@$(MAKE) --no-print-directory -j 2 suite virtual
+
+suite:
 	$(python) -m pytest -q
-	$(python) -m pytest -q tests/virtual
+
+virtual:
+	@$(python) -m pytest -q tests/virtual > $(venv)/virtual.log 2>&1; \
+	status=$$?; cat $(venv)/virtual.log; exit $$status
 
 soak: $(installed)  ## Runs the tests of virtual accelerators with many host timings, and long runs.
 	TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/test_long_runs.py
@@ -26,9 +33,10 @@ check: $(installed)  ## Lint, format and types.
 clean:
 	rm -rf $(venv) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 
-# torch first and pinned, so that it comes from where pip finds that very version.
-$(installed): setup.py constraints.txt
+# What the name says of the extras of setup.py. torch first and pinned, so that it comes from where
+# pip finds that very version.
+$(venv)/.%: setup.py constraints.txt
 	$(PYTHON) -m venv $(venv)
 	$(python) -m pip install -q -c constraints.txt torch
-	$(python) -m pip install -q -c constraints.txt -e '.[all]'
+	$(python) -m pip install -q -c constraints.txt -e '.[$*]'
 	touch $@

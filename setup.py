@@ -11,6 +11,7 @@ assert version is not None
 
 benchmarks = ["tqdm"]
 demo = ["scikit-learn", "tqdm"]
+examples = ["accelerate", "lightning", "safetensors", "timm", "transformers"]
 test = ["hypothesis", "pytest"]
 check = ["mypy", "ruff"]
 
@@ -42,8 +43,9 @@ setup(
     extras_require={
         "benchmarks": benchmarks,
         "demo": demo,
+        "examples": examples,
         "test": test,
         "check": check,
-        "all": benchmarks + demo + test + check,
+        "all": benchmarks + demo + examples + test + check,
     },
 )

@@ -1,4 +1,4 @@
-"""The examples run, at tiny size."""
+"""The demo, at tiny size."""
 
 from functools import partial
 
