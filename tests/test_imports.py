@@ -13,7 +13,7 @@ import torchgpipe
 PACKAGE = Path(torchgpipe.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = {"stream", "phony", "dependency", "copy", "microbatch", "structure"}
+GROUND = {"stream", "phony", "dependency", "copy", "microbatch", "structure", "compiler"}
 
 #: Modules (or packages) that a module (or package) must not import.
 FORBIDDEN = {
@@ -32,7 +32,7 @@ FORBIDDEN = {
 #: Modules that do without torch.
 PLAIN = {"balance.blockpartition"}
 
-EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn"}
+EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors", "transformers"}
 
 
 def name_of(file):

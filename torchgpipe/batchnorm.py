@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchgpipe.checkpoint import is_recomputing
+from torchgpipe.compiler import uncompiled
 from torchgpipe.stream import current_stream, record_stream
 
 __all__ = ["DeferredBatchNorm"]
@@ -91,6 +92,8 @@ class DeferredBatchNorm(_BatchNorm):
             norm.__class__ = DEFERRED[type(norm)]
         return module
 
+    # What a second run computes, and how many rows there were before, would be compiled anew each.
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         mean = self.running_mean
         if not (self._collects and self.training and mean is not None) or is_recomputing():

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from torchgpipe.compiler import uncompiled
 from torchgpipe.context import Context
 from torchgpipe.dependency import fork, needs_backward, pass_on
 from torchgpipe.kept import Kept
@@ -54,11 +55,13 @@ from torchgpipe.unwinding import Snapshot
 __all__ = ["is_checkpointing", "is_recomputing"]
 
 
+@uncompiled
 def is_checkpointing() -> bool:
     """Whether this thread runs a layer whose saved tensors are dropped, to be recomputed."""
     return running.checkpointing
 
 
+@uncompiled
 def is_recomputing() -> bool:
     """Whether this thread runs a layer for the second time, within backward.
 
@@ -216,6 +219,7 @@ class Checkpoint:
         for slot in slots:
             slot.open()
 
+        @uncompiled
         def fill(tensor: Tensor) -> None:
             nonlocal count
             if count < due:
@@ -243,6 +247,7 @@ class Checkpoint:
         for slot in slots:
             slot.compare()
 
+    @uncompiled
     def _drop(self, tensor: Tensor) -> Slot:
         slot = Slot(tensor, self.lasting(tensor) or self._is_kept(tensor))
         self.slots.append(slot)
@@ -253,6 +258,7 @@ class Checkpoint:
         is_input = not self.inputs.isdisjoint((id(tensor), id(tensor._base)))
         return is_input or not tensor.numel()
 
+    @uncompiled
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             # The gradient came another way than through the output.
@@ -280,6 +286,7 @@ class Recompute(torch.autograd.Function):
         return (*pass_on(ctx, tensors), phony)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.checkpoint.recompute()
         return (None, *grads[:-1])

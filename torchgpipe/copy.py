@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchgpipe.compiler import uncompiled
 from torchgpipe.dependency import alias, keep_requires_grad, needs_backward, pass_on
 from torchgpipe.stream import (
     AbstractStream,
@@ -104,6 +105,7 @@ class Copy(torch.autograd.Function):
         return keep_requires_grad(ctx, _copied(tensors[count:], prev_stream, next_stream))
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         moved = _moved(grads, ctx.next_stream, ctx.prev_stream, other=ctx.prev_stream)
         return (None, None, None, *[None] * ctx.count, *moved)
@@ -121,6 +123,7 @@ class Wait(torch.autograd.Function):
         return pass_on(ctx, tensors)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         return (None, None, *_cloned(grads, ctx.next_stream, ctx.prev_stream))
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torchgpipe.compiler import uncompiled
 from torchgpipe.phony import get_phony
 from torchgpipe.structure import is_dense
 
@@ -81,6 +82,7 @@ class Join(torch.autograd.Function):
         return pass_on(ctx, tensors[count:])
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, *[None] * ctx.count, *grads)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe import microbatch
 from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
+from torchgpipe.compiler import prepare, uncompiled
 from torchgpipe.context import verify_no_tangents, verify_no_transform
 from torchgpipe.options import checked_balance, checked_devices, is_positive_int
 from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
@@ -106,6 +107,7 @@ class GPipe(nn.Module):
 
     def _prepare(self) -> None:
         """Makes what belongs to this object alone, and is neither copied nor pickled."""
+        prepare()
         self._process = os.getpid()
         self._streams = Streams()
         self._workers = Workers(self.devices)
@@ -252,6 +254,7 @@ class GPipe(nn.Module):
             own.append(key)
         return own
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers, micro-batch by micro-batch.
 

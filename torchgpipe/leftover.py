@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from torchgpipe.compiler import uncompiled
+
 __all__: list[str] = []
 
 
@@ -24,6 +26,7 @@ def leave_nothing(outputs: Iterable[Tensor]) -> None:
             tensor.grad_fn.register_prehook(_begin)
 
 
+@uncompiled
 def _begin(_: tuple[Tensor, ...]) -> None:
     # A backward that raises lets go of its callbacks, and does not call them.
     Variable._execution_engine.queue_callback(Last())
@@ -39,11 +42,13 @@ class Ended:
 class Last(Ended):
     """What is called when a backward ends; it is deleted without where that has raised."""
 
+    @uncompiled
     def __call__(self) -> None:
         # Ctrl-C would not be heard in a method that Python calls to delete an object.
         # Types do not know that an object may become one of its base class.
         self.__class__ = Ended  # type: ignore[assignment]
 
+    @uncompiled
     def __del__(self) -> None:
         empty_queue()
 

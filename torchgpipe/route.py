@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from torchgpipe.compiler import uncompiled
 from torchgpipe.copy import copy
 from torchgpipe.dependency import needs_backward, pass_on
 from torchgpipe.microbatch import VALUE, Batch
@@ -155,6 +156,7 @@ class Routes:
         for own in {*self.compute} - {*self._outside}:
             wait_stream(current_stream(get_device(own)), own)
 
+    @uncompiled
     def end_backward(self) -> None:
         """Leaves gradients to the caller: they are in memory of a partition's streams."""
         self.have_caller_wait()
@@ -194,6 +196,7 @@ class Enter(torch.autograd.Function):
         return pass_on(ctx, tensors)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.routes.wait_for_caller()
         # When all of this backward is done.

@@ -154,9 +154,15 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
     for size in sizes:
         # narrow() and not split(), whose views may not be changed in place. One tensor in several
         # places stays one.
-        parts = {key: x.narrow(0, start, size) for key, x in rows.items()}
+        parts = {key: _rows(x, start, size) for key, x in rows.items()}
         start += size
         yield tree_unflatten([parts.get(id(x), other) for x, other in zip(leaves, whole)], spec)
+
+
+def _rows(tensor: Tensor, start: int, size: int) -> Tensor:
+    # No view, where no gradient comes back: PyTorch's compiler would make a graph for each base.
+    rows = tensor.narrow(0, start, size)
+    return rows if rows.requires_grad else rows.detach()
 
 
 def is_split(leaf: Any) -> bool:

@@ -1,0 +1,362 @@
+"""Layers that PyTorch compiles compute what they compute otherwise; the wrapper is left alone."""
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._C._dynamo import eval_frame
+from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import torchgpipe
+from torchgpipe import GPipe, is_recomputing
+from torchgpipe.running import running
+from torchgpipe.skip import Namespace, pop, skippable, stash
+
+MODES = ["never", "except_last", "always"]
+# The compiler asks every input for its gradient, whatever it is an input of.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+#: Layers that are compiled as such, in place, a partition at a time, and in place as a partition.
+WAYS = ["layers", "in place", "sequence", "partitions"]
+
+#: The sizes of mini-batches that come one after another.
+ROWS = (12, 11, 7, 12, 5, 13, 3)
+
+chooses_alike = pytest.mark.skipif(
+    not hasattr(eval_frame, "_set_lru_cache"), reason="PyTorch 2.9 takes the graph used last"
+)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    """What was compiled before is forgotten."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def backend():
+    """Counts the graphs that are compiled."""
+    return CompileCounterWithBackend("aot_eager")
+
+
+class Block(nn.Module):
+    """Saves more for backward than its input and its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.norm(nn.functional.gelu(self.linear(x))) + x
+
+
+def blocks(kind=Block, count=4):
+    torch.manual_seed(0)
+    return [kind() for _ in range(count)]
+
+
+def wrapped(layers, way, backend, *, whole=True, **options):
+    """Layers that are compiled in one of the ways, in two partitions; these in whole graphs."""
+    half = len(layers) // 2
+    if way == "layers":
+        layers = [torch.compile(x, backend=backend) for x in layers]
+    elif way == "in place":
+        for x in layers:
+            x.compile(backend=backend)
+    elif way == "sequence":
+        parts = [nn.Sequential(*layers[:half]), nn.Sequential(*layers[half:])]
+        layers = [torch.compile(x, backend=backend, fullgraph=whole) for x in parts]
+    balance = [len(layers) // 2, len(layers) - len(layers) // 2]
+    model = GPipe(nn.Sequential(*layers), balance, devices=["cpu", "cpu"], **options)
+    if way == "partitions":
+        for partition in model.partitions:
+            partition.compile(backend=backend, fullgraph=whole)
+    return model.double()
+
+
+def step(model, input):
+    """The output and the gradients of a step."""
+    model.zero_grad()
+    output = model(input)
+    output.square().sum().backward()
+    return [output.detach(), *[p.grad for p in model.parameters()]]
+
+
+def micro_batches(layers, m=4):
+    """What the plain layers compute of micro-batches one after another."""
+    plain = nn.Sequential(*layers).double()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain = plain
+
+        def forward(self, input):
+            return torch.cat([plain(x) for x in input.tensor_split(min(m, len(input)))])
+
+    return Model()
+
+
+def input_of(rows):
+    return torch.rand(rows, 6, dtype=torch.double)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_parity(way, mode, backend):
+    model = wrapped(blocks(), way, backend, chunks=4, checkpoint=mode)
+    plain = micro_batches(blocks())
+    for _ in range(2):
+        input = input_of(8)
+        torch.testing.assert_close(step(model, input), step(plain, input))
+    # Of the input, and of what requires a gradient, as there are of the plain model.
+    assert backend.frame_count == 2
+
+
+@chooses_alike
+@pytest.mark.parametrize(
+    ("way", "mode"), [("layers", "never"), ("layers", "always"), ("partitions", "except_last")]
+)
+def test_changing_sizes(way, mode, backend):
+    """As many graphs as the plain layers make of the micro-batches, and then no more."""
+    counter = CompileCounterWithBackend("aot_eager")
+    reference = micro_batches([torch.compile(x, backend=counter) for x in blocks()])
+    expected = []
+    for rows in ROWS:
+        step(reference, input_of(rows))
+        expected.append(counter.frame_count)
+    torch._dynamo.reset()
+
+    model = wrapped(blocks(), way, backend, chunks=4, checkpoint=mode)
+    plain = micro_batches(blocks())
+    counts = []
+    for rows in ROWS:
+        input = input_of(rows)
+        torch.testing.assert_close(step(model, input), step(plain, input))
+        counts.append(backend.frame_count)
+    if way == "layers":
+        assert counts == expected
+    assert counts[-1] <= expected[-1]
+    for rows in range(4, 20, 3):
+        step(model, input_of(rows))
+    assert backend.frame_count == counts[-1]
+
+
+@chooses_alike
+def test_compiled_anew_between_forward_and_backward():
+    """The graph for any size fits the first input as well, and saves one more tensor."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        if len(compiled) == 1:
+            return graph.forward
+        return lambda *inputs: [x.sigmoid().logit() for x in graph(*inputs)]
+
+    layer = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Sigmoid()), backend=backend)
+    model = GPipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint="always")
+    outputs = [model(torch.rand(rows, 6)) for rows in (8, 10, 8)]
+    for output in outputs:
+        output.sum().backward()
+    assert len(compiled) == 2
+
+
+class Counter(nn.Module):
+    """Does something once per micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if not is_recomputing():
+            self.count += 1
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("way", ["layers", "sequence"])
+def test_is_recomputing(way, backend, monkeypatch):
+    """It is asked in every run, also by a layer that was compiled outside of the wrapper."""
+    # As in a thread that has not computed under checkpointing yet.
+    monkeypatch.delattr(running, "recomputing", raising=False)
+    model = wrapped(blocks(Counter), way, backend, chunks=4, checkpoint="always", whole=False)
+    model[0](input_of(3))
+    for _ in range(3):
+        step(model, input_of(8))
+    counts = [buffer.item() for buffer in model.buffers()]
+    assert counts == [13, 13 if way == "sequence" else 12, 12, 12]
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        yield stash("skip", x * 2)
+        return self.linear(x).tanh()
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return self.linear(x).tanh() * skip
+
+
+@pytest.mark.parametrize("way", ["layers", "in place", "partitions"])
+def test_skips(way, backend):
+    def layers():
+        torch.manual_seed(0)
+        outer, inner = Namespace(), Namespace()
+        return [
+            Stash().isolate(outer),
+            Stash().isolate(inner),
+            Pop().isolate(inner),
+            Pop().isolate(outer),
+        ]
+
+    model = wrapped(layers(), way, backend, chunks=4, checkpoint="always", whole=False)
+    plain = GPipe(nn.Sequential(*layers()), [2, 2], devices=["cpu"] * 2, chunks=4).double()
+    for _ in range(3):
+        input = input_of(8)
+        torch.testing.assert_close(step(model, input), step(plain, input))
+    # Each namespace, and what requires no gradient, has a graph of its own.
+    assert backend.frame_count == 4
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_batch_normalisation(deferred, backend):
+    """Running statistics are updated once, and a deferred one is not compiled at every step."""
+
+    def layers():
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)]
+
+    options = {"chunks": 4, "checkpoint": "always", "deferred_batch_norm": deferred}
+    model = wrapped(layers(), "layers", backend, **options)
+    plain = wrapped(layers(), "plain", backend, **options)
+    for _ in range(4):
+        input = input_of(12)
+        torch.testing.assert_close(step(model, input), step(plain, input))
+    torch.testing.assert_close([*model.buffers()], [*plain.buffers()])
+    assert backend.frame_count <= 2
+
+
+@pytest.mark.parametrize("way", ["in place", "partitions"])
+def test_dropout(way, backend):
+    """What a second run draws is what the first drew."""
+    found = []
+    for mode in ("never", "always"):
+        torch._dynamo.reset()
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in blocks()]
+        torch.manual_seed(0)
+        for layer in layers:
+            layer[0].reset_parameters()
+        model = wrapped(layers, way, backend, chunks=4, checkpoint=mode)
+        torch.manual_seed(1)
+        found.append(step(model, input_of(11)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_verified(backend):
+    model = wrapped(blocks(), "layers", backend, chunks=4, checkpoint="always")
+    with torchgpipe.verify_recomputation():
+        step(model, input_of(8))
+
+
+def test_errors_name_the_layer(backend):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("on purpose")
+
+    layers = [*blocks(count=1), Fails()]
+    model = wrapped(layers, "in place", backend, chunks=4)
+    with pytest.raises(ValueError, match="on purpose") as found:
+        model(input_of(8))
+    notes = [*getattr(found.value, "__notes__", ()), str(found.value.__cause__)]
+    assert "partition 1, micro-batch 0, layer 1 (Fails)" in "".join(notes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("compiled", ["model", "in place", "parent", "step", "step with backward"])
+def test_wrapper(compiled, mode, backend):
+    """It breaks the graph, and what is around it is compiled; nothing of its own is."""
+    model = GPipe(nn.Sequential(*blocks()), [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint=mode)
+    model.double()
+
+    def forward(input):
+        return model(input * 2) * 3
+
+    def both(input):
+        output = forward(input)
+        output.square().sum().backward()
+        return output
+
+    run, expected = {
+        "model": (torch.compile(model, backend=backend), 0),
+        "in place": (model, 0),
+        "parent": (forward, 2),
+        "step": (forward, 2),
+        "step with backward": (both, 3),
+    }[compiled]
+    if compiled == "in place":
+        model.compile(backend=backend)
+    elif compiled == "parent":
+        parent = nn.Module()
+        parent.forward, parent.model = forward, model
+        run = torch.compile(parent, backend=backend)
+    elif compiled.startswith("step"):
+        run = torch.compile(run, backend=backend)
+    plain = micro_batches(blocks())
+    for _ in range(2):
+        input = input_of(8)
+        around = compiled not in ("model", "in place")
+        reference = plain(input * 2) * 3 if around else plain(input)
+        model.zero_grad()
+        plain.zero_grad()
+        output = run(input)
+        reference.square().sum().backward()
+        if compiled != "step with backward":
+            output.square().sum().backward()
+        torch.testing.assert_close(output, reference)
+        torch.testing.assert_close(
+            [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]
+        )
+    assert backend.frame_count == expected
+    own = os.path.dirname(torchgpipe.__file__)
+    seen = [code for ref in input_codes.seen if (code := ref()) is not None]
+    assert [code for code in seen if code.co_filename.startswith(own)] == []
+
+
+def test_no_graph_without_a_break():
+    model = GPipe(nn.Sequential(*blocks()), [2, 2], devices=["cpu"] * 2, chunks=4)
+    parent = nn.Sequential(model, nn.Linear(6, 6))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile these"):
+        torch.compile(parent, backend="eager", fullgraph=True)(torch.rand(8, 6))
+
+
+def test_no_warnings(backend):
+    """Of graphs that are compiled again and again, of which there are too many in the end."""
+    model = wrapped(blocks(count=12), "layers", backend, chunks=4, checkpoint="always")
+    with warnings.catch_warnings(record=True) as found:
+        for training in (True, False, True, False):
+            model.train(training)
+            step(model, input_of(8))
+            with torch.no_grad():
+                model(input_of(8))
+    assert not found
+    assert backend.frame_count <= 6

@@ -1,0 +1,72 @@
+"""Compiled layers on several accelerators: threads compile, and compile again in backward."""
+
+import os
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.convert_frame import input_codes
+
+import torchgpipe
+from tests.test_compiler import MODES, WAYS, anew, backend, blocks, input_of, pytestmark, step
+from torchgpipe import GPipe
+from torchgpipe.testing import observe
+
+__all__ = ["anew", "backend", "pytestmark"]
+
+
+def models(way, devices, backend, mode):
+    """A model that is compiled in one of the ways, and one that is not."""
+    layers = blocks()
+    if way == "layers":
+        layers = [torch.compile(x, backend=backend) for x in layers]
+    elif way == "in place":
+        for x in layers:
+            x.compile(backend=backend)
+    elif way == "sequence":
+        layers = [torch.compile(nn.Sequential(x), backend=backend) for x in layers]
+    options = {"devices": devices, "chunks": 4, "checkpoint": mode}
+    model = GPipe(nn.Sequential(*layers), [1] * 4, **options)
+    if way == "partitions":
+        for partition in model.partitions:
+            partition.compile(backend=backend, fullgraph=True)
+    return model.double(), GPipe(nn.Sequential(*blocks()), [1] * 4, **options).double()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_parity(way, mode, devices, backend):
+    model, plain = models(way, devices[:4], backend, mode)
+    for rows in (8, 8, 11, 8):
+        input = input_of(rows).to(devices[0])
+        expected = step(plain, input)
+        with observe() as seen:
+            found = step(model, input)
+        assert not seen.races
+        torch.testing.assert_close(found, expected)
+    # Of each device, of one size and of any.
+    assert backend.frame_count <= 2 * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_of_our_own(mode, devices, backend):
+    """Also where the backward of the CPU's partitions is called by compiled code."""
+    cpu = torch.device("cpu")
+    places = [cpu, devices[0], devices[0], cpu]
+    model, plain = models("plain", places, backend, mode)
+
+    @torch.compile(backend=backend)
+    def compiled(input):
+        output = model(input * 2)
+        output.square().sum().backward()
+
+    input = input_of(8)
+    plain(input * 2).square().sum().backward()
+    compiled(input)
+    torch.testing.assert_close(
+        [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]
+    )
+    own = os.path.dirname(torchgpipe.__file__)
+    seen = [code for ref in input_codes.seen if (code := ref()) is not None]
+    assert [code for code in seen if code.co_filename.startswith(own)] == []
