@@ -91,6 +91,19 @@ def test_missing_and_unexpected_keys(strict):
         assert sorted(unexpected) == ["9.weight", "partitions.0.0.other"]
 
 
+@pytest.mark.parametrize("own_first", [False, True])
+def test_two_keys_of_one_tensor(own_first):
+    """As in a file that two others were put into: the model's own key is taken, and the other told."""
+    plain, own = layers(seed=1).state_dict(), wrapped([1, 3], seed=2).state_dict()
+    state = {**own, **plain} if own_first else {**plain, **own}
+    model = wrapped([1, 3])
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*\"0\.weight\""):
+        model.load_state_dict(state)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == ([], list(plain))
+    assert same(model, layers(seed=2).state_dict())
+
+
 def test_layer_called_partitions():
     """The plain keys of such a layer look like those of a wrapper."""
     module = nn.Sequential()

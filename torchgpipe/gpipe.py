@@ -223,7 +223,9 @@ class GPipe(nn.Module):
         # Here and not in load_state_dict(), which a parent does not call.
         keys = [key for key in state_dict if key.startswith(prefix)]
         for key, own in zip(keys, self._own_keys([key[len(prefix) :] for key in keys])):
-            state_dict[prefix + own] = state_dict.pop(key)
+            # A second key of a tensor stays what it is, which is unexpected.
+            if prefix + own not in state_dict:
+                state_dict[prefix + own] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
