@@ -93,7 +93,7 @@ def test_missing_and_unexpected_keys(strict):
 
 @pytest.mark.parametrize("own_first", [False, True])
 def test_two_keys_of_one_tensor(own_first):
-    """As in a file that two others were put into: the model's own key is taken, and the other told."""
+    """As in a file that two others were put into: the model's own key counts."""
     plain, own = layers(seed=1).state_dict(), wrapped([1, 3], seed=2).state_dict()
     state = {**own, **plain} if own_first else {**plain, **own}
     model = wrapped([1, 3])

@@ -1,6 +1,6 @@
 """What is ``torch.virtual``: the functions that PyTorch looks for in the module of a device type.
 
-Whatever :mod:`torch.accelerator` has is not repeated here.
+Of what :mod:`torch.accelerator` has, only that is repeated here which PyTorch looks for here.
 """
 
 from __future__ import annotations
@@ -68,6 +68,16 @@ class device:
 def synchronize(device: Device = None) -> None:
     """Waits for all that a device was given."""
     torch.accelerator.synchronize(_index(device))
+
+
+def current_stream(device: Device = None) -> torch.Stream:
+    """This thread's current stream of a device; ``torch.distributed.checkpoint`` asks here."""
+    return torch.accelerator.current_stream(_index(device))
+
+
+def stream(stream: torch.Stream) -> torch.Stream:
+    """Makes a stream the current one within a ``with`` block, as the stream itself does."""
+    return stream
 
 
 def get_rng_state(device: Device = None) -> Tensor:
