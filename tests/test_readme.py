@@ -37,7 +37,8 @@ def test_readme(run, tmp_path):
 @pytest.mark.parametrize(
     "file", [x for x in GUIDE if "code-block" in x.read_text("utf-8")], ids=lambda file: file.stem
 )
-def test_guide(run, file):
+def test_guide(run, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run(file)
 
 

@@ -163,3 +163,63 @@ def test_assigned_on_another_device_is_found():
     model.load_state_dict(state, assign=True)
     with pytest.raises(RuntimeError, match=r"partition 0: cpu, 0\.weight: meta"):
         model(torch.rand(2, 2))
+
+
+def linears():
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+def test_keys_of_compiled_layers():
+    """The wrapper that torch.compile makes is in the keys; what compiles in place is not."""
+    compiled = nn.Sequential(*[torch.compile(layer, backend="eager") for layer in linears()])
+    saved = GPipe(compiled, [1, 2], devices=["cpu"] * 2).state_dict()
+    model = GPipe(linears(), [2, 1], devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*partitions\.0\.0\._orig_mod\.weight"):
+        model.load_state_dict(saved)
+    model.load_state_dict({key.replace("._orig_mod.", "."): x for key, x in saved.items()})
+    for one, other in zip(model.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+    in_place = linears()
+    for layer in in_place:
+        layer.compile(backend="eager")
+    model = GPipe(in_place, [2, 1], devices=["cpu"] * 2)
+    assert model.module.state_dict().keys() == linears().state_dict().keys()
+    assert model.load_state_dict(linears().state_dict()) == ([], [])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_prefix_of_a_wrapper(plain):
+    """As DistributedDataParallel saves it."""
+    source = linears() if plain else GPipe(linears(), [1, 2], devices=["cpu"] * 2)
+    state = nn.ModuleDict({"module": source}).state_dict()
+    model = GPipe(linears(), [2, 1], devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"module\.'):
+        model.load_state_dict(state)
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    assert model.load_state_dict(state) == ([], [])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters()))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_wrapper_twice_in_a_parent_and_one_within_another(plain):
+    def parent(seed, balance):
+        torch.manual_seed(seed)
+        inner = [linears(), linears()]
+        if balance:
+            inner = [GPipe(x, balance, devices=["cpu"] * 2) for x in inner]
+        outer = nn.Sequential(inner[1], nn.Linear(2, 2))
+        if balance:
+            outer = GPipe(outer, [1, 1], devices=["cpu"] * 2)
+        return nn.ModuleDict({"one": inner[0], "other": inner[0], "outer": outer})
+
+    source, target = parent(0, None if plain else [1, 2]), parent(1, [2, 1])
+    assert target.load_state_dict(source.state_dict()) == ([], [])
+    assert all(torch.equal(a, b) for a, b in zip(target.parameters(), source.parameters()))
+
+
+def test_partitions_have_the_plain_names():
+    """So a file for each of them is a part of the file of the plain model."""
+    model = wrapped([1, 3])
+    keys = [list(partition.state_dict()) for partition in model.partitions]
+    assert keys[0] + keys[1] == list(layers().state_dict())
