@@ -133,6 +133,17 @@ def test_sequential_called_partitions():
     assert model.load_state_dict(model.state_dict()) == ([], [])
 
 
+def test_layer_called_partitions_with_layers_of_the_same_names():
+    def module():
+        inner = nn.ModuleDict({"left": nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))})
+        return nn.Sequential(OrderedDict([("partitions", inner), ("0", nn.Linear(1, 1))]))
+
+    source = module()
+    model = GPipe(module(), [1, 1], devices=["cpu"] * 2)
+    assert model.load_state_dict(source.state_dict()) == ([], [])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters()))
+
+
 class Versioned(nn.Linear):
     _version = 7
 

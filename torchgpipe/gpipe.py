@@ -248,7 +248,8 @@ class GPipe(nn.Module):
         own = []
         for key in keys:
             path = key.split(".")
-            if path[0] == "partitions" and len(path) > 2 and path[2] in partition_of:
+            numbered = path[0] == "partitions" and len(path) > 2 and path[1].isdecimal()
+            if numbered and path[2] in partition_of:
                 path = path[2:]
             if path[0] in partition_of:
                 path = ["partitions", str(partition_of[path[0]]), *path]

@@ -39,6 +39,15 @@ def test_accelerator(devices):
     torch.virtual.synchronize(devices[1])
 
 
+def test_current_stream(devices):
+    """As torch.distributed.checkpoint asks for it."""
+    assert torch.virtual.current_stream(3) == torch.accelerator.current_stream(devices[3])
+    stream = torch.Stream(devices[0])
+    with torch.virtual.stream(stream):
+        assert torch.virtual.current_stream() == stream
+    assert torch.virtual.current_stream() != stream
+
+
 def test_each_thread_has_a_current_device(devices):
     torch.accelerator.set_device_index(3)
     found = []

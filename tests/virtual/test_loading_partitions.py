@@ -38,6 +38,10 @@ class OnHost(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.peak = 0
+        with self:
+            # PyTorch imports what modes need when one is used first.
+            torch.zeros(1).fill_(1.0)
+        self.peak = 0
         gc.collect()
         # What is frozen is neither collected nor found.
         gc.freeze()
