@@ -83,13 +83,13 @@ class Training:
 
 
 def save_one_file(path: Path, t: Training) -> None:
-    """The host holds all of it."""
+    """It copies one tensor at a time to the host."""
     state = {"model": t.model.module.state_dict(), "optimizer": t.optimizer.state_dict()}
     torch.save(state | t.rest(), path / "training.pt")
 
 
 def load_one_file(path: Path, t: Training) -> None:
-    """Without map_location it would go to the very accelerators that it was saved from."""
+    """The host holds all of it. Without map_location it would go to where it was saved from."""
     state = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
     t.model.load_state_dict(state["model"])
     t.optimizer.load_state_dict(state["optimizer"])
@@ -97,7 +97,7 @@ def load_one_file(path: Path, t: Training) -> None:
 
 
 def save_partitions(path: Path, t: Training) -> None:
-    """The host holds no more than a partition. Layers have their plain names there, too."""
+    """It copies a partition at a time to the host. Layers have their plain names there, too."""
     for j, partition in enumerate(t.model.partitions):
         save_model(partition, str(path / f"weights-{j}.safetensors"))
     torch.save({"optimizer": t.optimizer.state_dict()} | t.rest(), path / "training.pt")

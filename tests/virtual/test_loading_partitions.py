@@ -157,6 +157,22 @@ def test_the_example_holds_one_file_at_a_time(devices, tmp_path):
     assert same(model.module, plain)
 
 
+def test_what_saving_holds(devices, tmp_path):
+    """safetensors copies all that it is given to the host, torch.save one tensor at a time."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model = GPipe(layers(), [3, 3, 2], devices=devices[:3])
+
+    def peak(save, module):
+        with OnHost() as host:
+            save(module.state_dict(), tmp_path / "file")
+        return host.peak
+
+    for partition, size in zip(model.partitions, model.balance):
+        assert (size - 1) * LAYER < peak(save_file, partition) <= size * LAYER
+    assert 7 * LAYER < peak(save_file, model.module) <= 8 * LAYER
+    assert peak(torch.save, model.module) == WIDTH * WIDTH * 4
+
+
 def test_the_host_is_measured(devices, tmp_path):
     """The whole model at once is seen above."""
     torch.save(layers().state_dict(), tmp_path / "model.pt")
