@@ -64,7 +64,7 @@ def renamed(name: str, names: dict[str, str]) -> str:
 def not_loaded(model: nn.Module) -> list[str]:
     """What is NaN, as all is that was made on the meta device until it is loaded."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, x in tensors if x.is_floating_point() and x.isnan().any()]
+    return [name for name, x in tensors if x.isnan().any()]
 
 
 def size(module: nn.Module) -> int:
