@@ -44,7 +44,7 @@ from torchgpipe.context import Context
 from torchgpipe.dependency import fork, needs_backward, pass_on
 from torchgpipe.kept import Kept
 from torchgpipe.microbatch import Batch
-from torchgpipe.modes import Hooks, current_hooks
+from torchgpipe.modes import Hooks, current_hooks, own_casts
 from torchgpipe.phony import get_phony
 from torchgpipe.rng import RNGState, holding
 from torchgpipe.running import running
@@ -231,7 +231,8 @@ class Checkpoint:
                 raise Enough
 
         try:
-            with rng.restored(), _flag("recomputing"), saved_tensors_hooks(fill, _not_saved):
+            hooks = saved_tensors_hooks(fill, _not_saved)
+            with rng.restored(), _flag("recomputing"), own_casts(), hooks:
                 self.context.run(self.function, again)
         except Enough:
             pass

@@ -101,6 +101,21 @@ def leave_autocast() -> None:
         torch.clear_autocast_cache()
 
 
+class own_casts:
+    """Has autocast cast weights anew within a ``with`` block, and keep none of them after it.
+
+    It knows a weight that was cast by the weight alone, whatever it has been cast to, and until
+    the outermost block of autocast is left, whatever becomes of the weight.
+    """
+
+    def __enter__(self) -> None:
+        self.cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self.cache)
+
+
 def set_values(modes: Modes, before: Modes) -> None:
     """Sets what is a value, and may differ from what was set before."""
     # Inference mode has switched it, too.
