@@ -1,4 +1,4 @@
-"""Autocast keeps the weights that it has cast, until its block is left: a second run must not."""
+"""Autocast, where it is in the way: it keeps weights that were cast, and has rules for joining."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import CPUS, Plain
+from tests.helpers import CPUS, Apply, Plain
 from torchgpipe import GPipe
 from torchgpipe.gpipe import CHECKPOINT_MODES
 
@@ -58,3 +58,13 @@ def test_backward_of_two_forwards_in_a_block_of_the_other_dtype(models):
             (one + other).backward()
             model(x).float().square().sum().backward()
     equal(*map(gradients, models))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float64], ids=str)
+@pytest.mark.parametrize("reduce", [False, True], ids=["joined", "stacked"])
+def test_outputs_of_a_dtype_that_autocast_would_not_join(dtype, reduce):
+    last = Apply(lambda x: (x.sum() if reduce else x).to(dtype))
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), last), [1, 1], devices=CPUS[:2], chunks=2)
+    for autocast_dtype in (BF16, FP16):
+        with autocast(autocast_dtype):
+            assert model(torch.rand(4, 4)).dtype is dtype

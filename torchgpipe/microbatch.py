@@ -292,9 +292,11 @@ def _joined(tensors: Tensors) -> Tensor:
             f"which they are joined (shapes: {[tuple(x.shape) for x in tensors]}); have the last "
             "layer pad them to one length"
         )
-    if tensors[0].dim() == 0:
-        return torch.stack(tensors)
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    # Autocast has nothing to cast here, and would not join halves of another dtype than its own.
+    with torch._C._DisableAutocast():
+        if tensors[0].dim() == 0:
+            return torch.stack(tensors)
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _compare(first: Batch, other: Batch, i: int) -> None:
