@@ -25,7 +25,7 @@ def no_accelerators(monkeypatch):
 
 
 def test_example(capsys):
-    assert mixed_precision.main(["--steps", "30"]) == 0
+    assert mixed_precision.main(["--steps", "25"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[1:5]] == ["0.0e+00"] * 4
 

@@ -1,0 +1,121 @@
+"""Mixed precision on several devices: whatever thread issues a cell casts as the caller does."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import Plain
+from torchgpipe import GPipe
+from torchgpipe.gpipe import CHECKPOINT_MODES
+from torchgpipe.testing import observe
+
+BF16, FP16 = torch.bfloat16, torch.float16
+MODES = pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+
+
+def layers():
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        nn.LayerNorm(8),
+        nn.GELU(),
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 4),
+    )
+
+
+#: Where the partitions sit.
+LAYOUTS = pytest.mark.parametrize("layout", [(0, 1, 2), (0, 0, 0), (0, 1, 0)], ids=str)
+
+
+def pair(mode, places):
+    """A wrapped model, and the plain one on the micro-batches one after another, on one device."""
+    module = layers().to(places[0])
+    plain = Plain(copy.deepcopy(module), 4)
+    return GPipe(module, [2, 2, 2], devices=places, chunks=4, checkpoint=mode), plain
+
+
+def verify(found, expected):
+    found, expected = ([x.detach().cpu() for x in tensors] for tensors in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def loss_of(output):
+    return output.float().square().mean()
+
+
+@pytest.mark.parametrize("where", ["outside", "within", "in the other dtype"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@LAYOUTS
+@MODES
+def test_autocast(mode, layout, dtype, where, devices):
+    """Around forward alone, or backward too, or another one around backward."""
+    models = pair(mode, [devices[k] for k in layout])
+    x = torch.rand(8, 8, device=devices[0])
+    with observe(jitter=1) as seen:
+        for model in models:
+            with torch.autocast("virtual", dtype):
+                output = model(x)
+                assert output.dtype is dtype
+                loss = loss_of(output)
+                if where == "within":
+                    loss.backward()
+            if where == "outside":
+                loss.backward()
+            elif where == "in the other dtype":
+                with torch.autocast("virtual", BF16 if dtype is FP16 else FP16):
+                    loss.backward()
+    assert not seen.races
+    verify(*[[p.grad for p in model.parameters()] for model in models])
+
+
+@MODES
+def test_weights_that_a_second_run_casts_are_not_used_after_a_step(mode, devices):
+    models, found = pair(mode, devices[:3]), []
+    x = torch.rand(8, 8, device=devices[0])
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        with torch.autocast("virtual", BF16):
+            loss = loss_of(model(x))
+        with torch.autocast("virtual", BF16):
+            loss.backward()
+            optimizer.step()
+            found.append(model(x))
+    verify(found[:1], found[1:])
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("always", {}), ("except_last", {"fused": True}), ("never", {"foreach": False})],
+)
+def test_scaler(mode, options, devices):
+    """What overflows on one device has none of them step."""
+    models, found = pair(mode, devices[:3]), []
+    for model in models:
+        torch.manual_seed(0)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, 0.01, **options)
+        scaler = torch.amp.GradScaler("virtual", init_scale=1024.0, growth_interval=2)
+        for k in range(6):
+            x = torch.randn(8, 8).to(devices[0])
+            optimizer.zero_grad()
+            with torch.autocast("virtual", FP16):
+                loss = loss_of(model(x))
+            scaler.scale(loss).backward()
+            bad = {2: parameters[0], 3: parameters[-1]}.get(k)
+            if bad is not None:
+                bad.grad[0] = torch.inf
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+            before = [p.detach().clone() for p in parameters]
+            scaler.step(optimizer)
+            scaler.update()
+            kept = [torch.equal(p, old) for p, old in zip(parameters, before)]
+            assert {*kept} == {bad is not None}
+            found.append([torch.tensor(scaler.get_scale()), loss, *before])
+    # The norm is a sum over devices, in another order.
+    seen, expected = ([[x.cpu() for x in step] for step in k] for k in (found[:6], found[6:]))
+    torch.testing.assert_close(seen, expected)
+    assert [step[0] for step in found[:6]] == [1024, 2048, 1024, 512, 512, 1024]

@@ -1,0 +1,145 @@
+"""What stands around a step, with parameters on several devices."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.helpers import Plain
+from torchgpipe import GPipe
+from torchgpipe.gpipe import CHECKPOINT_MODES
+from torchgpipe.testing import observe
+
+MODES = pytest.mark.parametrize("mode", CHECKPOINT_MODES)
+CPU = torch.device("cpu")
+
+
+def layers():
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        nn.LayerNorm(8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+    ).double()
+
+
+def verify(loop, mode, places, module=None):
+    """Compares what a loop yields for a wrapped model with what it yields for the plain one."""
+    module = module or layers()
+    plain = Plain(copy.deepcopy(module), 4)
+    model = GPipe(module, [2, 2, 2], devices=places, chunks=4, checkpoint=mode)
+    expected = [*loop(plain, CPU, CPU)]
+    with observe(jitter=1) as seen:
+        found = [*loop(model, places[0], places[-1])]
+    assert not seen.races
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def batches(first, last):
+    torch.manual_seed(1)
+    for _ in range(3):
+        yield torch.randn(8, 8).double().to(first), torch.randint(8, (8,)).to(last)
+
+
+def loss_of(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def within_backward(model, first, last):
+    """Each parameter has an optimizer, which steps when its gradient is there."""
+    optimizers = {p: torch.optim.SGD([p], 0.05, momentum=0.9) for p in model.parameters()}
+    counts = dict.fromkeys(optimizers, 0)
+
+    def step(parameter):
+        counts[parameter] += 1
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    for k, batch in enumerate(batches(first, last)):
+        loss = loss_of(model, *batch)
+        loss.backward()
+        yield loss.item()
+        assert {*counts.values()} == {k + 1}
+        assert all(p.grad is None for p in optimizers)
+
+
+@pytest.mark.parametrize("layout", ["three", "one", "between", "mixed"])
+@MODES
+def test_steps_within_backward(mode, layout, devices):
+    """Once for each backward, on autograd's threads, while other partitions are differentiated."""
+    a, b, c = devices[:3]
+    places = {"three": [a, b, c], "one": [a] * 3, "between": [a, b, a], "mixed": [CPU, a, b]}
+    verify(within_backward, mode, places[layout])
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one device", "another between"])
+@MODES
+def test_steps_within_backward_with_tied_parameters(mode, shared, devices):
+    module = layers()
+    module[5] = module[0]
+    verify(within_backward, mode, [devices[0], devices[0 if shared else 1], devices[0]], module)
+
+
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", ""])
+def test_usual_loop(foreach, devices):
+    """Clipping and an average, here and on the CPU."""
+
+    def loop(model, first, last):
+        plain = getattr(model, "module", model)
+        options = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+        averages = [AveragedModel(model, **options), AveragedModel(plain, CPU, **options)]
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=foreach)
+        for batch in batches(first, last):
+            loss = loss_of(model, *batch)
+            loss.backward()
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=foreach)
+            yield from (loss.item(), norm.item())
+            nn.utils.clip_grad_value_(model.parameters(), 0.1, foreach=foreach)
+            clipped = nn.utils.clip_grad_norm_(
+                model.parameters(), 0.1, error_if_nonfinite=True, foreach=foreach
+            )
+            yield clipped.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            for average, source in zip(averages, (model, plain)):
+                average.update_parameters(source)
+        for average, device in zip(averages, (first, CPU)):
+            yield average.eval()(batch[0].to(device)).tolist()
+
+    verify(loop, "except_last", devices[:3])
+
+
+@pytest.mark.parametrize(("chunks", "saves"), [(1, True), (2, False), (8, False)])
+def test_memory_of_steps_within_backward(chunks, saves, devices):
+    """Autograd adds up a parameter's gradients of all micro-batches before it hands them over."""
+    module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(16)])
+    model = GPipe(module, [8, 8], devices=devices[:2], chunks=chunks)
+    weights = 8 * 64 * 64 * 4
+    x = torch.rand(8, 64, device=devices[0])
+
+    def peak():
+        before = torch.accelerator.memory_allocated(devices[0])
+        torch.accelerator.reset_peak_memory_stats(devices[0])
+        model(x).sum().backward()
+        model.zero_grad()
+        return (torch.accelerator.max_memory_allocated(devices[0]) - before) / weights
+
+    peak()
+    usual = peak()
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=1e-3)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    assert usual > 0.95
+    assert (peak() < usual / 2) == saves
