@@ -18,7 +18,7 @@ MODES = pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 
 
 def test_example(capsys):
-    assert training_loop.main(["--steps", "40"]) == 0
+    assert training_loop.main(["--steps", "60"]) == 0
     assert "with everything" in capsys.readouterr().out
 
 
