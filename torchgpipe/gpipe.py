@@ -19,6 +19,7 @@ from torchgpipe.context import verify_no_tangents, verify_no_transform
 from torchgpipe.options import checked_balance, checked_devices, is_positive_int
 from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
 from torchgpipe.pipeline import Pipeline
+from torchgpipe.sharding import verify_sharding
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.state import unchanged
 from torchgpipe.stream import Device, Streams
@@ -62,8 +63,8 @@ class GPipe(nn.Module):
         TypeError: the module is not an :class:`nn.Sequential`, or more than its layers; skips
             are not stashed and popped in pairs; devices is not a sequence; or a batch
             normalisation cannot be deferred.
-        ValueError: balance, chunks or checkpoint are out of range, or a parameter would be
-            needed on two devices.
+        ValueError: balance, chunks or checkpoint are out of range, a parameter would be needed on
+            two devices, or layers are sharded by FSDP2 while the devices are several.
         IndexError: there are fewer devices than partitions.
 
     Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
@@ -93,6 +94,7 @@ class GPipe(nn.Module):
         verify_skippables(module)
         self.balance = checked_balance(balance, module)
         self.devices = checked_devices(devices, len(self.balance))
+        verify_sharding(module, self.devices)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.training = module.training
@@ -277,7 +279,8 @@ class GPipe(nn.Module):
             TypeError: the input, or what passes between partitions, holds tensors in something
                 that PyTorch does not know as a container.
             ValueError: the input is on another device, or its tensors differ in their first size;
-                or the outputs of the micro-batches cannot be joined.
+                the outputs of the micro-batches cannot be joined; or layers are sharded by FSDP2
+                while the devices are several.
             RuntimeError: a parameter or buffer was moved to another device; a
                 :mod:`torch.func` transform or forward-mode differentiation is active; or a layer
                 changed in place what every micro-batch gets whole.
@@ -289,6 +292,7 @@ class GPipe(nn.Module):
             self._prepare()
         verify_no_transform()
         partitions: Any = self.partitions
+        verify_sharding(self, self.devices)
         verify_placement(partitions, self.devices)
 
         batches = microbatch.scatter(arguments(args, kwargs), self.chunks)

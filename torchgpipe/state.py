@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from torchgpipe.sharding import exchanged, is_shard
+
 __all__: list[str] = []
 
 _MISSING: Any = object()
@@ -51,11 +53,19 @@ class LayersState:
         self.always_calls = False
         #: The identities of all parameters and buffers.
         self._lasting: set[int] = set()
+        others = exchanged(self._modules)
         for module in self._modules:
-            for table in (module._parameters, module._buffers):
+            parameters = [x for x in module._parameters.values() if x is not None]
+            if module in others:
+                # Of a whole parameter the memory comes and goes: only its shard tells of changes.
+                self._parameters += filter(is_shard, parameters)
+                tables = [module._buffers]
+            else:
+                self._parameters += parameters
+                tables = [module._parameters, module._buffers]  # type: ignore[list-item]
+            for table in tables:
                 self._places += [(table, name) for name in table]
                 self._lasting |= {id(x) for x in table.values() if x is not None}
-            self._parameters += [x for x in module._parameters.values() if x is not None]
             self.always_calls |= bool(module._forward_hooks_always_called)
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
