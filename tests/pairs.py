@@ -374,9 +374,13 @@ def sharded(rank, mode, what, **how):
     reference = blocks().double()
     model = wrap(copy.deepcopy(reference), mode)
     how["mesh"] = init_device_mesh("cpu", (RANKS,))
-    for part_of in {"layers": model, "partitions": model.partitions}.get(what.split()[0], ()):
-        fully_shard(part_of, **how)
-    if "all" in what:
+    parts = {"layers": model, "partitions": model.partitions}
+    for each in parts.get(what.split()[0], ()):
+        fully_shard(each, **how)
+    if what == "parent":
+        head = nn.Linear(4, 4).double()
+        model, reference = (nn.Sequential(x, copy.deepcopy(head)) for x in (model, reference))
+    if what.endswith(("all", "parent")):
         fully_shard(model, **how)
     steps_of_shards(rank, model, reference)
 
@@ -428,7 +432,6 @@ CASES = dict(
                     uneven_batches,
                     clipped,
                     within_parent,
-                    tensor_parallel,
                 ],
                 MODES,
             )
@@ -445,12 +448,14 @@ CASES = dict(
         ],
         _named(failing, mode="always"),
         _named(forking_loader, mode="always"),
+        _named(tensor_parallel, mode="always"),
+        _named(sharded, mode="always", what="all"),
         *[
             _named(sharded, mode=mode, what=what, reshard_after_forward=reshard)
             for mode, (what, reshard) in product(
                 # What is gathered for all of the model has to stay until backward is over.
                 MODES,
-                [("layers", True), ("partitions and all", None), ("all", None)],
+                [("layers", True), ("partitions and all", None), ("parent", None)],
             )
         ],
     ]
