@@ -11,8 +11,8 @@ from examples import data_parallel
 from tests import pairs
 
 ROOT = Path(__file__).parent.parent.parent
-#: What is just enough for the loss to fall to half.
-SHORT = ["--rows", "384", "--epochs", "12", "--lr", "0.02"]
+#: What is enough for the loss to fall to half.
+SHORT = ["--rows", "384", "--epochs", "20", "--lr", "0.02"]
 
 
 @pytest.fixture(scope="module")
