@@ -34,7 +34,7 @@ PARTS = {
     "cells, streams": ("cell", "copy", "dependency", "phony", "stream"),
     "micro-batches": ("microbatch", "structure"),
     "checkpoints": ("checkpoint", "slot", "kept"),
-    "state of layers": ("state",),
+    "state of layers": ("state", "sharding"),
     "random numbers": ("rng",),
     "modes, notes, skips": (
         "context",
