@@ -141,6 +141,18 @@ def test_attributes(model, device):
     assert [len(partition) for partition in model.partitions] == [2, 1]
 
 
+def test_map_for_trainers(device):
+    module = nn.Sequential(OrderedDict(first=nn.Linear(1, 1), second=nn.ReLU(), third=nn.ReLU()))
+    model = GPipe(module, [2, 1], devices=["meta", device])
+    assert model.hf_device_map == {
+        "partitions.0.first": torch.device("meta"),
+        "partitions.0.second": torch.device("meta"),
+        "partitions.1.third": device,
+    }
+    # The names are those of the layers.
+    assert all(model.get_submodule(name) is not None for name in model.hf_device_map)
+
+
 def test_layers_by_index(device):
     module = layers(1, 2, 3, 4)
     first, second, third = module

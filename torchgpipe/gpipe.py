@@ -175,6 +175,19 @@ class GPipe(nn.Module):
             plain.training = self.training
         return plain
 
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """The device of each layer, by name, under the name where Hugging Face's trainers look.
+
+        Accelerate does not move a model that has one of several entries, nor does Transformers'
+        ``Trainer``, which does not wrap it in :class:`nn.DataParallel` either.
+        """
+        return {
+            f"partitions.{j}.{name}": device
+            for j, (layers, device) in enumerate(zip(self.partitions, self.devices))
+            for name in layers._modules
+        }
+
     def train(self, mode: bool = True) -> GPipe:
         super().train(mode)
         self.__dict__["_plain"].training = mode
