@@ -1,0 +1,151 @@
+"""Trains a model under GPipe with Lightning's Trainer, beside a plain loop.
+
+Lightning moves a module to one device, and the state of its optimizers, when that is loaded. The
+strategy below, of a few lines, leaves a GPipe and its state where they are. With it the Trainer is
+told of one device, the first, and the GPipe takes as many as it likes.
+
+    pip install lightning
+    python -m examples.with_lightning
+    python -m examples.with_lightning --precision bf16-mixed --accumulate 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.ball import layers, loader
+from examples.places import places
+from torchgpipe import GPipe
+
+PARTITIONS = 4
+
+
+class PipelineStrategy(SingleDeviceStrategy):
+    """Leaves each GPipe, and the state of its optimizer, on the devices of its partitions."""
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        for child in self.model.children():
+            if not isinstance(child, GPipe):
+                child.to(self.root_device)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(state)  # To where the parameters are.
+
+
+class Classifier(LightningModule):
+    """What Lightning trains; its model is a GPipe."""
+
+    def __init__(self, model: nn.Module, period: int = 48) -> None:
+        super().__init__()
+        self.model = model
+        self.period = period
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch  # On the Trainer's device, that of the first partition.
+        output = self.model(x)
+        loss = F.cross_entropy(output, y.to(output.device))
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=self.period, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def plainly(model: nn.Module, epochs: int, k: int) -> list[float]:
+    """The losses of a loop without a trainer, which steps every k-th time."""
+    module = Classifier(model)
+    (optimizer,), (schedule,) = module.configure_optimizers()
+    for _ in range(epochs):
+        for step, batch in enumerate(loader()):
+            (module.training_step([*batch], step) / k).backward()
+            if (step + 1) % k == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule["scheduler"].step()
+                optimizer.zero_grad()
+    return module.losses
+
+
+def fit(
+    module: nn.Sequential, options: argparse.Namespace, epochs: int, folder: Path, path: Path | None
+) -> Classifier:
+    """Trains under GPipe up to some epoch, and from a checkpoint on if there is one."""
+    devices = places(PARTITIONS)
+    model = GPipe(module, [2] * PARTITIONS, devices=devices, chunks=options.chunks)
+    classifier = Classifier(model)
+    trainer = Trainer(
+        strategy=PipelineStrategy(device=devices[0]),
+        accelerator="cpu" if devices[0].type == "cpu" else "gpu",
+        devices=1,
+        max_epochs=epochs,
+        precision=options.precision,
+        accumulate_grad_batches=options.accumulate,
+        gradient_clip_val=1.0,
+        callbacks=[ModelCheckpoint(folder, filename="last")],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(classifier, loader(), ckpt_path=path)
+    return classifier
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains with Lightning, from the middle on after loading; returns 0 if as a plain loop."""
+    parser = argparse.ArgumentParser(description="Trains a GPipe with Lightning.")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
+    parser.add_argument("--accumulate", type=int, default=2, help="mini-batches for a step")
+    parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    torch.manual_seed(0)
+    module = layers()
+    fresh, plain = copy.deepcopy(module), copy.deepcopy(module)
+
+    half, epochs = options.epochs // 2, options.epochs
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        first = fit(module, options, half, folder, None)
+        # As in a new process: another model, and the checkpoint of the first.
+        second = fit(fresh, options, epochs, folder, folder / "last.ckpt")
+    found = [*first.losses, *second.losses]
+    expected = plainly(plain, epochs, options.accumulate)
+
+    print(f"partitions on {[*map(str, places(PARTITIONS))]}")
+    print(f"{'epoch':>5}  {'Lightning':>9}  {'plain':>9}")
+    means = [[sum(x[24 * k :][:24]) / 24 for x in (found, expected)] for k in range(epochs)]
+    for k, (mine, theirs) in enumerate(means):
+        print(f"{k + 1:5}  {mine:9.6f}  {theirs:9.6f}")
+    gap = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    bound = 1e-3 if options.precision == "32-true" else 0.1
+    if gap < bound and means[-1][0] < 0.9 * means[0][0]:
+        print(f"\nAs in a plain loop in single precision: losses within {gap:.1e}.")
+        return 0
+    print(f"\nNot as it should be: losses differ by {gap:.1e} from a plain loop's, or do not fall.")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
