@@ -1,0 +1,62 @@
+"""ResNets of timm and torchvision under GPipe are these."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from tests.examples import BROKEN
+from torchgpipe import GPipe
+
+pytest.importorskip("timm", exc_type=BROKEN)
+pytest.importorskip("torchvision", exc_type=BROKEN)
+
+import timm
+import torchvision
+
+from examples import image_model
+
+
+def inner(model):
+    """The layers of torchvision's, which flattens between two of them."""
+    children = OrderedDict(model.named_children())
+    head = children.pop("fc")
+    return nn.Sequential(OrderedDict(children, flatten=nn.Flatten(), fc=head))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet26d", "seresnet18", "torchvision"])
+def test_parity(name):
+    torch.manual_seed(1)
+    if name == "torchvision":
+        plain, sequential = torchvision.models.resnet18(weights=None), inner
+    else:
+        plain, sequential = timm.create_model(name, pretrained=False), image_model.sequential
+    plain = plain.double()
+    layers = sequential(copy.deepcopy(plain))
+    assert list(layers.state_dict()) == list(plain.state_dict())
+    model = GPipe(layers, [5, len(layers) - 5], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    x = torch.rand(4, 3, 32, 32, dtype=torch.double)
+    output = model(x)
+    expected = torch.cat([plain(part) for part in x.chunk(2)])
+    torch.testing.assert_close(output, expected)
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    for (key, mine), theirs in zip(model.module.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=key)
+    torch.testing.assert_close(model.module.state_dict(), plain.state_dict())
+    model.eval(), plain.eval()
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_main(capsys):
+    assert image_model.main(["--epochs", "2", "--rows", "64"]) == 0
+    assert "Both learnt the same" in capsys.readouterr().out
+
+
+def test_main_where_they_differ(monkeypatch, capsys):
+    monkeypatch.setattr(image_model.ModelEmaV3, "update", lambda self, model: None)
+    monkeypatch.setattr(image_model, "accuracy", lambda model, *data: float(type(model) is GPipe))
+    assert image_model.main(["--epochs", "1", "--rows", "64"]) == 1
+    assert "Not as it should be" in capsys.readouterr().out

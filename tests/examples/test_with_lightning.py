@@ -1,0 +1,31 @@
+"""Lightning trains a GPipe as a plain loop does."""
+
+import pytest
+
+from tests.examples import BROKEN
+
+pytest.importorskip("lightning.pytorch", exc_type=BROKEN)
+
+from examples import with_lightning
+
+pytestmark = [
+    # Lightning's own: torch deprecated what it asks for.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--accumulate", "4"], ["--precision", "bf16-mixed"]], ids=str
+)
+def test_main(options, capsys):
+    assert with_lightning.main(["--epochs", "4", *options]) == 0
+    assert "As in a plain loop" in capsys.readouterr().out
+
+
+def test_main_where_they_differ(monkeypatch, capsys):
+    load = with_lightning.PipelineStrategy.load_optimizer_state_dict
+    monkeypatch.setattr(load.__globals__["PipelineStrategy"], load.__name__, lambda *args: None)
+    assert with_lightning.main(["--epochs", "2"]) == 1
+    assert "Not as it should be" in capsys.readouterr().out
