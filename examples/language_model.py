@@ -97,10 +97,16 @@ def sequential(model: PreTrainedModel) -> nn.Sequential:
 
 def language_model(family: str = "llama", attention: str = "sdpa", **config: Any) -> Any:
     """A small decoder over bytes, with random weights."""
-    common = {"vocab_size": 256, "attn_implementation": attention, "tie_word_embeddings": True}
-    common |= {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "use_cache": False}
+    common: dict[str, Any] = {"vocab_size": 256, "attn_implementation": attention}
+    common |= {
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "use_cache": False,
+    }
     if family == "gpt2":
-        sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}
+        sizes: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}
         sizes |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
         return GPT2LMHeadModel(GPT2Config(**common | sizes | config))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}

@@ -1,8 +1,8 @@
 """Trains a model under GPipe with Lightning's Trainer, beside a plain loop.
 
-Lightning moves a module to one device, the state of its optimizers as well when that is loaded, and
-all of it to the CPU at the end. The strategy below leaves a GPipe and its state where they are. With
-it the Trainer is told of one device, the first, and the GPipe takes as many as it likes.
+Lightning moves a module to one device, the state of its optimizers, too, when that is loaded, and
+all of it to the CPU at the end. The strategy below leaves a GPipe and its state where they are.
+With it the Trainer is told of one device, the first, and the GPipe takes as many as it likes.
 
     pip install lightning
     python -m examples.with_lightning

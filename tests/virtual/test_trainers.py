@@ -173,7 +173,7 @@ def test_lightning(remedy, devices, tmp_path):
 
 
 def test_transformers(devices, monkeypatch, capsys):
-    """The example itself, told that the first device is the one for data and for the plain model."""
+    """The example itself; the first device is that of data and of the plain model."""
     pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=BROKEN)
     accelerate = pytest.importorskip("accelerate", exc_type=BROKEN)
     from transformers import TrainingArguments
