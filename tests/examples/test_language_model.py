@@ -110,7 +110,7 @@ def test_made_on_the_meta_device():
 
 
 def test_main(capsys):
-    assert language_model.main(["--epochs", "2", "--rows", "64"]) == 0
+    assert language_model.main(["--epochs", "2", "--rows", "32"]) == 0
     assert "Both learnt the same" in capsys.readouterr().out
 
 
