@@ -11,7 +11,9 @@ assert version is not None
 
 benchmarks = ["tqdm"]
 demo = ["scikit-learn", "tqdm"]
-examples = ["accelerate", "lightning", "safetensors", "timm", "transformers"]
+examples = ["accelerate", "lightning", "safetensors", "transformers"]
+# Not among all: it needs torchvision, which has to be made for the very build of torch.
+timm = ["timm"]
 test = ["hypothesis", "pytest"]
 check = ["mypy", "ruff"]
 
@@ -44,6 +46,7 @@ setup(
         "benchmarks": benchmarks,
         "demo": demo,
         "examples": examples,
+        "timm": timm,
         "test": test,
         "check": check,
         "all": benchmarks + demo + examples + test + check,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from examples.places import places
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -117,15 +118,6 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, y, test_x, test_y
 
 
-def places() -> list[torch.device]:
-    """A device for each partition: the accelerators in turn, neighbours together."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return [torch.device("cpu")] * PARTITIONS
-    count = torch.accelerator.device_count()
-    return [torch.device(accelerator.type, j * count // PARTITIONS) for j in range(PARTITIONS)]
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     """A training step; returns its loss."""
     optimizer.zero_grad()
@@ -165,7 +157,7 @@ def train(name: str, make: Callable[[], nn.Sequential], options: argparse.Namesp
     """Trains a model with and without GPipe, side by side."""
     torch.manual_seed(0)
     # In double precision: training amplifies the rounding of single precision beyond any bound.
-    module, devices = make().double(), places()
+    module, devices = make().double(), places(PARTITIONS)
     plain = copy.deepcopy(module).to(devices[0])
     x, y, test_x, test_y = data()
     sample = x[: BATCH // options.chunks]
