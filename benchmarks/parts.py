@@ -37,6 +37,7 @@ PARTS = {
     "state of layers": ("state", "sharding"),
     "random numbers": ("rng",),
     "modes, notes, skips": (
+        "compiler",
         "context",
         "modes",
         "unwinding",

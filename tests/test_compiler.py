@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -166,6 +167,27 @@ def test_compiled_anew_between_forward_and_backward():
     for output in outputs:
         output.sum().backward()
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast(mode, backend):
+    """One graph for both runs, and right where backward has a block of its own, too."""
+    model, plain = [
+        wrapped(blocks(), way, backend, chunks=4, checkpoint=mode).float()
+        for way in ("layers", "plain")
+    ]
+    for around in (False, True):
+        found = []
+        for x in (plain, model):
+            x.zero_grad()
+            with torch.autocast("cpu"):
+                loss = x(torch.ones(8, 6)).float().square().sum()
+            with torch.autocast("cpu") if around else nullcontext():
+                loss.backward()
+            found.append([p.grad for p in x.parameters()])
+        torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+        if not around:
+            assert backend.frame_count == 2
 
 
 class Counter(nn.Module):

@@ -44,7 +44,7 @@ from torchgpipe.context import Context
 from torchgpipe.dependency import fork, needs_backward, pass_on
 from torchgpipe.kept import Kept
 from torchgpipe.microbatch import Batch
-from torchgpipe.modes import Hooks, current_hooks, own_casts
+from torchgpipe.modes import Hooks, current_hooks, is_within_autocast, own_casts
 from torchgpipe.phony import get_phony
 from torchgpipe.rng import RNGState, holding
 from torchgpipe.running import running
@@ -199,13 +199,14 @@ class Checkpoint:
             # The thread is one of autograd's own.
             self.context.lend_threads()
         found = Snapshot([device], self.context.modes)
+        within = is_within_autocast(found.modes)
         with found, use_stream(self.stream), self.within:
             (kept, rng), self.kept = self.kept, None
             # In the modes of backward, as the caller's hooks are called elsewhere. Its memory is
             # from here on the second run's alone.
             again = kept.unpack()
             del kept
-            with self.context.entered(found):
+            with self.context.entered(found), own_casts(within):
                 holding(rng.locks, partial(self._fill, slots, rng, again))
 
     def _fill(self, slots: Sequence[Slot], rng: RNGState, again: Batch) -> None:
@@ -231,8 +232,7 @@ class Checkpoint:
                 raise Enough
 
         try:
-            hooks = saved_tensors_hooks(fill, _not_saved)
-            with rng.restored(), _flag("recomputing"), own_casts(), hooks:
+            with rng.restored(), _flag("recomputing"), saved_tensors_hooks(fill, _not_saved):
                 self.context.run(self.function, again)
         except Enough:
             pass

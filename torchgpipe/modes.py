@@ -88,6 +88,16 @@ def current_hooks() -> Hooks | None:
     return _C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def is_within_autocast(modes: Modes) -> bool:
+    """Whether the caller is in a block of autocast.
+
+    Args:
+        modes: those of this thread, which may be one of autograd's, that is never in a block, but
+            has the modes of where backward is called.
+    """
+    return autocast_nesting() > 0 or any(autocast.enabled for autocast in modes.autocast)
+
+
 def autocast_nesting() -> int:
     """In how many blocks of autocast this thread is, the one within the other."""
     torch.autocast_increment_nesting()
@@ -102,15 +112,22 @@ def leave_autocast() -> None:
 
 
 class own_casts:
-    """Has autocast cast weights anew within a ``with`` block, and keep none of them after it.
+    """Has autocast keep no weight that was cast within a ``with`` block after it.
 
     It knows a weight that was cast by the weight alone, whatever it has been cast to, and until
     the outermost block of autocast is left, whatever becomes of the weight.
+
+    Args:
+        within: whether that may be another block than the ``with`` block, such as one around
+            backward. Otherwise what is cast is forgotten with it, and need be cast but once.
     """
+
+    def __init__(self, within: bool) -> None:
+        self.within = within
 
     def __enter__(self) -> None:
         self.cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_cache_enabled(self.cache and not self.within)
 
     def __exit__(self, *_: object) -> None:
         torch.set_autocast_cache_enabled(self.cache)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
@@ -162,7 +163,7 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
 def _rows(tensor: Tensor, start: int, size: int) -> Tensor:
     # No view, where no gradient comes back: PyTorch's compiler would make a graph for each base.
     rows = tensor.narrow(0, start, size)
-    return rows if rows.requires_grad else rows.detach()
+    return rows if rows.requires_grad or forward_ad._current_level >= 0 else rows.detach()
 
 
 def is_split(leaf: Any) -> bool:
