@@ -165,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     join_others(devices[0])
     try:
         largest, losses = train(options, devices)
+        distributed.barrier()  # its threads must not hold the last tensors when Python ends
     finally:
         distributed.destroy_process_group()
     if largest < 1e-8 and losses[-1] < losses[0] / 2:

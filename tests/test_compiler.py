@@ -58,6 +58,17 @@ class Block(nn.Module):
         return self.norm(nn.functional.gelu(self.linear(x))) + x
 
 
+class Plain(nn.Module):
+    """Saves more for backward than its input and its weight, and can be scripted."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x).tanh().sigmoid() * x
+
+
 def blocks(kind=Block, count=4):
     torch.manual_seed(0)
     return [kind() for _ in range(count)]
@@ -311,6 +322,20 @@ def test_errors_name_the_layer(backend):
         model(input_of(8))
     notes = [*getattr(found.value, "__notes__", ()), str(found.value.__cause__)]
     assert "partition 1, micro-batch 0, layer 1 (Fails)" in "".join(notes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted():
+    layers = [torch.jit.script(x) for x in blocks(Plain)]
+    model = GPipe(nn.Sequential(*layers), [2, 2], devices=["cpu"] * 2, chunks=4)
+    model.double()
+    with pytest.raises(TypeError, match="must not be scripted.*use checkpoint='never'"):
+        model(input_of(8))
+    model.checkpoint = "never"
+    plain = micro_batches(blocks(Plain))
+    for _ in range(4):
+        input = input_of(8)
+        torch.testing.assert_close(step(model, input), step(plain, input))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -39,6 +39,9 @@ class LayersState:
 
     Args:
         layers: a partition.
+
+    Raises:
+        TypeError: a layer is scripted.
     """
 
     def __init__(self, layers: nn.Module) -> None:
@@ -55,6 +58,12 @@ class LayersState:
         self._lasting: set[int] = set()
         others = exchanged(self._modules)
         for module in self._modules:
+            if type(module._parameters) is not dict:
+                raise TypeError(
+                    "under checkpointing, a layer must not be scripted, since it saves otherwise "
+                    "when it has been optimised, in its third run "
+                    f"(layer: {type(module).__name__}); use checkpoint='never', or torch.compile"
+                )
             parameters = [x for x in module._parameters.values() if x is not None]
             if module in others:
                 # Of a whole parameter the memory comes and goes: only its shard tells of changes.

@@ -1,0 +1,39 @@
+"""The example of compiled blocks, with the compiler that most use, where there is one for C++."""
+
+import pytest
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+
+from examples import compiled
+
+# The compiler asks every input for its gradient, whatever it is an input of.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+#: Inductor imports what PyTorch itself calls deprecated.
+deprecated = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@pytest.fixture
+def inductor(tmp_path, monkeypatch):
+    """Compiles anew, so that what was compiled before is not taken for it."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+
+
+@deprecated
+@pytest.mark.usefixtures("inductor")
+def test_inductor(capsys):
+    compiled.main(["--steps", "8", "--checkpoint", "always", "--chunks", "2"])
+    out = capsys.readouterr().out
+    assert "1 after the last" in out
+    assert float(out.split("difference  ")[1].split()[0]) < 1e-3
+
+
+def test_falling(capsys):
+    assert compiled.main(["--backend", "aot_eager"]) == 0
+    assert compiled.main(["--backend", "aot_eager", "--steps", "2"]) == 1
+    assert "Not as it should be" in capsys.readouterr().out
