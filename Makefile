@@ -5,21 +5,22 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/.all
 
-.PHONY: demo test suite virtual soak check clean
+.PHONY: demo test suite examples virtual soak check clean
 
 demo: $(venv)/.demo  ## Trains two models on handwritten digits, wrapped and unwrapped.
 	$(python) -m examples.digits
 
 # Accelerators are made before the first backward of a process, so their tests have one of their own.
-test: $(installed)  ## Runs the tests, in two processes side by side.
-	@$(MAKE) --no-print-directory -j 2 suite virtual
+test: $(installed)  ## Runs the tests, in processes side by side.
+	@$(MAKE) --no-print-directory -j 3 suite examples virtual
 
 suite:
-	$(python) -m pytest -q
+	$(python) -m pytest -q --ignore tests/examples
 
-virtual:
-	@$(python) -m pytest -q tests/virtual > $(venv)/virtual.log 2>&1; \
-	status=$$?; cat $(venv)/virtual.log; exit $$status
+# What these print comes when they are done, and not between the lines of others.
+examples virtual:
+	@$(python) -m pytest -q tests/$@ > $(venv)/$@.log 2>&1; \
+	status=$$?; cat $(venv)/$@.log; exit $$status
 
 soak: $(installed)  ## Runs the tests of virtual accelerators with many host timings, and long runs.
 	TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/test_long_runs.py

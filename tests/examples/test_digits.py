@@ -4,8 +4,10 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
+from tests.examples import MISSING
+
+pytest.importorskip("sklearn", exc_type=MISSING)
+pytest.importorskip("tqdm", exc_type=MISSING)
 
 from examples import digits
 

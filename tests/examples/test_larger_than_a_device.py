@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("safetensors")
+from tests.examples import MISSING
+
+pytest.importorskip("safetensors", exc_type=MISSING)
 
 from safetensors.torch import load_file, save_file
 

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-pytest.importorskip("safetensors")
+from tests.examples import MISSING
+
+pytest.importorskip("safetensors", exc_type=MISSING)
 
 from examples import saving
 

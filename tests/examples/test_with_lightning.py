@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.examples import BROKEN
+from tests.examples import MISSING
 
-pytest.importorskip("lightning.pytorch", exc_type=BROKEN)
+pytest.importorskip("lightning.pytorch", exc_type=MISSING)
 
 from examples import with_lightning
 

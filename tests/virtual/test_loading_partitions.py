@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.examples import MISSING
 from torchgpipe import GPipe
 
 WIDTH = 64
@@ -89,11 +90,13 @@ def mapped_files(file):
 
 
 def safetensors_files(file):
-    yield pytest.importorskip("safetensors.torch").load_file(file.with_suffix(".safetensors"))
+    yield pytest.importorskip("safetensors.torch", exc_type=MISSING).load_file(
+        file.with_suffix(".safetensors")
+    )
 
 
 def safetensors_one_by_one(file):
-    safe_open = pytest.importorskip("safetensors").safe_open
+    safe_open = pytest.importorskip("safetensors", exc_type=MISSING).safe_open
     with safe_open(file.with_suffix(".safetensors"), framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118  It is no dict.
             yield {name: tensors.get_tensor(name)}
@@ -115,7 +118,7 @@ def test_nobody_holds_the_whole_model(states, most, devices, tmp_path):
     for file, part in zip(files, [plain[:5], plain[5:]]):
         torch.save(part.state_dict(), file)
         if "safetensors" in states.__name__:
-            save_file = pytest.importorskip("safetensors.torch").save_file
+            save_file = pytest.importorskip("safetensors.torch", exc_type=MISSING).save_file
             save_file(part.state_dict(), file.with_suffix(".safetensors"))
 
     devices, balance = devices[:3], [3, 3, 2]
@@ -141,7 +144,7 @@ def test_nobody_holds_the_whole_model(states, most, devices, tmp_path):
 
 
 def test_the_example_holds_one_file_at_a_time(devices, tmp_path):
-    pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors", exc_type=MISSING)
     from examples import larger_than_a_device as example
 
     plain = example.decoder(6, WIDTH)
@@ -159,7 +162,7 @@ def test_the_example_holds_one_file_at_a_time(devices, tmp_path):
 
 def test_what_saving_holds(devices, tmp_path):
     """safetensors copies all that it is given to the host, torch.save one tensor at a time."""
-    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file = pytest.importorskip("safetensors.torch", exc_type=MISSING).save_file
     model = GPipe(layers(), [3, 3, 2], devices=devices[:3])
 
     def peak(save, module):

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.examples import BROKEN
+from tests.examples import MISSING
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
 
 @pytest.fixture
 def decoder():
-    pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=BROKEN)
+    pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=MISSING)
     from examples.language_model import language_model
 
     return language_model(vocab_size=32, hidden_size=16, intermediate_size=24).double()
@@ -71,7 +71,7 @@ def places_of(model):
 
 
 def test_accelerate(devices, tmp_path):
-    accelerate = pytest.importorskip("accelerate", exc_type=BROKEN)
+    accelerate = pytest.importorskip("accelerate", exc_type=MISSING)
     accelerator = accelerate.Accelerator(cpu=True)
 
     def prepared(balance):
@@ -113,7 +113,7 @@ def test_accelerate(devices, tmp_path):
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize("remedy", ["none", "no end", "no state", "all"])
 def test_lightning(remedy, devices, tmp_path):
-    pytest.importorskip("lightning.pytorch", exc_type=BROKEN)
+    pytest.importorskip("lightning.pytorch", exc_type=MISSING)
     from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import CPUAccelerator
     from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -174,8 +174,8 @@ def test_lightning(remedy, devices, tmp_path):
 
 def test_transformers(devices, monkeypatch, capsys):
     """The example itself; the first device is that of data and of the plain model."""
-    pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=BROKEN)
-    accelerate = pytest.importorskip("accelerate", exc_type=BROKEN)
+    pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=MISSING)
+    accelerate = pytest.importorskip("accelerate", exc_type=MISSING)
     from transformers import TrainingArguments
 
     from examples import with_transformers
