@@ -14,11 +14,11 @@ demo: $(venv)/.demo  ## Trains two models on handwritten digits, wrapped and unw
 test: $(installed)  ## Runs the tests, in processes side by side.
 	@$(MAKE) --no-print-directory -j 3 suite examples virtual
 
-suite:
+suite: $(installed)
 	$(python) -m pytest -q --ignore tests/examples
 
 # What these print comes when they are done, and not between the lines of others.
-examples virtual:
+examples virtual: $(installed)
 	@$(python) -m pytest -q tests/$@ > $(venv)/$@.log 2>&1; \
 	status=$$?; cat $(venv)/$@.log; exit $$status
 

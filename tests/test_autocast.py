@@ -47,6 +47,20 @@ def test_weights_that_a_second_run_casts_are_not_used_after_a_step(models):
     equal(*found)
 
 
+def test_backward_in_a_block_without_autocast_within_one_with_it(models):
+    x, found = torch.rand(8, 4), []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        with autocast(BF16):
+            loss = model(x).float().square().sum()
+        with autocast(BF16):
+            with autocast(BF16, enabled=False):
+                loss.backward()
+            optimizer.step()
+            found.append(model(x).detach())
+    equal(*found)
+
+
 def test_backward_of_two_forwards_in_a_block_of_the_other_dtype(models):
     """The weights that are cast to one must not be taken for those cast to the other."""
     x = torch.rand(8, 4)

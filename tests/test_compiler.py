@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import pytest
@@ -335,6 +336,17 @@ def test_scripted():
     for _ in range(4):
         input = input_of(8)
         torch.testing.assert_close(step(model, input), step(plain, input))
+
+
+def test_parameters_in_a_dict_of_another_kind():
+    """As in a whole model that an older PyTorch has pickled."""
+    layers = blocks()
+    for layer in layers:
+        layer._parameters = OrderedDict(layer._parameters)
+        layer.linear._parameters = OrderedDict(layer.linear._parameters)
+    model = GPipe(nn.Sequential(*layers), [2, 2], devices=["cpu"] * 2, chunks=4).double()
+    input = input_of(8)
+    torch.testing.assert_close(step(model, input), step(micro_batches(blocks()), input))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -32,7 +32,8 @@ FORBIDDEN = {
 #: Modules that do without torch.
 PLAIN = {"balance.blockpartition"}
 
-EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors", "transformers"}
+EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors"}
+EXTRAS |= {"accelerate", "lightning", "timm", "transformers"}
 
 
 def name_of(file):

@@ -29,6 +29,7 @@ def uncompiled(function: Function) -> Function:
     What is compiled breaks there. The function itself is the same, and takes no longer.
     """
     eval_frame.set_code_exec_strategy(function.__code__, _AS_PYTHON)
+    # Functions have attributes that types do not know.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "torchgpipe compiles no more than the layers: compile these"

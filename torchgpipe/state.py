@@ -58,7 +58,7 @@ class LayersState:
         self._lasting: set[int] = set()
         others = exchanged(self._modules)
         for module in self._modules:
-            if type(module._parameters) is not dict:
+            if not isinstance(module._parameters, dict):
                 raise TypeError(
                     "under checkpointing, a layer must not be scripted, since it saves otherwise "
                     "when it has been optimised, in its third run "
@@ -71,6 +71,7 @@ class LayersState:
                 tables = [module._buffers]
             else:
                 self._parameters += parameters
+                # Buffers are tensors or None, as parameters are.
                 tables = [module._parameters, module._buffers]  # type: ignore[list-item]
             for table in tables:
                 self._places += [(table, name) for name in table]
@@ -164,10 +165,17 @@ class LayersState:
             (found,) = _identities([parameter])
             if found != version:
                 break
-        return RuntimeError(
+        rule = (
             "under checkpointing, parameters must not be changed in place between a forward and "
             f"its backward, which computes the forward again (shape: {tuple(parameter.shape)}, "
-            f"version: {found[0]}, expected version: {version[0]}); run backward before "
+        )
+        if found[0] == version[0]:
+            return RuntimeError(
+                f"{rule}now in other memory); replace no parameter's data before backward, and "
+                "leave fully_shard's reshard_after_forward as it is by default"
+            )
+        return RuntimeError(
+            f"{rule}version: {found[0]}, expected version: {version[0]}); run backward before "
             "optimizer.step(), and before the next forward of layers that change their parameters "
             "themselves"
         )
