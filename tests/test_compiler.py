@@ -267,8 +267,10 @@ def test_skips(way, backend):
     for _ in range(3):
         input = input_of(8)
         torch.testing.assert_close(step(model, input), step(plain, input))
-    # Each namespace, and what requires no gradient, has a graph of its own.
-    assert backend.frame_count == 4
+    # Each namespace, and what requires no gradient, has a graph of its own. Before PyTorch 2.13
+    # what a layer does itself runs as Python.
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert backend.frame_count == (4 if version >= (2, 13) else 0)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

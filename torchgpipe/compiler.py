@@ -10,6 +10,7 @@ import contextvars
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch._C._dynamo import eval_frame
 from torch.autograd import graph
 
@@ -35,6 +36,12 @@ def uncompiled(function: Function) -> Function:
         "torchgpipe compiles no more than the layers: compile these"
     )
     return function
+
+
+def uncompiled_before_2_13(function: Function) -> Function:
+    """Likewise, for what the compiler of PyTorch 2.13 understands, and older ones fail with."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return uncompiled(function) if version < (2, 13) else function
 
 
 def prepare() -> None:
@@ -73,5 +80,6 @@ class _Copied:
             """Calls a function in a copy of it."""
             return self._context.copy().run(function, *args, **kwargs)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._context, name)
+        def copy(self) -> Any:
+            """A context like it, which can be entered once."""
+            return self._context.copy()

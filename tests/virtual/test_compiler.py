@@ -52,6 +52,22 @@ def test_parity(way, mode, devices, backend):
     assert backend.frame_count <= 2 * 4
 
 
+def test_many_devices(devices, backend):
+    """Each has graphs of its own, for which there is a limit, which holds in every thread."""
+    model, plain = (
+        GPipe(nn.Sequential(*x), [1] * 8, devices=devices, chunks=4, checkpoint="always").double()
+        for x in (blocks(count=8), blocks(count=8))
+    )
+    for layer in model:
+        layer.compile(backend=backend)
+    with torch._dynamo.config.patch(recompile_limit=8 * len({*model.devices})):
+        for rows in (8, 11, 8):
+            input = input_of(rows).to(devices[0])
+            torch.testing.assert_close(step(model, input), step(plain, input))
+    # Of one size and of any; those of the first device also see where rows begin.
+    assert 16 <= backend.frame_count <= 20
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_of_our_own(mode, devices, backend):
     """Also where the backward of the CPU's partitions is called by compiled code."""

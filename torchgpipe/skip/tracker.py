@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from torchgpipe.compiler import uncompiled_before_2_13
 from torchgpipe.running import running
 from torchgpipe.skip.namespace import Skip, describe
 
@@ -25,10 +26,12 @@ class SkipTracker:
     def __init__(self, values: Mapping[Skip, Any] | None = None) -> None:
         self.values: dict[Skip, Any] = dict(values or {})
 
+    @uncompiled_before_2_13
     def save(self, skip: Skip, value: Any) -> None:
         """Stashes a value."""
         self.values[skip] = value
 
+    @uncompiled_before_2_13
     def load(self, skip: Skip) -> Any:
         """Pops a value, and lets go of it.
 
@@ -43,6 +46,7 @@ class SkipTracker:
         return self.values.pop(skip)
 
 
+@uncompiled_before_2_13
 def current_skip_tracker() -> SkipTracker:
     """The tracker of this thread."""
     if running.tracker is None:
