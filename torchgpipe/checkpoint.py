@@ -48,7 +48,7 @@ from torchgpipe.modes import Hooks, current_hooks, is_within_autocast, own_casts
 from torchgpipe.phony import get_phony
 from torchgpipe.rng import RNGState, holding
 from torchgpipe.running import running
-from torchgpipe.slot import Slot, described, mismatch
+from torchgpipe.slot import Enough, Filling, Slot, described, mismatch
 from torchgpipe.stream import AbstractStream, current_stream, get_device, has_streams, use_stream
 from torchgpipe.unwinding import Snapshot
 
@@ -206,44 +206,33 @@ class Checkpoint:
             # from here on the second run's alone.
             again = kept.unpack()
             del kept
-            with self.context.entered(found), own_casts(within):
+            with self.context.entered(found), own_casts() if within else nullcontext():
                 holding(rng.locks, partial(self._fill, slots, rng, again))
 
     def _fill(self, slots: Sequence[Slot], rng: RNGState, again: Batch) -> None:
         # What is behind the last dropped tensor is not needed, but to compare all that was done. It
         # is left out where it computes with weights, since an exception takes its time, too.
         whole = self.whole or rng.drawn or any(x.changed or x.expected is not None for x in slots)
-        whole = whole or not slots[-1].lasting
-        count, due = 0, len(slots)
-        while not whole and slots[due - 1].lasting:
-            due -= 1
+        filling = Filling(slots, whole or not slots[-1].lasting)
         for slot in slots:
             slot.open()
-
-        @uncompiled
-        def fill(tensor: Tensor) -> None:
-            nonlocal count
-            if count < due:
-                slots[count].fill(tensor)
-            elif whole:
-                raise mismatch(described(tensor, running.layer), "nothing more")
-            count += 1
-            if count == due and not whole:
-                raise Enough
-
         try:
-            with rng.restored(), _flag("recomputing"), saved_tensors_hooks(fill, _not_saved):
+            with (
+                rng.restored(),
+                _flag("recomputing"),
+                saved_tensors_hooks(filling.next, _not_saved),
+            ):
                 self.context.run(self.function, again)
         except Enough:
             pass
         except Exception:
             # All slots are full: whatever came after the end is a consequence of it.
-            if whole or count < due:
+            if filling.whole or filling.left:
                 raise
-        if count < due:
-            left = slots[count]
-            raise mismatch("nothing more", described(left, left.layer))
-        for slot in slots[due:]:
+        if filling.left:
+            (slot, *_) = filling.left
+            raise mismatch("nothing more", described(slot, slot.layer))
+        for slot in slots[filling.due :]:
             slot.settle()
         for slot in slots:
             slot.compare()
@@ -268,13 +257,6 @@ class Checkpoint:
             raise _not_within_forward()
         slot.verify_unchanged()
         return slot.tensor
-
-
-class Enough(BaseException):
-    """Ends a second run that has filled all slots.
-
-    A BaseException, which layers that catch errors let pass. Hooks after forward do not run.
-    """
 
 
 class Recompute(torch.autograd.Function):

@@ -89,13 +89,13 @@ def current_hooks() -> Hooks | None:
 
 
 def is_within_autocast(modes: Modes) -> bool:
-    """Whether the caller is in a block of autocast.
+    """Whether the caller is in a block of autocast, which keeps what is cast until it is left.
 
     Args:
         modes: those of this thread, which may be one of autograd's, that is never in a block, but
             has the modes of where backward is called.
     """
-    return autocast_nesting() > 0 or any(autocast.enabled for autocast in modes.autocast)
+    return autocast_nesting() > 0 or True in [autocast.enabled for autocast in modes.autocast]
 
 
 def autocast_nesting() -> int:
@@ -116,18 +116,11 @@ class own_casts:
 
     It knows a weight that was cast by the weight alone, whatever it has been cast to, and until
     the outermost block of autocast is left, whatever becomes of the weight.
-
-    Args:
-        within: whether that may be another block than the ``with`` block, such as one around
-            backward. Otherwise what is cast is forgotten with it, and need be cast but once.
     """
-
-    def __init__(self, within: bool) -> None:
-        self.within = within
 
     def __enter__(self) -> None:
         self.cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(self.cache and not self.within)
+        torch.set_autocast_cache_enabled(False)
 
     def __exit__(self, *_: object) -> None:
         torch.set_autocast_cache_enabled(self.cache)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 
 import torch
 from torch import Tensor
 
+from torchgpipe.compiler import uncompiled
 from torchgpipe.running import running
 from torchgpipe.state import version_of
 
@@ -149,6 +151,52 @@ class Slot:
                 f"(layer: {self.layer}, shape: {tuple(self.shape)}); make the layer compute the "
                 f"same from the same input whenever it runs\n{error}"
             ) from None
+
+
+class Enough(BaseException):
+    """Ends a second run that has filled all slots.
+
+    A BaseException, which layers that catch errors let pass. Hooks after forward do not run.
+    """
+
+
+class Filling:
+    """Fills slots with what a second run saves.
+
+    Args:
+        slots: in the order in which the first run has saved.
+        whole: whether the second run goes on to its end, behind the last one that was dropped.
+    """
+
+    def __init__(self, slots: Sequence[Slot], whole: bool) -> None:
+        self.slots = slots
+        self.whole = whole
+        self.count = 0
+        #: How many have to be filled; those behind are there.
+        self.due = len(slots)
+        while not whole and slots[self.due - 1].lasting:
+            self.due -= 1
+
+    @property
+    def left(self) -> Sequence[Slot]:
+        """Those that have not been filled."""
+        return self.slots[self.count : self.due]
+
+    @uncompiled
+    def next(self, tensor: Tensor) -> None:
+        """Fills the next slot.
+
+        Raises:
+            RuntimeError: it is not like what was saved in forward, or there is none.
+            Enough: that was the last one.
+        """
+        if self.count < self.due:
+            self.slots[self.count].fill(tensor)
+        elif self.whole:
+            raise mismatch(described(tensor, running.layer), "nothing more")
+        self.count += 1
+        if self.count == self.due and not self.whole:
+            raise Enough
 
 
 def is_compared(tensor: Tensor, lasting: bool) -> bool:
