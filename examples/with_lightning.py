@@ -39,9 +39,13 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        for child in self.model.children():
-            if not isinstance(child, GPipe):
-                child.to(self.root_device)
+        pipes = [x for x in self.model.modules() if isinstance(x, GPipe)]
+        inside = {x for pipe in pipes for x in pipe.modules()}
+        for module in self.model.modules():
+            if inside.isdisjoint(module.modules()):
+                module.to(self.root_device)
+            elif module not in inside:  # It has a GPipe somewhere, and tensors of its own, maybe.
+                module._apply(lambda tensor: tensor.to(self.root_device), recurse=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):

@@ -1,6 +1,7 @@
 """Models and trainers of others, where partitions are on devices of their own."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -111,12 +112,13 @@ def test_accelerate(devices, tmp_path):
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-@pytest.mark.parametrize("remedy", ["none", "no end", "no state", "all"])
+@pytest.mark.parametrize("remedy", ["none", "no end", "no state", "all", "deep"])
 def test_lightning(remedy, devices, tmp_path):
     pytest.importorskip("lightning.pytorch", exc_type=MISSING)
     from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import CPUAccelerator
     from lightning.pytorch.strategies import SingleDeviceStrategy
+    from torchmetrics import MeanMetric
 
     from examples.ball import loader
     from examples.with_lightning import Classifier, PipelineStrategy, plainly
@@ -138,8 +140,11 @@ def test_lightning(remedy, devices, tmp_path):
     def fit(epochs, path=None):
         model = GPipe(stack(), [2, 1, 1], devices=devices[:3], chunks=2)
         before = places_of(model)
-        module = Classifier(model)
+        module = Classifier(nn.Sequential(OrderedDict(pipe=model)) if remedy == "deep" else model)
         module.other = nn.Linear(1, 1)
+        module.own = nn.Parameter(torch.zeros(1))
+        module.register_buffer("count", torch.zeros(1))
+        module.metric = MeanMetric()  # Its _apply() takes no recurse.
         trainer = Trainer(
             strategy=strategy(device=devices[0]),
             accelerator=Virtual(),
@@ -155,7 +160,8 @@ def test_lightning(remedy, devices, tmp_path):
         )
         trainer.fit(module, loader(128), ckpt_path=path)
         assert places_of(model) == before
-        assert module.other.weight.device == devices[0]
+        others = [module.other.weight, module.own, module.count, module.metric.mean_value]
+        assert {module.device, *(x.device for x in others)} == {devices[0]}
         trainer.save_checkpoint(tmp_path / "saved.ckpt")
         return module.losses
 
