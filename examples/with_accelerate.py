@@ -15,35 +15,18 @@ import argparse
 import copy
 import sys
 import tempfile
-from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from examples.ball import layers, loader
+from examples.ball import compare, layers, loader, plainly
+from examples.options import at_least
 from examples.places import places
 from torchgpipe import GPipe
 
 PARTITIONS = 4
-
-
-def plainly(model: nn.Module, data: DataLoader[tuple[Tensor, ...]], k: int) -> Iterator[float]:
-    """The losses of a loop without a trainer, which steps every k-th time."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2 * len(data) // k, gamma=0.5)
-    while True:
-        for step, (x, y) in enumerate(data):
-            loss = F.cross_entropy(model(x), y)
-            (loss / k).backward()
-            if (step + 1) % k == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            yield loss.item()
 
 
 class Run:
@@ -58,9 +41,7 @@ class Run:
         model = GPipe(module, [2] * PARTITIONS, devices=places(PARTITIONS), chunks=options.chunks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         data = loader()
-        schedule = torch.optim.lr_scheduler.StepLR(
-            optimizer, step_size=2 * len(data) // options.accumulate, gamma=0.5
-        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=24, gamma=0.5)
         self.model, self.optimizer, self.data, self.schedule = self.accelerator.prepare(
             model, optimizer, data, schedule
         )
@@ -86,9 +67,9 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     """Trains with Accelerate, from the middle on after loading; returns 0 if as a plain loop."""
     parser = argparse.ArgumentParser(description="Trains a GPipe with Accelerate.")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--accumulate", type=int, default=2, help="mini-batches for a step")
+    parser.add_argument("--epochs", type=at_least(2), default=10)
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--accumulate", type=at_least(1), default=2, help="mini-batches for a step")
     parser.add_argument("--precision", choices=["no", "bf16"], default="no")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -96,30 +77,20 @@ def main(arguments: list[str] | None = None) -> int:
     module = layers()
     fresh, plain = copy.deepcopy(module), copy.deepcopy(module)
 
-    reference = plainly(plain, loader(), options.accumulate)
-    expected = [[next(reference) for _ in range(24)] for _ in range(options.epochs)]
-
+    half = options.epochs // 2
     run = Run(module, options)
-    found = [run.epoch() for _ in range(options.epochs // 2)]
+    found = [loss for _ in range(half) for loss in run.epoch()]
     with tempfile.TemporaryDirectory() as folder:
         run.accelerator.save_state(folder)
         # As in a new process: another model, another optimizer, and the state of the first.
         run = Run(fresh, options)
         run.accelerator.load_state(folder)
-    found += [run.epoch() for _ in range(options.epochs - len(found))]
+    found += [loss for _ in range(options.epochs - half) for loss in run.epoch()]
     model = run.accelerator.unwrap_model(run.model)
     print(f"{type(model).__name__} of {model.balance} on {[*map(str, model.devices)]}")
-
-    print(f"{'epoch':>5}  {'Accelerate':>10}  {'plain':>9}")
-    for k, (mine, theirs) in enumerate(zip(found, expected)):
-        print(f"{k + 1:5}  {sum(mine) / 24:10.6f}  {sum(theirs) / 24:9.6f}")
-    gap = max(abs(a - b) for mine, theirs in zip(found, expected) for a, b in zip(mine, theirs))
     bound = 1e-3 if options.precision == "no" else 0.1
-    if gap < bound and sum(found[-1]) < sum(found[0]):
-        print(f"\nAs in a plain loop in single precision: losses within {gap:.1e}.")
-        return 0
-    print(f"\nNot as it should be: losses differ by {gap:.1e} from a plain loop's, or do not fall.")
-    return 1
+    expected = plainly(plain, options.epochs, options.accumulate)
+    return compare("Accelerate", found, expected, bound)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--accumulate", "4"], ["--precision", "bf16-mixed"]], ids=str
+    "options", [[], ["--accumulate", "5"], ["--precision", "bf16-mixed"]], ids=str
 )
 def test_main(options, capsys):
     assert with_lightning.main(["--epochs", "4", *options]) == 0

@@ -120,8 +120,8 @@ def test_lightning(remedy, devices, tmp_path):
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from torchmetrics import MeanMetric
 
-    from examples.ball import loader
-    from examples.with_lightning import Classifier, PipelineStrategy, plainly
+    from examples.ball import loader, plainly
+    from examples.with_lightning import Classifier, PipelineStrategy
 
     class Virtual(CPUAccelerator):
         def setup_device(self, device):
