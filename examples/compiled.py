@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+from examples.options import CHECKPOINT, at_least
 from examples.places import places
 from torchgpipe import GPipe
 
@@ -61,9 +62,9 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[
 def main(arguments: list[str] | None = None) -> int:
     """Trains both models; returns 0 if losses are equal, and fall, and compiling has an end."""
     parser = argparse.ArgumentParser(description="Trains a model whose blocks are compiled.")
-    parser.add_argument("--steps", type=int, default=60, help="mini-batches")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument("--steps", type=at_least(1), default=60, help="mini-batches")
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from examples.options import CHECKPOINT, at_least
 from torchgpipe import GPipe
 
 PARTITIONS = 2
@@ -81,7 +82,7 @@ def step(
     for k, (points, spiral) in enumerate(batches, start=1):
         waits = isinstance(model, DistributedDataParallel) and k < len(batches)
         # Gradients are exchanged in the last backward alone.
-        with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+        with model.no_sync() if waits else nullcontext():  # type: ignore[operator]  # It has no_sync.
             output = model(points)
             loss = F.cross_entropy(output, spiral.to(output.device)) / len(batches)
             loss.backward()
@@ -131,7 +132,7 @@ def train(options: argparse.Namespace, devices: list[torch.device]) -> tuple[flo
     for epoch in range(options.epochs):
         totals = torch.zeros(2, dtype=torch.double)
         for each in loaders:
-            each.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            each.sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # A DistributedSampler.
         batches = [[[x.to(devices[0]) for x in batch] for batch in each] for each in loaders]
         starts = range(0, len(batches[0]), options.accumulate)
         for start in starts:
@@ -154,11 +155,11 @@ def train(options: argparse.Namespace, devices: list[torch.device]) -> tuple[flo
 def main(arguments: list[str] | None = None) -> int:
     """Trains the model; returns 0 if it trained as the plain one does on whole batches."""
     parser = argparse.ArgumentParser(description="DistributedDataParallel around GPipe.")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--rows", type=int, default=768)
+    parser.add_argument("--epochs", type=at_least(1), default=30)
+    parser.add_argument("--rows", type=at_least(BATCH), default=768)
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--accumulate", type=int, default=2, help="batches of a step")
-    parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument("--accumulate", type=at_least(1), default=2, help="batches of a step")
+    parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     devices = places()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from examples.options import CHECKPOINT, at_least
 from examples.places import places
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
@@ -160,7 +161,7 @@ def train(name: str, make: Callable[[], nn.Sequential], options: argparse.Namesp
     module, devices = make().double(), places(PARTITIONS)
     plain = copy.deepcopy(module).to(devices[0])
     x, y, test_x, test_y = data()
-    sample = x[: BATCH // options.chunks]
+    sample = x[: max(1, BATCH // options.chunks)]
     balance = balance_by_time(PARTITIONS, module, sample, device=devices[0])
     model = GPipe(
         module,
@@ -213,12 +214,15 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains two models on digits, with and without GPipe."
     )
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=at_least(1), default=12)
     parser.add_argument("--lr", type=float, default=0.003, help="the highest learning rate")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     parser.add_argument(
-        "--threads", type=int, default=1, help="of an operator on the CPU; small ones need no more"
+        "--threads",
+        type=at_least(1),
+        default=1,
+        help="of an operator on the CPU; small ones need no more",
     )
     return parser
 

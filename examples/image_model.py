@@ -23,6 +23,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.options import CHECKPOINT, at_least
 from examples.places import places
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_size
@@ -57,10 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Trains a ResNet with and without GPipe; returns 0 if both learn the same."""
     parser = argparse.ArgumentParser(description="Trains a ResNet with and without GPipe.")
     parser.add_argument("--model", default="test_resnet", help="any ResNet of timm")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=256, help="how many images to train on")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument("--epochs", type=at_least(2), default=3)
+    parser.add_argument("--rows", type=at_least(BATCH), default=256, help="how many to train on")
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -87,7 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
             output = model(x[rows])
             loss = F.cross_entropy(output, y[rows].to(output.device))
             # timm's, on the micro-batches one after another.
-            parts = [plain(part) for part in x[rows].tensor_split(options.chunks)]
+            chunks = min(options.chunks, len(rows))
+            parts = [plain(part) for part in x[rows].tensor_split(chunks)]
             reference = F.cross_entropy(torch.cat(parts), y[rows].to(parts[0].device))
             for optimizer, each in zip(optimizers, (loss, reference)):
                 optimizer.zero_grad()

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
+from examples.options import CHECKPOINT, at_least
 from examples.places import places
 from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
@@ -156,10 +157,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Trains a decoder with and without GPipe.")
     parser.add_argument("--family", choices=["llama", "gpt2"], default="llama")
     parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=128, help="how many lines to train on")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument("--epochs", type=at_least(2), default=4)
+    parser.add_argument("--rows", type=at_least(1), default=128, help="how many lines to train on")
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -167,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = language_model(options.family, options.attention).double()
     plain = copy.deepcopy(model)
     data = {name: x[: options.rows] for name, x in rows().items()}
-    sample = data["input_ids"][: 32 // options.chunks]
+    sample = data["input_ids"][: max(1, 32 // options.chunks)]
     pipe = wrap(model, sample, chunks=options.chunks, checkpoint=options.checkpoint)
     first = pipe.devices[0]
     plain.to(first)

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from examples.options import at_least
 from examples.places import places
 from torchgpipe import GPipe
 
@@ -123,9 +124,11 @@ def decoder(blocks: int, width: int) -> nn.Sequential:
 def main(arguments: list[str] | None = None) -> int:
     """Writes shards, loads them, and saves them; returns 0 if all is equal to the plain model."""
     parser = argparse.ArgumentParser(description="Loads a model partition by partition.")
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=at_least(1), default=12)
+    parser.add_argument("--width", type=at_least(2), default=128, help="an even number")
     options = parser.parse_args(arguments)
+    if options.width % 2:
+        parser.error(f"argument --width: must be even (value: {options.width})")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     blocks = options.blocks

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.options import CHECKPOINT, at_least
 from examples.places import places
 from torchgpipe import GPipe
 
@@ -137,9 +138,9 @@ def rounding(chunks: int, cache: bool) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Trains in each precision; returns 0 if all losses are as without GPipe, and have fallen."""
     parser = argparse.ArgumentParser(description="Trains in mixed precision.")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument("--steps", type=at_least(1), default=60)
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     bfloat16, parts = torch.bfloat16, [4, 4, 2]

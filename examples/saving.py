@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
+from examples.options import at_least
 from examples.places import places
 from torchgpipe import GPipe
 
@@ -163,8 +164,8 @@ def data() -> tuple[Tensor, Tensor]:
 def main(arguments: list[str] | None = None) -> int:
     """Stops and goes on in each way; returns 0 if every loss is that of a training without stop."""
     parser = argparse.ArgumentParser(description="Saves a training, and goes on elsewhere.")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
+    parser.add_argument("--epochs", type=at_least(1), default=6)
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     x, y = data()

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from examples.options import CHECKPOINT, at_least
 from examples.places import places
 from torchgpipe import GPipe
 
@@ -112,9 +113,9 @@ def train(loop: Loop, options: argparse.Namespace) -> tuple[list[float], list[fl
 def main(arguments: list[str] | None = None) -> int:
     """Trains in both ways; returns 0 if all is as without GPipe, and the losses have fallen."""
     parser = argparse.ArgumentParser(description="Trains with what stands around a step.")
-    parser.add_argument("--steps", type=int, default=100, help="mini-batches")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--checkpoint", default="except_last")
+    parser.add_argument("--steps", type=at_least(2), default=100, help="mini-batches")
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     right = True

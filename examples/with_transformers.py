@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from examples.language_model import language_model, rows, wrap
+from examples.options import at_least
 from torchgpipe import GPipe
 
 
@@ -105,17 +106,17 @@ def losses(trainer: Trainer) -> list[float]:
 def main(arguments: list[str] | None = None) -> int:
     """Trains with and without GPipe; returns 0 if both learn the same, also after a restart."""
     parser = argparse.ArgumentParser(description="Trains a GPipe with Transformers' Trainer.")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=128, help="how many lines to train on")
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches")
-    parser.add_argument("--accumulate", type=int, default=2, help="mini-batches for a step")
+    parser.add_argument("--epochs", type=at_least(2), default=4)
+    parser.add_argument("--rows", type=at_least(1), default=128, help="how many lines to train on")
+    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    parser.add_argument("--accumulate", type=at_least(1), default=2, help="mini-batches for a step")
     parser.add_argument("--precision", choices=["no", "bf16"], default="no")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     torch.manual_seed(0)
     plain = language_model()
-    sample = rows()["input_ids"][: 16 // options.chunks]
+    sample = rows()["input_ids"][: max(1, 16 // options.chunks)]
 
     def pipelined() -> PipelinedLlamaForCausalLM:
         model = PipelinedLlamaForCausalLM(copy.deepcopy(plain.config))

@@ -52,6 +52,10 @@ def test_main(capsys):
     assert "All learnt the same" in capsys.readouterr().out
 
 
+def test_more_micro_batches_than_rows(capsys):
+    assert with_transformers.main(["--epochs", "2", "--rows", "32", "--chunks", "32"]) == 0
+
+
 def other(model):
     """Its weights are not those that were loaded."""
     with torch.no_grad():
@@ -61,7 +65,7 @@ def other(model):
 
 def test_main_where_they_differ(monkeypatch, capsys):
     monkeypatch.setattr(with_transformers, "wrap", lambda model, *args, **options: other(model))
-    assert with_transformers.main(["--epochs", "1", "--rows", "32"]) == 1
+    assert with_transformers.main(["--epochs", "2", "--rows", "32"]) == 1
     assert "Not as it should be" in capsys.readouterr().out
 
 
