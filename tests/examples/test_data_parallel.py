@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples import data_parallel
 from tests import pairs
@@ -20,6 +21,23 @@ def outcomes():
     return pairs.run([*pairs.CASES])
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """Simulates the devices of a machine and one of two processes; gives which one that chooses."""
+
+    def machine(count, process):
+        chosen = []
+        cuda = torch.device("cuda") if count else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+        monkeypatch.setenv("LOCAL_RANK", str(process))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        return chosen
+
+    return machine
+
+
 @pytest.mark.parametrize("name", pairs.CASES)
 def test_pair(name, outcomes):
     assert not any(outcomes[name]), "\n".join(outcomes[name])
@@ -29,6 +47,21 @@ def test_example_alone(capsys):
     assert data_parallel.main(SHORT) == 0
     assert data_parallel.main(["--rows", "192", "--epochs", "1"]) == 1
     assert "Not as it should be" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "process", "expected"), [(4, 0, (0, 1)), (4, 1, (2, 3))])
+def test_each_process_has_its_own_devices(count, process, expected, machine):
+    chosen = machine(count, process)
+    assert data_parallel.places() == [torch.device("cuda", j) for j in expected]
+    assert chosen == [expected[0]]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("count", [0, 3])
+def test_machine_with_too_few_devices(count, process, machine):
+    chosen = machine(count, process)
+    assert data_parallel.places() == [torch.device("cpu")] * 2
+    assert not chosen
 
 
 def test_a_difference_is_noticed(monkeypatch):

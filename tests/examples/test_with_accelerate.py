@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.examples import MISSING
 from torchgpipe import GPipe
 
 pytest.importorskip("accelerate", exc_type=MISSING)
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 
 from examples import with_accelerate
@@ -32,7 +33,7 @@ def model(*balance, devices=None):
     return GPipe(nn.Sequential(*layers), balance, devices=devices or ["cpu"] * len(balance))
 
 
-@pytest.mark.parametrize("options", [[], ["--accumulate", "4"], ["--precision", "bf16"]], ids=str)
+@pytest.mark.parametrize("options", [[], ["--accumulate", "5"], ["--precision", "bf16"]], ids=str)
 def test_main(options, capsys):
     assert with_accelerate.main(["--epochs", "4", *options]) == 0
     assert "As in a plain loop" in capsys.readouterr().out
@@ -65,6 +66,28 @@ def test_without_the_map(accelerator, monkeypatch):
     monkeypatch.delattr(GPipe, "hf_device_map")
     with pytest.raises(TypeError, match="cannot be moved"):
         accelerator.prepare(model(1, 1))
+
+
+def test_several_processes(accelerator, monkeypatch):
+    """As far as one can simulate them: Accelerate believes that each has a GPU."""
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.MULTI_GPU)
+    monkeypatch.setattr(Accelerator, "multi_device", True)
+    monkeypatch.delenv("ACCELERATE_BYPASS_DEVICE_MAP", raising=False)
+    wrapped = model(1, 1)
+    with pytest.raises(ValueError, match="in any distributed mode"):
+        accelerator.prepare(wrapped)
+    monkeypatch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "true")
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel = accelerator.prepare(wrapped)
+        assert isinstance(parallel, DistributedDataParallel)
+        assert parallel.module is wrapped
+        assert parallel.device_ids is None
+        parallel(torch.rand(3, 4)).sum().backward()
+        assert all(p.grad is not None for p in wrapped.parameters())
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_state_of_tied_weights(accelerator, tmp_path):
