@@ -60,7 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="test_resnet", help="any ResNet of timm")
     parser.add_argument("--epochs", type=at_least(2), default=3)
     parser.add_argument("--rows", type=at_least(BATCH), default=256, help="how many to train on")
-    parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
+    # The last images are of one pixel, and a batch normalisation wants two values.
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        choices=range(1, BATCH // 2 + 1),
+        metavar="CHUNKS",
+        default=4,
+        help="micro-batches, each of two rows at least",
+    )
     parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -82,14 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.003) for each in (model, plain)]
     history, largest = [], 0.0
     for epoch in range(options.epochs):
-        order = torch.randperm(len(x)).split(BATCH)
+        order = torch.randperm(len(x))[: len(x) // BATCH * BATCH].split(BATCH)
         total = 0.0
         for rows in order:
             output = model(x[rows])
             loss = F.cross_entropy(output, y[rows].to(output.device))
             # timm's, on the micro-batches one after another.
-            chunks = min(options.chunks, len(rows))
-            parts = [plain(part) for part in x[rows].tensor_split(chunks)]
+            parts = [plain(part) for part in x[rows].tensor_split(options.chunks)]
             reference = F.cross_entropy(torch.cat(parts), y[rows].to(parts[0].device))
             for optimizer, each in zip(optimizers, (loss, reference)):
                 optimizer.zero_grad()

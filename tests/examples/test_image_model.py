@@ -51,7 +51,7 @@ def test_parity(name):
 
 
 def test_main(capsys):
-    assert image_model.main(["--epochs", "2", "--rows", "64"]) == 0
+    assert image_model.main(["--epochs", "2", "--rows", "70", "--chunks", "16"]) == 0
     assert "Both learnt the same" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ MINIMA = {
     "compiled": ({"steps": 1, "chunks": 1}, True),
     "data_parallel": ({"epochs": 1, "rows": 64, "accumulate": 1}, True),
     "digits": ({"epochs": 1, "chunks": 1, "threads": 1}, True),
-    "image_model": ({"epochs": 2, "rows": 32, "chunks": 1}, True),
+    "image_model": ({"epochs": 2, "rows": 32}, True),
     "language_model": ({"epochs": 2, "rows": 1, "chunks": 1}, True),
     "larger_than_a_device": ({"blocks": 1, "width": 2}, False),
     "mixed_precision": ({"steps": 1, "chunks": 1}, True),
@@ -55,6 +55,11 @@ def test_checkpoint(name, refused):
     if MINIMA[name][1]:
         said = refused("--checkpoint", "sometimes")
         assert all(mode in said for mode in ("always", "except_last", "never"))
+
+
+@pytest.mark.parametrize("name", ["image_model"], indirect=True)
+def test_micro_batches_of_one_image(refused):
+    assert "invalid choice: 17" in refused("--chunks", "17")
 
 
 @pytest.mark.parametrize("name", ["larger_than_a_device"], indirect=True)
