@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tests.examples import MISSING
+from tests.examples import BROKEN, MISSING
 
 #: By example: what its options do not go below, and whether it has --checkpoint.
 MINIMA = {
@@ -30,9 +30,10 @@ def name(request):
 
 @pytest.fixture
 def refused(name, capsys):
+    missing = BROKEN if name == "image_model" else MISSING
     try:
         example = importlib.import_module(f"examples.{name}")
-    except MISSING as error:
+    except missing as error:
         pytest.skip(str(error))
 
     def refused(*arguments):
