@@ -74,6 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     layers, devices = classifier(), places(3)
     plain = copy.deepcopy(layers).to(devices[0])
+    # Each device has graphs of its own.
+    torch._dynamo.config.recompile_limit = 8 * len({*devices})
     for layer in layers:
         if isinstance(layer, Block):
             layer.compile(backend=options.backend)

@@ -216,12 +216,9 @@ class Checkpoint:
         filling = Filling(slots, whole or not slots[-1].lasting)
         for slot in slots:
             slot.open()
+        hooks = saved_tensors_hooks(filling.next, _not_saved)
         try:
-            with (
-                rng.restored(),
-                _flag("recomputing"),
-                saved_tensors_hooks(filling.next, _not_saved),
-            ):
+            with rng.restored(), _flag("recomputing"), hooks:
                 self.context.run(self.function, again)
         except Enough:
             pass
