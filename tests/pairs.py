@@ -418,7 +418,11 @@ CASES = dict(
     [
         *[
             _named(parallel, make=make, mode=mode, setting=setting)
-            for make, mode, setting in product([plain, skips, unused, tied], MODES, SETTINGS)
+            for make, mode, setting in [
+                *product([plain], MODES, SETTINGS),
+                *product([skips], MODES, ["default", "find unused", "static graph"]),
+                *product([unused, tied], ["never", "always"], ["default", "static graph"]),
+            ]
         ],
         *[_named(parallel, make=plain, mode=mode, setting="default", cap=25) for mode in MODES],
         *[
