@@ -16,7 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torchgpipe import GPipe
 
 # PyTorch says at each turn that there is no process group, which nobody needs here.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    # Its own, in PyTorch 2.9.
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
 
 SOURCES = [None, [2, 2]]
 TARGETS = [None, [4], [1, 1, 2]]

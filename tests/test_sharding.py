@@ -15,6 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from tests.recomputation import MODES
 from torchgpipe import GPipe
 
+#: PyTorch 2.10 has not been tried.
+GATHERS_AGAIN = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
 
 @pytest.fixture
 def mesh(tmp_path):
@@ -41,6 +44,8 @@ def sharded(module, mesh, mode="except_last", **how):
 @pytest.mark.parametrize("mode", MODES)
 def test_steps(mode, keeps, mesh):
     """An evaluation before a step leaves the whole parameters in the layers, if they are kept."""
+    if mode != "never" and not GATHERS_AGAIN:
+        pytest.skip("FSDP2 of PyTorch 2.9 does not gather what runs again in backward")
     plain = layers()
     model = sharded(copy.deepcopy(plain), mesh, mode, reshard_after_forward=not keeps)
     optimizers = [torch.optim.SGD(x.parameters(), 0.1, momentum=0.9) for x in (plain, model)]

@@ -4,7 +4,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from tests.examples import MISSING
@@ -13,6 +12,7 @@ from torchgpipe import GPipe
 pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=MISSING)
 pytest.importorskip("accelerate", exc_type=MISSING)
 
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer import logger
 
