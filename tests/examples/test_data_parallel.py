@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples import data_parallel
-from tests import pairs
+from tests.pairs import cases
 
 ROOT = Path(__file__).parent.parent.parent
 #: What is enough for the loss to fall to half.
@@ -18,7 +18,7 @@ SHORT = ["--rows", "384", "--epochs", "20", "--lr", "0.02"]
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return pairs.run([*pairs.CASES])
+    return cases.run([*cases.CASES])
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def machine(monkeypatch):
     return machine
 
 
-@pytest.mark.parametrize("name", pairs.CASES)
+@pytest.mark.parametrize("name", cases.CASES)
 def test_pair(name, outcomes):
     assert not any(outcomes[name]), "\n".join(outcomes[name])
 

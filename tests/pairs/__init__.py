@@ -1,0 +1,1 @@
+"""What two processes compute together, beside what one does."""
