@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchgpipe
 from torchgpipe import GPipe, is_recomputing
+from torchgpipe.compiler import VERSION
 from torchgpipe.running import running
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
@@ -269,8 +270,7 @@ def test_skips(way, backend):
         torch.testing.assert_close(step(model, input), step(plain, input))
     # Each namespace, and what requires no gradient, has a graph of its own. Before PyTorch 2.13
     # what a layer does itself runs as Python.
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert backend.frame_count == (4 if version >= (2, 13) else 0)
+    assert backend.frame_count == (4 if VERSION >= (2, 13) else 0)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.recomputation import MODES
 from torchgpipe import GPipe
+from torchgpipe.compiler import VERSION
 
 #: PyTorch 2.10 has not been tried.
-GATHERS_AGAIN = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+GATHERS_AGAIN = VERSION >= (2, 11)
 
 
 @pytest.fixture

@@ -19,6 +19,9 @@ __all__: list[str] = []
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
+#: PyTorch's, as far as it matters here.
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
 _AS_PYTHON = eval_frame._FrameExecStrategy(
     eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
 )
@@ -40,8 +43,7 @@ def uncompiled(function: Function) -> Function:
 
 def uncompiled_before_2_13(function: Function) -> Function:
     """Likewise, for what the compiler of PyTorch 2.13 understands, and older ones fail with."""
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    return uncompiled(function) if version < (2, 13) else function
+    return uncompiled(function) if VERSION < (2, 13) else function
 
 
 def prepare() -> None:
@@ -60,7 +62,7 @@ def prepare() -> None:
     set_lru_cache = getattr(eval_frame, "_set_lru_cache", None)
     if set_lru_cache is not None:
         set_lru_cache(False)
-    if getattr(graph, "contextvars", None) is contextvars:
+    if (2, 12) <= VERSION < (2, 14):
         # Types take it for the module that it was.
         graph.contextvars = _Copied  # type: ignore[attr-defined, assignment]
 
