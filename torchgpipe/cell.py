@@ -119,7 +119,7 @@ class Cell:
                     self.context,
                     self.stream,
                     self.named,
-                    self.state.lasts,
+                    self.state.lasting,
                     self.state.always_calls,
                 )
             with self.numbers:

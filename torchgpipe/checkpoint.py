@@ -30,7 +30,7 @@ the output stays, there is nothing to wait for, and the first slot that is asked
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ from torchgpipe.modes import Hooks, current_hooks, is_within_autocast, own_casts
 from torchgpipe.phony import get_phony
 from torchgpipe.rng import RNGState, holding
 from torchgpipe.running import running
-from torchgpipe.slot import Enough, Filling, Slot, described, mismatch
+from torchgpipe.slot import Compared, Enough, Filling, Lasting, Slot, described, dropped, mismatch
 from torchgpipe.stream import AbstractStream, current_stream, get_device, has_streams, use_stream
 from torchgpipe.unwinding import Snapshot
 
@@ -98,7 +98,8 @@ class Checkpoint:
         context: the modes of the caller, for both runs.
         stream: the stream on which it computes, for both runs.
         within: a context manager to recompute in.
-        lasting: whether a tensor is not to be computed again, but stays as it is, as weights do.
+        lasting: the identities of tensors that are not to be computed again, nor views of them:
+            they stay as they are, as weights do.
         whole: whether a second run always goes to the end.
     """
 
@@ -108,7 +109,7 @@ class Checkpoint:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        lasting: Callable[[Tensor], bool] = lambda tensor: False,
+        lasting: Set[int] = frozenset(),
         whole: bool = False,
     ) -> None:
         self.function = function
@@ -138,7 +139,8 @@ class Checkpoint:
             output = self.function(batch.copy())
         self.inputs.clear()
         for slot in self.slots:
-            slot.close()
+            if isinstance(slot, (Lasting, Compared)):
+                slot.close()
         if not kept.unchanged:
             raise RuntimeError(
                 "under checkpointing, a partition must not change its input in place, nor what it "
@@ -212,10 +214,12 @@ class Checkpoint:
     def _fill(self, slots: Sequence[Slot], rng: RNGState, again: Batch) -> None:
         # What is behind the last dropped tensor is not needed, but to compare all that was done. It
         # is left out where it computes with weights, since an exception takes its time, too.
-        whole = self.whole or rng.drawn or any(x.changed or x.expected is not None for x in slots)
+        lasting = [slot for slot in slots if isinstance(slot, Lasting)]
+        compared = [slot for slot in slots if isinstance(slot, Compared)]
+        whole = self.whole or rng.drawn or bool(compared) or any(x.changed for x in lasting)
         filling = Filling(slots, whole or not slots[-1].lasting)
-        for slot in slots:
-            slot.open()
+        for kept in lasting:
+            kept.open()
         hooks = saved_tensors_hooks(filling.next, _not_saved)
         try:
             with rng.restored(), _flag("recomputing"), hooks:
@@ -229,31 +233,39 @@ class Checkpoint:
         if filling.left:
             (slot, *_) = filling.left
             raise mismatch("nothing more", described(slot, slot.layer))
-        for slot in slots[filling.due :]:
-            slot.settle()
-        for slot in slots:
-            slot.compare()
+        for kept in lasting:
+            kept.settle()
+        for value in compared:
+            value.compare()
 
     @uncompiled
     def _drop(self, tensor: Tensor) -> Slot:
-        slot = Slot(tensor, self.lasting(tensor) or self._is_kept(tensor))
+        # What is empty takes no memory. The caller's hooks, if any, keep the inputs.
+        own, base = id(tensor), id(tensor._base)
+        if (
+            own in self.lasting
+            or base in self.lasting
+            or own in self.inputs
+            or base in self.inputs
+            or not tensor.numel()
+        ):
+            slot: Slot = Lasting(tensor)
+        else:
+            slot = dropped(tensor)
         self.slots.append(slot)
         return slot
-
-    def _is_kept(self, tensor: Tensor) -> bool:
-        # What is empty takes no memory. The caller's hooks, if any, keep the inputs.
-        is_input = not self.inputs.isdisjoint((id(tensor), id(tensor._base)))
-        return is_input or not tensor.numel()
 
     @uncompiled
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             # The gradient came another way than through the output.
             self.recompute()
-        if slot.tensor is None:
+        tensor = slot.tensor
+        if tensor is None:
             raise _not_within_forward()
-        slot.verify_unchanged()
-        return slot.tensor
+        if tensor._version != slot.version:
+            raise slot.modified()
+        return tensor
 
 
 class Recompute(torch.autograd.Function):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchgpipe.compiler import uncompiled
 from torchgpipe.running import running
-from torchgpipe.state import version_of
 
 __all__ = ["verify_recomputation"]
 
@@ -41,59 +40,28 @@ class verify_recomputation(ContextDecorator):
 
 
 class Slot:
-    """The place of one saved tensor, empty until it is recomputed.
+    """The place of a saved tensor that was dropped, empty until it is recomputed.
+
+    There is one for each tensor that a layer saves, which is most of what checkpointing costs the
+    host: nothing is done here that can be done elsewhere.
 
     Args:
         tensor: what is to be saved.
-        lasting: whether it is there anyway, as parameters are. It is never empty then.
     """
 
-    __slots__ = (
-        "dtype",
-        "expected",
-        "kind",
-        "lasting",
-        "layer",
-        "left",
-        "shape",
-        "tensor",
-        "version",
-    )
+    __slots__ = ("dtype", "layer", "shape", "tensor", "version")
 
     tensor: Tensor | None
+    version: int
 
-    def __init__(self, tensor: Tensor, lasting: bool) -> None:
-        self.layer, self.kind = running.layer, running.kind
+    #: Whether what was saved is there anyway, as parameters are. It is never empty then.
+    lasting = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.lasting = lasting
-        # Detached: a tensor that is kept with its graph may be kept by it.
-        self.tensor = tensor.detach() if lasting else None
-        self.version = version_of(tensor)
-        #: What it is to be compared with.
-        self.expected = tensor.detach() if _verifications and is_compared(tensor, lasting) else None
-
-    def close(self) -> None:
-        """Takes note of what there is when the layers have run: not before is all of it written."""
-        if self.expected is not None:
-            self.expected = self.expected.clone()
-        if self.tensor is not None:
-            self.left = version_of(self.tensor)
-
-    @property
-    def changed(self) -> bool:
-        """Whether the layers have changed the tensor in place after they had saved it."""
-        return self.tensor is not None and self.left != self.version
-
-    def open(self) -> None:
-        """Gets ready for the second run of the layers, which may change what is theirs again."""
-        if self.tensor is not None and version_of(self.tensor) == self.left:
-            self.version = -1
-
-    def empty(self) -> None:
-        """Has nothing there any more."""
-        if not self.lasting:
-            self.tensor = None
+        self.layer = running.layer
 
     def fill(self, tensor: Tensor) -> None:
         """Puts the recomputed tensor here.
@@ -101,46 +69,101 @@ class Slot:
         Raises:
             RuntimeError: it is not like the one that was saved in forward.
         """
+        self.verify_like(tensor)
+        # Detached: without the recomputed graph. It still counts changes with the tensor.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def verify_like(self, tensor: Tensor) -> None:
+        """Checks that a tensor looks like the one that was saved in forward.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        layer = running.layer
         # Within another layer's own checkpointing it is not known in backward.
-        other = running.layer not in (None, self.layer)
-        if other or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
-            raise mismatch(described(tensor, running.layer), described(self, self.layer))
-        if not self.lasting:
-            # Detached: without the recomputed graph. It still counts changes with the tensor.
-            self.tensor = tensor.detach()
-            self.version = version_of(tensor)
-        else:
-            self.settle()
+        other = layer is not None and layer != self.layer
+        if other or tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise mismatch(described(tensor, layer), described(self, self.layer))
+
+    def empty(self) -> None:
+        """Has nothing there any more."""
+        self.tensor = None
+
+    def modified(self) -> RuntimeError:
+        """What to raise where somebody has changed the tensor in place, as autograd does."""
+        assert self.tensor is not None
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation (shape: {tuple(self.shape)}, version: {self.tensor._version}, "
+            f"expected version: {self.version}); use the layer that changes it out of place"
+        )
+
+
+class Lasting(Slot):
+    """The place of a saved tensor that is there anyway, and may be changed in place."""
+
+    __slots__ = ("left",)
+
+    tensor: Tensor
+    lasting = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        # Detached: a tensor that is kept with its graph may be kept by it.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = tensor._version
+
+    def close(self) -> None:
+        """Takes note of how often it was changed when the layers have run."""
+        self.left = self.tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether the layers have changed the tensor in place after they had saved it."""
+        return self.left != self.version
+
+    def open(self) -> None:
+        """Gets ready for the second run of the layers, which may change what is theirs again."""
+        if self.tensor._version == self.left:
+            self.version = -1
+
+    def fill(self, tensor: Tensor) -> None:
+        """Only checks that the tensor of the second run is like this one."""
+        self.verify_like(tensor)
+        self.settle()
 
     def settle(self) -> None:
         """Takes what is there for right, if nobody but the layers has changed it."""
-        if self.version == -1 and self.tensor is not None:
-            self.version = version_of(self.tensor)
+        if self.version == -1:
+            self.version = self.tensor._version
 
-    def verify_unchanged(self) -> None:
-        """Checks that nobody has changed the tensor in place, as autograd does.
+    def empty(self) -> None:
+        """It stays."""
 
-        Raises:
-            RuntimeError: somebody has.
-        """
-        assert self.tensor is not None
-        version = version_of(self.tensor)
-        if version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation (shape: {tuple(self.shape)}, version: {version}, expected "
-                f"version: {self.version}); use the layer that changes it out of place"
-            )
+
+class Compared(Slot):
+    """A slot whose recomputed value is compared with that of the forward."""
+
+    __slots__ = ("expected", "kind")
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.kind = running.kind
+        self.expected: Tensor | None = tensor.detach()
+
+    def close(self) -> None:
+        """Takes note of what there is when the layers have run: not before is all of it written."""
+        assert self.expected is not None
+        self.expected = self.expected.clone()
 
     def compare(self) -> None:
-        """Compares the recomputed value, if one was kept.
+        """Compares the recomputed value.
 
         Raises:
             RuntimeError: it is another one.
         """
         expected, self.expected = self.expected, None
-        if expected is None:
-            return
         try:
             torch.testing.assert_close(self.tensor, expected, equal_nan=True)
         except AssertionError as error:
@@ -151,6 +174,16 @@ class Slot:
                 f"(layer: {self.layer}, shape: {tuple(self.shape)}); make the layer compute the "
                 f"same from the same input whenever it runs\n{error}"
             ) from None
+
+
+def dropped(tensor: Tensor) -> Slot:
+    """A slot for a tensor that is dropped.
+
+    Bytes may be the workspace of a kernel, as that of an LSTM, of which some are never written.
+    """
+    if _verifications and tensor.dtype != torch.uint8:
+        return Compared(tensor)
+    return Slot(tensor)
 
 
 class Enough(BaseException):
@@ -197,14 +230,6 @@ class Filling:
         self.count += 1
         if self.count == self.due and not self.whole:
             raise Enough
-
-
-def is_compared(tensor: Tensor, lasting: bool) -> bool:
-    """Whether a saved tensor has a value of which each run makes its own.
-
-    Bytes may be the workspace of a kernel, as that of an LSTM, of which some are never written.
-    """
-    return not lasting and tensor.dtype != torch.uint8
 
 
 def described(saved: Tensor | Slot, layer: str | None) -> str:

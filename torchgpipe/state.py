@@ -52,10 +52,12 @@ class LayersState:
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         self._norms: list[nn.Module] = []
+        #: What they update when they run again: where, and a copy of what is there.
+        self._copies: list[tuple[dict[str, Any], str, Tensor]] | None = None
         #: Whether there are hooks that are to be called after whatever happens.
         self.always_calls = False
         #: The identities of all parameters and buffers.
-        self._lasting: set[int] = set()
+        self.lasting: set[int] = set()
         others = exchanged(self._modules)
         for module in self._modules:
             if not isinstance(module._parameters, dict):
@@ -75,16 +77,12 @@ class LayersState:
                 tables = [module._parameters, module._buffers]  # type: ignore[list-item]
             for table in tables:
                 self._places += [(table, name) for name in table]
-                self._lasting |= {id(x) for x in table.values() if x is not None}
+                self.lasting |= {id(x) for x in table.values() if x is not None}
             self.always_calls |= bool(module._forward_hooks_always_called)
             if isinstance(module, _NormBase) and module.training and module.track_running_stats:
                 self._norms.append(module)
         self._found = self._read()
         self._versions: list[tuple[int, ...]] | None = None
-
-    def lasts(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter or a buffer, or a view of one, and stays in memory."""
-        return id(tensor) in self._lasting or id(tensor._base) in self._lasting
 
     def settle(self) -> None:
         """From now on, until the layers run again, parameters must not be changed in place."""
@@ -112,11 +110,16 @@ class LayersState:
         now = self._read()
         try:
             self._write(self._found, now)
-            for norm in self._norms:
-                for name in STATISTICS:
-                    buffer = norm._buffers.get(name)
-                    if buffer is not None:
-                        norm._buffers[name] = buffer.clone()
+            if self._copies is None:
+                # Once: the values make no difference to what layers compute in training.
+                self._copies = [
+                    (norm._buffers, name, buffer.clone())
+                    for norm in self._norms
+                    for name in STATISTICS
+                    if (buffer := norm._buffers.get(name)) is not None
+                ]
+            for buffers, name, copy in self._copies:
+                buffers[name] = copy
         except BaseException:
             self._write(now, self._read())
             raise

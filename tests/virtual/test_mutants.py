@@ -567,12 +567,17 @@ MUTANTS = {
         "tensor.detach()",
         "parameters passed on",
     ),
-    "to the end after a change": ("checkpoint", "x.changed or ", "", "buffer changed"),
+    "to the end after a change": (
+        "checkpoint",
+        " or any(x.changed for x in lasting)",
+        "",
+        "buffer changed",
+    ),
     "to the end for hooks": ("checkpoint", "self.whole or ", "", "always called"),
     "kept without its graph": (
         "slot",
-        "tensor.detach() if lasting",
-        "tensor if lasting",
+        "tensor if tensor.grad_fn is None else tensor.detach()",
+        "tensor",
         "nothing to do",
     ),
     "versions of what goes whole": (
@@ -582,9 +587,9 @@ MUTANTS = {
         "what goes whole",
     ),
     "keeping what lasts": (
-        "state",
-        "return id(tensor) in self._lasting or id(tensor._base) in self._lasting",
-        "return False",
+        "checkpoint",
+        "            own in self.lasting\n            or base in self.lasting\n            or own",
+        "            own",
         "frozen partitions",
     ),
     "no Recompute for nothing": (
@@ -594,8 +599,8 @@ MUTANTS = {
         "frozen partitions",
     ),
     "versions of what is kept": (
-        "slot",
-        "        if version != self.version:",
+        "checkpoint",
+        "        if tensor._version != slot.version:",
         "        if False:",
         "weights changed",
     ),
