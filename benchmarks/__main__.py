@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 #: Each is a module beside this one, with a ``main`` that takes its arguments.
-NAMES = ("one_gpu", "overhead", "parts", "varying")
+NAMES = ("one_gpu", "overhead", "parts", "render", "varying")
 
 
 def summary(name: str) -> str:
@@ -20,7 +20,7 @@ def summary(name: str) -> str:
 
 def usage() -> str:
     """What ``python -m benchmarks --help`` prints."""
-    lines = [f"  {name:10} {summary(name)}" for name in NAMES]
+    lines = [f"  {name:12} {summary(name)}" for name in NAMES]
     return "\n".join(["usage: python -m benchmarks NAME [options]", "", *lines, ""]) + (
         "\n`python -m benchmarks NAME --help` tells the options of one."
     )

@@ -9,9 +9,8 @@ products, whose times are measured one by one. Printed is the makespan over the 
     except_last   (m + n - 1) F + m B + (m - 1) R + (n - 1) B
     always        (m + n - 1) F + m (R + B) + (n - 1) B
 
-Run it with ``python -m benchmarks one_gpu``. It writes ``benchmarks/one_gpu.json``. To see that
-the script itself is right, ``--virtual`` runs the first kind on a virtual accelerator, where every
-ratio is 1.
+To see that the script itself is right, ``--virtual`` runs the first kind on a virtual accelerator,
+where every ratio is 1.
 """
 
 from __future__ import annotations
@@ -21,21 +20,19 @@ import os
 # Streams that share a hardware queue wait for each other; this is how many queues there can be.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.machine import describe
-from benchmarks.results import write
+from benchmarks.command import output, parser
+from benchmarks.critical import MODES
+from benchmarks.report import Chart, Report, Result, Table, head, publish
 from torchgpipe import GPipe, testing
 
 N, M = 4, 8
-MODES = ("never", "except_last", "always")
 
 Row = dict[str, Any]
 
@@ -105,8 +102,8 @@ def costs(stage: nn.Module, input: Tensor, repeat: int) -> tuple[float, float]:
     forward = median(lambda: [stage(input) for _ in range(10)], repeat) / 10
 
     def backward() -> None:
-        for output in outputs:
-            output.backward(grad, retain_graph=True)
+        for result in outputs:
+            result.backward(grad, retain_graph=True)
 
     return forward, median(backward, repeat) / 10
 
@@ -164,37 +161,42 @@ def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
     return measure("busy", lambda: testing.Busy(time, time, time).to(device), x, repeat)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints a table, and writes the file; without a GPU it says so."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks one_gpu", description=__doc__.splitlines()[0]
+def report(result: Result) -> Report:
+    """A line for each kind of stages and each mode."""
+    times = ("forward_ms", "backward_ms", "makespan_ms", "ideal_ms", "ratio", "without_overlap")
+    rows = [
+        [row["stages"], row["mode"], *[f"{row[key]:.3f}" for key in times]]
+        for row in result["rows"]
+    ]
+    columns = ["stages", "mode", "F", "B", "makespan", "ideal", "ratio", "no overlap"]
+    kinds = [*dict.fromkeys(row["stages"] for row in result["rows"])]
+    chart = Chart(
+        "Partitions that share a device",
+        "makespan over ideal",
+        MODES,
+        {k: [row["ratio"] for row in result["rows"] if row["stages"] == k] for k in kinds},
+        limit=1.0,
     )
-    parser.add_argument("--milliseconds", type=float, default=4.0, help="of a sleeping forward")
-    parser.add_argument("--repeat", type=int, default=11)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    parser.add_argument("--virtual", action="store_true", help="in virtual time; writes nothing")
-    arguments = parser.parse_args(argv)
+    notes = (
+        "n={partitions}, m={micro_batches}, times in milliseconds{virtual}; `no overlap` is what "
+        "one partition after the other would take, over the ideal."
+    ).format(**result, virtual=" of virtual time" if result["virtual"] else "")
+    return Report("Partitions that share one device", [Table(columns, rows)], [chart], notes)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures and publishes; without a GPU it says so."""
+    options = parser("one_gpu", __doc__)
+    options.add_argument("--milliseconds", type=float, default=4.0, help="of a sleeping forward")
+    options.add_argument("--repeat", type=int, default=11)
+    options.add_argument("--virtual", action="store_true", help="in virtual time")
+    chosen = options.parse_args(argv)
     torch.set_num_threads(1)
-    if arguments.virtual:
-        name, rows = "virtual", on_virtual(arguments.milliseconds, arguments.repeat)
-    elif torch.cuda.is_available():
-        name, rows = torch.cuda.get_device_name(0), on_gpu(arguments.milliseconds, arguments.repeat)
-        head = {
-            "benchmark": "one_gpu",
-            "machine": describe(),
-            "partitions": N,
-            "micro_batches": M,
-            "connections": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
-        }
-        write(arguments.output, head, rows)
-    else:
+    if not chosen.virtual and not torch.cuda.is_available():
         print("not run: there is no CUDA GPU here")
         return
-    print(f"{name}, torch {torch.__version__}, n={N}, m={M}, times in ms")
-    print("stages                 mode            F      B  makespan   ideal  ratio  no overlap")
-    for row in rows:
-        times = [row[f"{name}_ms"] for name in ("forward", "backward", "makespan", "ideal")]
-        print(
-            "{stages:22} {mode:12} {:5.3f}  {:5.3f}  {:8.3f} {:7.3f} {ratio:6.3f} "
-            "{without_overlap:10.3f}".format(*times, **row)
-        )
+    measured = on_virtual if chosen.virtual else on_gpu
+    rows = measured(chosen.milliseconds, chosen.repeat)
+    result = head("one_gpu", argv, partitions=N, micro_batches=M, virtual=chosen.virtual)
+    result["connections"] = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    publish(output(chosen, "one_gpu_virtual" if chosen.virtual else "one_gpu"), result, rows)

@@ -9,9 +9,8 @@ With ``--device virtual`` each partition has a virtual accelerator (those of thi
 rivals), and the plain loop makes the copies between them too. It is still the host's real time,
 with what the virtual accelerators' own bookkeeping takes.
 
-It prints a table, and writes ``benchmarks/overhead.json`` (or ``overhead_virtual.json``). Figures
-are microseconds per cell: the difference of the least times that were seen, and in brackets the
-median of the rounds' differences of medians.
+Figures are microseconds per cell: the difference of the least times that were seen, and in brackets
+the median of the rounds' differences of medians.
 """
 
 from __future__ import annotations
@@ -20,45 +19,41 @@ import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.machine import describe, heading
+from benchmarks.command import output, parser
+from benchmarks.critical import MODES
 from benchmarks.progress import progress
-from benchmarks.results import write
+from benchmarks.report import Chart, Report, Result, Table, head, publish
 from benchmarks.rivals import REQUIREMENTS, Running, UnavailableError, add_options, start
 
-MODES = ("never", "except_last", "always")
 KINDS = ("inference", "forward", "training")
 RIVALS = ("ours", *REQUIREMENTS)
 
 Row = dict[str, Any]
 
 
-def parser() -> argparse.ArgumentParser:
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks overhead", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 4, 8], help="partitions")
-    parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 32], help="micro-batches")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
-    parser.add_argument(
+    options = parser("overhead", __doc__)
+    options.add_argument("--n", type=int, nargs="+", default=[1, 2, 4, 8], help="partitions")
+    options.add_argument("--m", type=int, nargs="+", default=[1, 8, 32], help="micro-batches")
+    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
+    options.add_argument(
         "--kinds",
         nargs="+",
         choices=KINDS,
         default=KINDS,
         help="without gradients; with them; with a backward too",
     )
-    parser.add_argument("--device", choices=("cpu", "virtual"), default="cpu")
-    add_options(parser, RIVALS)
-    parser.add_argument("--rounds", type=int, default=7, help="that the rivals take turns in")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of a rival in a round")
-    parser.add_argument("--output", type=Path, help="default: beside this module")
-    return parser
+    options.add_argument("--device", choices=("cpu", "virtual"), default="cpu")
+    add_options(options, RIVALS)
+    options.add_argument("--rounds", type=int, default=7, help="that the rivals take turns in")
+    options.add_argument("--seconds", type=float, default=0.1, help="of a rival in a round")
+    return options.parse_args(argv)
 
 
 def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -107,38 +102,56 @@ def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[Row], names: list[str]) -> str:
+def report(result: Result) -> Report:
     """A line for each setting; the ratio is that of ours to 0.0.7, of least times (medians)."""
-    head = f"{'n':>2} {'m':>3} {'kind':10} {'mode':12}{'plain':>8}"
-    lines = [head + "".join(f"{name[-18:]:>19}" for name in names) + f"{'ours / 0.0.7':>15}"]
-    for row in rows:
+    names = list(result["rivals"])
+    rows = []
+    for row in result["rows"]:
         rivals = row["rivals"]
-        line = "{n:>2} {m:>3} {kind:10} {mode:12}".format(**row)
-        line += f"{min(x['plain_min'] for x in rivals.values()):8.1f}" if rivals else f"{'-':>8}"
-        for name in names:
-            cell = "-"
-            if name in rivals:
-                cell = "{overhead_min:.1f} ({overhead_median:.1f})".format(**rivals[name])
-            line += f"{cell:>19}"
-        lines.append(line + f"{ratio(rivals):>15}")
-    return "\n".join(lines)
+        plain = min((x["plain_min"] for x in rivals.values()), default=None)
+        cells = [
+            "{overhead_min:.1f} ({overhead_median:.1f})".format(**rivals[name])
+            if name in rivals
+            else None
+            for name in names
+        ]
+        key = [row[x] for x in ("n", "m", "kind", "mode")]
+        rows.append([*key, plain and f"{plain:.1f}", *cells, ratio(rivals)])
+    columns = ["n", "m", "kind", "mode", "plain", *names, "ours / 0.0.7"]
+    device = result["machine"]["device"]
+    largest = [max(row[x] for row in result["rows"]) for x in ("n", "m")]
+    drawn = [row for row in result["rows"] if [row["n"], row["m"]] == largest]
+    chart = Chart(
+        "What a cell costs on the host, {} devices, n={}, m={}".format(device, *largest),
+        "µs per cell above the plain loop",
+        ["{kind} {mode}".format(**row) for row in drawn],
+        {
+            name: [row["rivals"].get(name, {}).get("overhead_min") for row in drawn]
+            for name in names
+        },
+    )
+    notes = "Microseconds per cell above the plain loop: least (median); one thread."
+    if device == "virtual":
+        notes += " Virtual accelerators, and the host's real time."
+    return Report(f"Overhead per cell, {device} devices", [Table(columns, rows)], [chart], notes)
 
 
-def ratio(rivals: dict[str, Any]) -> str:
+def ratio(rivals: dict[str, Any]) -> str | None:
     """Ours by 0.0.7, where both were measured."""
     if not {"ours", "0.0.7"} <= rivals.keys():
-        return "-"
+        return None
     least, middle = (
         rivals["ours"][key] / rivals["0.0.7"][key] for key in ("overhead_min", "overhead_median")
     )
     return f"{least:.2f} ({middle:.2f})"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints a table, and writes the file."""
-    options = parser().parse_args(argv)
+def main(argv: Sequence[str]) -> None:
+    """Measures and publishes."""
+    options = parsed(argv)
     torch.set_num_threads(1)
-    machine = describe()
+    result = head("overhead", argv, unit="microseconds per cell")
+    result["machine"]["device"] = options.device
     rows = []
     with ExitStack() as stack:
         running, left_out = start(options, stack)
@@ -147,20 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(row)
             for name, reason in failed.items():
                 left_out.setdefault("{} at {kind} {mode}".format(name, **setting), reason)
-    rivals = [x.rival for x in running]
-    head = {
-        "benchmark": "overhead",
-        "unit": "microseconds per cell",
-        "machine": {**machine, "device": options.device},
-        "rivals": {x.name: x.version for x in rivals},
-        "left_out": left_out,
-        "rounds": options.rounds,
-        "seconds": options.seconds,
-    }
-    name = "overhead.json" if options.device == "cpu" else f"overhead_{options.device}.json"
-    write(options.output or Path(__file__).with_name(name), head, rows)
-    print(f"{heading(machine)}, {options.device} devices, one thread")
-    print("Microseconds per cell above the plain loop: least (median)\n")
-    print(table(rows, [x.name for x in rivals]))
-    for name, reason in left_out.items():
-        print(f"\nleft out: {name}: {reason.splitlines()[-1]}")
+    rivals = {x.rival.name: x.rival.version for x in running}
+    result |= {"rivals": rivals, "left_out": left_out}
+    result |= {"rounds": options.rounds, "seconds": options.seconds}
+    name = "overhead" if options.device == "cpu" else f"overhead_{options.device}"
+    publish(output(options, name), result, rows)

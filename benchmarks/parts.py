@@ -3,13 +3,10 @@
 A step on the CPU, where one thread does all of it, runs under Python's profiler. Whatever is
 written in C counts for the part that calls it. The profiler makes each call of a Python function
 dearer: parts of many small functions look larger than they are.
-
-Run it with ``python -m benchmarks parts``. It writes ``benchmarks/parts.json``.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 from collections import Counter
@@ -21,9 +18,10 @@ import torch
 
 import torchgpipe
 from benchmarks.cells import Cells
+from benchmarks.command import output, parser
 from benchmarks.library import Library
-from benchmarks.machine import describe, heading
-from benchmarks.results import write
+from benchmarks.progress import progress
+from benchmarks.report import Chart, Report, Result, Table, head, publish
 
 PACKAGE = Path(torchgpipe.__file__).parent
 MODES = ("inference", "never", "except_last", "always")
@@ -101,23 +99,38 @@ def columns() -> list[str]:
     return [LAYERS, ENGINE, *PARTS, REST]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, writes the file, and prints a table."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks parts", description=__doc__.splitlines()[0]
+def report(result: Result) -> Report:
+    """A column for each mode."""
+    rows = result["rows"]
+    modes = [row["mode"] for row in rows]
+    lines = [[part, *[f"{row['shares'][part]:.1%}" for row in rows]] for part in columns()]
+    lines.append(["µs per cell", *[f"{row['cell_us']:.1f}" for row in rows]])
+    return Report(
+        "Where a cell's time on the host goes",
+        [Table(["part", *modes], lines)],
+        [
+            Chart(
+                "Where a cell's time goes (CPU, n={n}, m={m})".format(**result),
+                "share of a step",
+                columns(),
+                {row["mode"]: [row["shares"][part] for part in columns()] for row in rows},
+            )
+        ],
+        "CPU, n={n}, m={m}. Shares under Python's profiler, which makes parts of many small "
+        "functions look larger; microseconds without it, layers included.".format(**result),
     )
-    parser.add_argument("--n", type=int, default=4, help="partitions")
-    parser.add_argument("--m", type=int, default=32, help="micro-batches")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
-    parser.add_argument("--steps", type=int, default=30, help="of each mode, twice")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures and publishes."""
+    options = parser("parts", __doc__)
+    options.add_argument("--n", type=int, default=4, help="partitions")
+    options.add_argument("--m", type=int, default=32, help="micro-batches")
+    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
+    options.add_argument("--steps", type=int, default=30, help="of each mode, twice")
+    chosen = options.parse_args(argv)
     torch.set_num_threads(1)
-    rows = [measure(mode, options.n, options.m, options.steps) for mode in options.modes]
-    machine = describe()
-    write(options.output, {"machine": machine, "n": options.n, "m": options.m}, rows)
-    print(f"{heading(machine)}, n={options.n}, m={options.m}")
-    print(f"{'microseconds of a cell':24}" + "".join(f"{row['mode']:>14}" for row in rows))
-    print(f"{'':24}" + "".join(f"{row['cell_us']:14.1f}" for row in rows))
-    for part in columns():
-        print(f"{part:24}" + "".join(f"{row['shares'][part]:14.1%}" for row in rows))
+    result = head("parts", argv, n=chosen.n, m=chosen.m)
+    modes = progress(chosen.modes, "parts", "mode")
+    rows = [measure(mode, chosen.n, chosen.m, chosen.steps) for mode in modes]
+    publish(output(chosen, "parts"), result, rows)

@@ -20,42 +20,36 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.blocking import KINDS, draw
-from benchmarks.critical import Times, backward_path, forward_path
-from benchmarks.machine import describe, heading
+from benchmarks.command import output, parser
+from benchmarks.critical import MODES, Times, backward_path, forward_path, recomputed
 from benchmarks.progress import progress
-from benchmarks.results import write
+from benchmarks.report import Chart, Report, Result, Table, head, publish
 from benchmarks.rivals import Running, add_options, start
 
-MODES = ("never", "except_last", "always")
 PASSES = ("forward", "backward", "step", "ahead")
 RIVALS = ("ours", "0.0.7")
 
 Row = dict[str, Any]
 
 
-def parser() -> argparse.ArgumentParser:
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks varying", description=__doc__.splitlines()[0]
-    )
-    parser.set_defaults(device="virtual")
-    parser.add_argument("--n", type=int, nargs="+", default=[4], help="partitions")
-    parser.add_argument("--m", type=int, nargs="+", default=[8, 32], help="micro-batches")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of times")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
-    parser.add_argument("--mean", type=float, default=40.0, help="of a forward, in milliseconds")
-    parser.add_argument("--seeds", type=int, default=5, help="how many times times are drawn")
-    add_options(parser, RIVALS)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    return parser
+    options = parser("varying", __doc__)
+    options.set_defaults(device="virtual")
+    options.add_argument("--n", type=int, nargs="+", default=[4], help="partitions")
+    options.add_argument("--m", type=int, nargs="+", default=[8, 32], help="micro-batches")
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of times")
+    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
+    options.add_argument("--mean", type=float, default=40.0, help="of a forward, in milliseconds")
+    options.add_argument("--seeds", type=int, default=5, help="how many times times are drawn")
+    add_options(options, RIVALS)
+    return options.parse_args(argv)
 
 
 def drawn(kind: str, m: int, n: int, seed: int, mean: float) -> tuple[Times, Times]:
@@ -67,7 +61,7 @@ def drawn(kind: str, m: int, n: int, seed: int, mean: float) -> tuple[Times, Tim
 def paths(mode: str, forward: Times, backward: Times) -> dict[str, float]:
     """The critical path of each pass; ``ahead`` is a step that does not wait to recompute."""
     m = len(forward)
-    stop = {"never": 0, "except_last": m - 1, "always": m}[mode]
+    stop = recomputed(mode, m)
     again = [[time * (i < stop) for time in row] for i, row in enumerate(forward)]
     first, then = forward_path(forward), backward_path(backward, again)
     ahead = first + backward_path(backward, again, ahead=True)
@@ -118,21 +112,42 @@ def measure(running: Sequence[Running], options: argparse.Namespace) -> Iterator
         yield row
 
 
-def table(rows: Sequence[Row]) -> str:
+def report(result: Result) -> Report:
     """A line for each setting and rival: of each pass the median and the maximum over seeds."""
-    lines = [f"{'n':>2} {'m':>3} {'times':12}{'mode':12}{'rival':12}"]
-    lines[0] += "".join(f"{name:>15}" for name in PASSES)
-    groups: dict[str, list[dict[str, float]]] = {}
-    for row in rows:
+    groups: dict[tuple[str, ...], list[dict[str, float]]] = {}
+    for row in result["rows"]:
         for name, found in row["rivals"].items():
-            key = "{n:>2} {m:>3} {kind:12}{mode:12}".format(**row) + f"{name[-11:]:12}"
-            groups.setdefault(key, []).append(found["ratios"])
-    for line, group in groups.items():
-        for name in PASSES:
-            values = [found[name] for found in group]
-            line += f"  {median(values):6.3f} {max(values):6.3f}"
-        lines.append(line)
-    return "\n".join(lines)
+            key = tuple(str(row[x]) for x in ("n", "m", "kind", "mode"))
+            groups.setdefault((*key, name), []).append(found["ratios"])
+    rows = []
+    for setting, group in groups.items():
+        values = [[found[name] for found in group] for name in PASSES]
+        rows.append([*setting, *[f"{median(x):.3f} ({max(x):.3f})" for x in values]])
+    settings = [*dict.fromkeys(key[:-1] for key in groups)]
+    rivals = [*dict.fromkeys(key[-1] for key in groups)]
+    chart = Chart(
+        "A step of blocking stages (virtual accelerators)",
+        "time over the critical path",
+        [" ".join(setting) for setting in settings],
+        {
+            name: [
+                median(x["step"] for x in groups[(*setting, name)])
+                if (*setting, name) in groups
+                else None
+                for setting in settings
+            ]
+            for name in rivals
+        },
+        limit=1.0,
+    )
+    notes = (
+        "Time over the critical path: the median (maximum) over seeds. Real time of stages that "
+        f"sleep, {result['mean_ms']:g} ms for a forward in the mean; virtual accelerators, each "
+        "process on one core. `ahead` is a step over the path of one that recomputes without "
+        "waiting for gradients."
+    )
+    columns = ["n", "m", "times", "mode", "rival", *PASSES]
+    return Report("Stages whose times vary", [Table(columns, rows)], [chart], notes)
 
 
 def overslept(mean: float) -> float:
@@ -145,27 +160,15 @@ def overslept(mean: float) -> float:
     return median(times)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints a table, and writes the file."""
-    options = parser().parse_args(argv)
+def main(argv: Sequence[str]) -> None:
+    """Measures and publishes."""
+    options = parsed(argv)
     torch.set_num_threads(1)
-    machine = describe()
+    result = head("varying", argv, unit="time over the critical path", mean_ms=options.mean)
+    result["machine"] |= {"device": "virtual", "overslept_ms": overslept(options.mean)}
     with ExitStack() as stack:
         with one_core():
             running, left_out = start(options, stack)
         rows = list(measure(running, options))
-    head = {
-        "benchmark": "varying",
-        "unit": "time over the critical path",
-        "machine": {**machine, "device": "virtual", "overslept_ms": overslept(options.mean)},
-        "rivals": {x.rival.name: x.rival.version for x in running},
-        "left_out": left_out,
-        "mean_ms": options.mean,
-    }
-    write(options.output, head, rows)
-    print(f"{heading(machine)}, virtual devices, each process on one core")
-    print(f"Times over critical paths: median and maximum of {options.seeds} seeds; ", end="")
-    print(f"a forward takes {options.mean:g} ms in the mean\n")
-    print(table(rows))
-    for name, reason in left_out.items():
-        print(f"\nleft out: {name}: {reason.splitlines()[-1]}")
+    result |= {"rivals": {x.rival.name: x.rival.version for x in running}, "left_out": left_out}
+    publish(output(options, "varying"), result, rows)

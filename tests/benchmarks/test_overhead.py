@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.machine import ROOT
-from benchmarks.overhead import parser, settings
+from benchmarks.overhead import parsed, settings
 
 TINY = ["--n", "2", "--m", "2", "--rounds", "2", "--seconds", "0.001", "--rivals", "ours"]
 
@@ -35,15 +35,15 @@ def test_overhead(measured, tmp_path):
         for found in row["rivals"].values():
             assert found["plain_min"] <= found["plain_median"]
             assert len(found["rounds"]) == 2
-    lines = printed.splitlines()
-    (head,) = [i for i, line in enumerate(lines) if line.split()[:2] == ["n", "m"]]
-    for row, line in zip(result["rows"], lines[head + 1 :]):
-        assert line.split()[:4] == [str(row[key]) for key in ("n", "m", "kind", "mode")]
-        assert f"{row['rivals']['same']['overhead_min']:.1f} (" in line
-    assert "left out: none" in printed
+    lines = [line.strip("| ").split() for line in printed.splitlines()]
+    (head,) = [k for k, line in enumerate(lines) if line[:3] == ["n", "|", "m"]]
+    for row, line in zip(result["rows"], lines[head + 2 :]):
+        assert line[:8:2] == [str(row[key]) for key in ("n", "m", "kind", "mode")]
+        assert f"{row['rivals']['same']['overhead_min']:.1f}" in line
+    assert "Not run: none: this is no checkout" in printed
 
 
 def test_default_settings():
-    found = settings(parser().parse_args([]))
+    found = settings(parsed([]))
     assert len(found) == 4 * 3 * (1 + 3 + 3)
     assert {x["mode"] for x in found if x["kind"] == "inference"} == {"never"}

@@ -1,13 +1,13 @@
-"""Models of known cost, the schedule's limits, and the ideal that they are held against."""
+"""Models of known cost, and the schedule's limits."""
 
 import os
 from contextlib import contextmanager
-from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import nn
 
+from benchmarks.critical import recomputed
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
@@ -54,59 +54,11 @@ class Popping(Stage):
         return super().forward(x + skip[:, :4])
 
 
-def recomputed(mode, m):
-    """How many micro-batches are recomputed."""
-    return {"never": 0, "except_last": m - 1, "always": m}[mode]
-
-
 def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803 (the field's names)
     """The makespan of n equal stages and m micro-batches, with copies that take no time."""
     if mode == "never":
         return (m + n - 1) * (F + B)
     return (m + n - 1) * F + recomputed(mode, m) * R + m * B + (n - 1) * B
-
-
-def ideal(mode, m, forward, recompute, backward, copies=None, skips=()):
-    """The makespan of the dependency graph, of tasks that start as soon as they may.
-
-    A device computes the forwards of all micro-batches in order, then in reverse order of each the
-    recomputation, if it is due, and the backward. A forward needs those of the partitions that its
-    input and its skips come from, a backward those that they go to, all copied; a recomputation
-    needs nothing. The last partition's backwards need all its forwards, for the loss.
-
-    Args:
-        mode: what is checkpointed.
-        m: how many micro-batches there are.
-        forward: what a forward of each partition takes.
-        recompute: likewise.
-        backward: likewise.
-        copies: what a copy between each partition and the next one takes, in either direction.
-        skips: from which partition to which one, and what their copies take, likewise.
-    """
-    n = len(forward)
-    edges = [(j, j + 1, copy) for j, copy in enumerate(copies or [0] * (n - 1))] + [*skips]
-    again = recomputed(mode, m)
-    order = [("F", i) for i in range(m)]
-    for i in reversed(range(m)):
-        order += [("R", i)] * (i < again) + [("B", i)]
-    cost = {"F": forward, "R": recompute, "B": backward}
-
-    @cache
-    def end(k, j):
-        """When the k-th task of a partition is done."""
-        kind = order[k][0]
-        start = end(k - 1, j) if k else 0
-        if kind == "F":
-            start = max([start, *[end(k, a) + copy for a, b, copy in edges if b == j]])
-        if kind == "B":
-            start = max([start, *[end(k, b) + copy for a, b, copy in edges if a == j]])
-        return start + cost[kind][j]
-
-    # Task by task: the graph is deeper than Python's stack.
-    for k in range(len(order)):
-        for j in range(n) if order[k][0] == "F" else reversed(range(n)):
-            end(k, j)
-    return max(end(len(order) - 1, j) for j in range(n))
 
 
 def wrap(stages, devices, m, mode):

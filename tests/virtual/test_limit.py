@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.critical import step_path
 from tests.virtual.stages import (
     FULL,
     MODES,
@@ -17,7 +18,6 @@ from tests.virtual.stages import (
     Popping,
     Stage,
     Stashing,
-    ideal,
     limit,
     makespans,
     own_streams,
@@ -70,7 +70,7 @@ def test_the_limits_that_the_readme_draws():
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("m", [1, 2, 7])
 def test_the_ideal_of_equal_stages_is_the_limit(n, m, mode):
-    assert ideal(mode, m, [1] * n, [1] * n, [2] * n) == limit(mode, n, m)
+    assert step_path(mode, m, [1] * n, [1] * n, [2] * n) == limit(mode, n, m)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -188,7 +188,7 @@ def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, 
     found = makespans(
         wrap(stages, devices[:n], m, mode), rows=1, seed=m, requires_grad=grad, bandwidth=links
     )
-    expected = ideal(mode, m, forward, recompute, backward, copies, [skip] if skip else [])
+    expected = step_path(mode, m, forward, recompute, backward, copies, [skip] if skip else [])
     assert found == [expected] * 2
 
 
