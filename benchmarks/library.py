@@ -1,7 +1,8 @@
 """What runs in the process of a rival: its library, and the requests of the parent.
 
-``python -m benchmarks.library NAME FOLDER DEVICE COUNT`` is started by :mod:`benchmarks.rivals`.
-Requests and answers are lines of JSON on stdin and stdout; what a library prints goes to stderr.
+``python -m benchmarks.library NAME FOLDER DEVICE COUNT THREADS`` is started by
+:mod:`benchmarks.rivals`. Requests and answers are lines of JSON on stdin and stdout; what a library
+prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ class Library:
     Args:
         wrap: ``wrap(layers, balance, devices=, chunks=, checkpoint=)`` makes the pipeline.
         devices: one for each partition that there can be.
+        testing: what made the devices, if they are virtual.
     """
 
     wrap: Callable[..., nn.Module]
     devices: list[torch.device]
+    testing: Any = None
 
 
 #: Each name with the module and the class of the pipeline, and its module of streams.
@@ -53,12 +56,16 @@ def load(name: str, folder: Path, device: str, count: int) -> Library:
         RuntimeError: it was imported from elsewhere.
     """
     devices = [torch.device("cpu")] * count
+    testing: Any = None
     if device == "virtual":
         from torchgpipe import testing
 
         devices = testing.load(count)
         for loaded in [x for x in sys.modules if x.partition(".")[0] == "torchgpipe"]:
             KEPT.append(sys.modules.pop(loaded))
+    elif device == "cuda":
+        available = torch.cuda.device_count()
+        devices = [torch.device("cuda", i % available) for i in range(count)]
     sys.path.insert(0, str(folder))
     package, wrapper, stream = PIPELINES[name]
     if device == "virtual":
@@ -68,7 +75,7 @@ def load(name: str, folder: Path, device: str, count: int) -> Library:
     module = importlib.import_module(package)
     if not Path(module.__file__ or "").resolve().is_relative_to(folder.resolve()):
         raise RuntimeError(f"another {package} was imported (folder: {folder}, module: {module})")
-    return Library(getattr(module, wrapper), devices)
+    return Library(getattr(module, wrapper), devices, testing)
 
 
 #: Modules that made the virtual accelerators, which live as long as the process.
@@ -79,15 +86,20 @@ def serve(library: Library, requests: TextIO, answers: TextIO) -> None:
     """Answers requests until there are no more.
 
     ``{"make": "module:Class", "arguments": {…}}`` makes the object that ``{"call": "method",
-    "arguments": {…}}`` then calls; it is given the library first. An answer is ``{"value": …}`` or
-    ``{"error": traceback}``.
+    "arguments": {…}}`` then calls; it is given the library first. ``{"drop": true}`` lets go of it,
+    and of its memory. An answer is ``{"value": …}`` or ``{"error": traceback}``.
     """
     subject: Any = None
     for line in requests:
         request = json.loads(line)
         answer: dict[str, Any] = {"value": None}
         try:
-            if "make" in request:
+            if "drop" in request:
+                subject = None
+                gc.collect()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
+            elif "make" in request:
                 subject = None
                 gc.collect()
                 module, _, name = request["make"].partition(":")
@@ -105,8 +117,8 @@ def main() -> None:
     """Loads the library, says so in the first answer, and serves."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    torch.set_num_threads(1)
-    name, folder, device, count = sys.argv[1:]
+    name, folder, device, count, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
     try:
         library = load(name, Path(folder), device, int(count))
     except Exception:

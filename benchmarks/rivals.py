@@ -92,17 +92,18 @@ class Running:
 
     Args:
         rival: whose it is.
-        device: ``"cpu"`` or ``"virtual"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"virtual"``.
         count: how many devices.
+        threads: how many compute an operator.
     """
 
-    def __init__(self, rival: Rival, device: str, count: int) -> None:
+    def __init__(self, rival: Rival, device: str, count: int, threads: int = 1) -> None:
         self.rival = rival
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.library"]
         self.process = subprocess.Popen(
-            [*command, rival.library, str(rival.folder), device, str(count)],
+            [*command, rival.library, str(rival.folder), device, str(count), str(threads)],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -124,6 +125,10 @@ class Running:
             UnavailableError: it raised.
         """
         return self._ask(call=method, arguments=arguments)
+
+    def drop(self) -> None:
+        """Lets go of what was made, and of its memory."""
+        self._ask(drop=True)
 
     def close(self) -> None:
         """Ends the process."""
@@ -182,11 +187,16 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     )
 
 
-def start(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Running], dict[str, str]]:
-    """The processes of the rivals, and why the others are left out."""
+def start(
+    options: argparse.Namespace, stack: ExitStack, threads: int = 1
+) -> tuple[list[Running], dict[str, str]]:
+    """The processes of the rivals, and why the others are left out.
+
+    What is not of PyPI is made of this checkout.
+    """
     running, left_out = [], {}
     makers: dict[str, Callable[[], Rival]] = {
-        name: partial(checkout, name, ROOT) if name == "ours" else partial(installed, name)
+        name: partial(installed, name) if name in REQUIREMENTS else partial(checkout, name, ROOT)
         for name in options.rivals
     }
     for text in options.against:
@@ -195,7 +205,7 @@ def start(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Running],
     started = []
     for name, make in makers.items():
         try:
-            started.append(Running(make(), options.device, max(options.n)))
+            started.append(Running(make(), options.device, max(options.n), threads))
         except UnavailableError as error:
             left_out[name] = str(error)
     for process in started:
