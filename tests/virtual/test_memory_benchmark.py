@@ -1,0 +1,137 @@
+"""The memory of a training step is measured, on virtual accelerators."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.experiments import MEMORY, Experiment, unet
+from benchmarks.library import Library
+from benchmarks.memory import cut, main, measure, report, settings
+from benchmarks.memory import parser as options
+from benchmarks.report import markdown
+from benchmarks.rivals import UnavailableError
+from benchmarks.training import Training
+from torchgpipe import GPipe
+
+MODEL = {"name": "known"}
+SIZE, BATCH = 16, 8
+
+#: Bytes of what a layer makes of the mini-batch.
+ACTIVATION = 4 * BATCH * 3 * SIZE * SIZE
+
+#: Bytes of the loss, which is a mean of squares, and of its backward: the gradient of each square,
+#: the output to the first power, that twice, and the product.
+LOSS = 4 * ACTIVATION + 2 * 4
+
+
+class Bias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3, SIZE, SIZE))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """A model that keeps an activation in each layer but the first, and has a small parameter."""
+
+    def known():
+        return nn.Sequential(Bias(), *[nn.Tanh() for _ in range(7)])
+
+    monkeypatch.setattr("benchmarks.models.known", known, raising=False)
+
+
+def test_plain(devices, known):
+    (found,) = Training(Library(GPipe, devices), MODEL, SIZE, BATCH).memory()
+    size = ACTIVATION // BATCH
+    assert found["parameters"] == found["gradients"] == size
+    # The mini-batch, what seven layers save, and what the loss needs in backward.
+    assert found["peak"] - size == (1 + 7) * ACTIVATION + LOSS
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("never", 4), ("always", 1)])
+def test_partitions(mode, kept, devices, known):
+    training = Training(Library(GPipe, devices), MODEL, SIZE, BATCH, [4, 4], 4, mode)
+    first, last = training.memory()
+    assert [first["parameters"], last["parameters"]] == [ACTIVATION // BATCH, 0]
+    # What four layers save, or the input of these alone, and the output.
+    assert last["peak"] == (kept + 1) * ACTIVATION + LOSS
+    # The mini-batch, and what three layers save, of one micro-batch or of all.
+    least = ACTIVATION + 3 * (ACTIVATION if mode == "never" else ACTIVATION // 4)
+    assert least < first["peak"] < least + 2 * ACTIVATION
+
+
+def test_cut(known):
+    assert cut(Experiment("even", MODEL, SIZE, BATCH, 2, 2)) == [4, 4]
+
+
+def test_settings():
+    found = settings(options().parse_args([]))
+    experiments = [setting for family, setting, _ in found if family == "experiments"]
+    assert {x.name for x in experiments} == {"baseline", *[f"pipeline-{n}" for n in (1, 2, 4, 8)]}
+    assert {x.batch for x in experiments} == {8}
+    full = settings(options().parse_args(["--device", "cuda"]))
+    assert {x.batch for family, x, _ in full if family == "experiments"} == {32, 128}
+    for _, setting, rivals in found:
+        assert ("plain" in rivals) == (setting.m is None or setting in experiments)
+        assert ("ours" in rivals) == (setting.m is not None)
+
+
+def test_main(tmp_path, capsys, monkeypatch):
+    experiments = [
+        Experiment("baseline", unet(1, 64), 192, 32),
+        Experiment("pipeline-2", unet(1, 64), 192, 32, 2, 32),
+    ]
+    monkeypatch.setitem(MEMORY, "unet", experiments)
+    path = tmp_path / "memory.json"
+    tiny = ["--experiments", "unet", "--scale", "16", "64", "2", "--grid", "gpt"]
+    tiny += ["--n", "2", "--m", "4", "--modes", "always"]
+    main([*tiny, "--rivals", "ours", "plain", "--output", str(path)])
+    result = json.loads(path.read_text("utf-8"))
+    assert result["device"] == "virtual"
+    assert not result["left_out"]
+    rows = {(row["family"], row["name"]): row["rivals"] for row in result["rows"]}
+    assert len(rows) == 2 + 2
+    for (family, name), rivals in rows.items():
+        for found in rivals.values():
+            for device in found["devices"]:
+                assert device["peak"] > device["parameters"] == device["gradients"]
+        ours = {"baseline": 0, "plain": 0}.get(name, 1)
+        assert list(rivals) == ["plain"] * (family == "experiments" or not ours) + ["ours"] * ours
+    (plain,) = rows["grid", "plain"]["plain"]["devices"]
+    wrapped = rows["grid", "always"]["ours"]["devices"]
+    assert len(wrapped) == 2
+    assert sum(x["parameters"] for x in wrapped) == plain["parameters"]
+    assert sum(x["peak"] for x in wrapped) < plain["peak"] / 2
+    printed = capsys.readouterr().out
+    assert printed.strip() == path.with_suffix(".md").read_text("utf-8").strip()
+    assert "virtual accelerators" in printed
+    assert path.with_suffix(".png").exists()
+
+
+class Failing:
+    """A process in which nothing fits, or works."""
+
+    def __init__(self, reason):
+        self.reason = reason
+
+    def make(self, name, **arguments):
+        raise UnavailableError(f"Traceback\n{self.reason}\nraised in partition 0, micro-batch 1")
+
+
+@pytest.mark.parametrize(
+    ("reason", "cell"),
+    [("torch.OutOfMemoryError: CUDA out of memory", "out of memory"), ("OSError: no", "not run")],
+)
+def test_what_fails_is_marked(reason, cell):
+    setting = Experiment("pipeline-1", MODEL, SIZE, BATCH, 1, 2)
+    rivals = {name: measure(Failing(reason), setting, [8]) for name in ("plain", "ours")}
+    assert rivals["ours"] in ({"error": cell}, {"error": cell, "reason": reason})
+    row = {"family": "experiments", "rivals": rivals, **vars(setting)}
+    result = {"device": "cuda", "scaled": False, "rivals": {"ours": None}, "rows": [row]}
+    (table,) = report(result).tables
+    assert markdown(table).count(f" {cell} ") == 5 if cell == "not run" else 4
