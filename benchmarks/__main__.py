@@ -9,7 +9,17 @@ from importlib import import_module
 from pathlib import Path
 
 #: Each is a module beside this one, with a ``main`` that takes its arguments.
-NAMES = ("ablation", "memory", "one_gpu", "overhead", "parts", "render", "speed", "varying")
+NAMES = (
+    "ablation",
+    "memory",
+    "one_gpu",
+    "overhead",
+    "parts",
+    "render",
+    "speed",
+    "transparency",
+    "varying",
+)
 
 
 def summary(name: str) -> str:
