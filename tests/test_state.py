@@ -1,12 +1,14 @@
 """What layers are made of: a recomputation finds it as the forward did, and leaves it alone."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from torchgpipe.checkpoint import checkpoint
-from torchgpipe.state import LayersState, version_of
+from torchgpipe.state import LayersState, counter_of, version_of
 
 NORMS = {
     "BatchNorm1d": lambda **kw: nn.BatchNorm1d(3, **kw),
@@ -187,6 +189,27 @@ def test_version_of_what_has_none():
         x.add_(1)
     assert version_of(x) == -1
     LayersState(nn.ParameterList([nn.Parameter(x, requires_grad=False)]))
+    assert version_of(counter_of(x)) == -1
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_counter_of_changes_holds_no_memory(requires_grad, device):
+    x = torch.ones(2, 3, requires_grad=requires_grad, device=device) * 2
+    counter = counter_of(x[:, :1])
+    assert version_of(counter) == version_of(x)
+    x.view(-1).mul_(2)
+    assert version_of(counter) == version_of(x) == 1
+    alive = weakref.ref(x.untyped_storage())
+    del x
+    assert alive() is None
+    assert version_of(counter) == 1
+
+
+def test_counter_of_what_has_no_memory_of_one_piece():
+    x = torch.eye(2).to_sparse()
+    counter = counter_of(x)
+    x.mul_(2)
+    assert version_of(counter) == version_of(x) == 1
 
 
 def test_checkpoint_of_a_function_has_no_layers():

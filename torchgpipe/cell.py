@@ -39,7 +39,7 @@ from torchgpipe.dependency import fork, join
 from torchgpipe.microbatch import VALUE, Batch
 from torchgpipe.note import Named
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.state import LayersState, version_of
+from torchgpipe.state import LayersState, counter_of, version_of
 from torchgpipe.stream import AbstractStream, use_stream
 
 __all__: list[str] = []
@@ -197,16 +197,16 @@ class Cell:
 
     def _run(self, batch: Batch) -> Batch:
         # Once they share memory, parts may be on different devices, where they no longer do.
-        watched = [x for part in batch.shared for x in batch.parts.get(part, ())]
-        versions = [version_of(x) for x in watched]
+        counters = [counter_of(x) for part in batch.shared for x in batch.parts.get(part, ())]
+        versions = [version_of(x) for x in counters]
         if self.starts_in_place:
             if VALUE not in batch.shared:
                 if self.state or self.j == 0:
                     # A second run needs the input as it was for the first, and micro-batches may
                     # be views of the same memory, which is the caller's.
                     batch = batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])
-            elif any(x.is_inference() for x in watched):
-                # These do not count what is done to them.
+            elif -1 in versions:
+                # Inference tensors do not count what is done to them.
                 raise _changed(batch)
         # From here on a skip is held by the tracker, until it is popped.
         tracker = SkipTracker(batch.skips)
@@ -214,7 +214,7 @@ class Cell:
         again = self.state.restored() if self.state and is_recomputing() else nullcontext()
         with self.lock, again, use_skip_tracker(tracker):
             output = value.call(self.layers).with_skips(tracker.values)
-        if versions != [version_of(x) for x in watched]:
+        if versions != [version_of(x) for x in counters]:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):
             output.shared |= {VALUE}

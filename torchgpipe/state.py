@@ -9,17 +9,24 @@ statistics of a norm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from torchgpipe.phony import get_phony
 from torchgpipe.sharding import exchanged, is_shard
 
 __all__: list[str] = []
 
 _MISSING: Any = object()
+
+#: A tensor whose versions nobody counts.
+with torch.inference_mode():
+    _UNCOUNTED = torch.empty(0)
 
 #: The buffers of torch's own norms.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -245,6 +252,17 @@ def version_of(tensor: Tensor) -> int:
     except RuntimeError:
         # Inference tensors do not.
         return -1
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """Has the versions of a tensor, and of all views of its memory, but does not hold that."""
+    if tensor.is_inference():
+        return _UNCOUNTED
+    counter = tensor.detach()
+    # Sparse tensors and those of functorch refuse. Their memory is held.
+    with suppress(RuntimeError):
+        counter.data = get_phony(tensor.device, requires_grad=False)
+    return counter
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:

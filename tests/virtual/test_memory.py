@@ -202,3 +202,40 @@ def test_a_skip_is_kept_no_longer_than_it_is_on_its_way(devices):
     assert first <= 32 * (ahead + 2) + ahead + 3
     assert all(peak <= ahead + 3 for peak in between)
     assert last <= 32 * 2 + 2 * m + 3
+
+
+@skippable(stash=["same"])
+class StashSame(nn.Module):
+    def forward(self, x):
+        yield stash("same", x)
+        return x
+
+
+@skippable(pop=["same"])
+class PopSame(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("same"))
+
+
+def peaks(step, devices):
+    """What a step takes, in activations, on each device, once whatever stays has been allocated."""
+    step()
+    before = settled(devices)
+    for device in devices:
+        torch.accelerator.reset_peak_memory_stats(device)
+    step()
+    return [
+        (torch.accelerator.max_memory_allocated(device) - start) / ACTIVATION
+        for device, start in zip(devices, before)
+    ]
+
+
+@pytest.mark.parametrize("grad", ["no_grad", "inference_mode", "enable_grad"])
+def test_skip_that_is_the_value_too_is_let_go_at_its_last_use(devices, grad):
+    layers = [StashSame(), PopSame(), nn.Tanh(), nn.Tanh()]
+    model = GPipe(nn.Sequential(*layers), [1, 3], devices=devices[:2], chunks=1)
+    x = torch.rand(ROWS, WIDTH, device=devices[0])
+    with getattr(torch, grad)():
+        _, last = peaks(lambda: model(x), devices[:2])
+    # The value, and what a layer takes and gives.
+    assert last == 3

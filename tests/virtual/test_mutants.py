@@ -44,6 +44,11 @@ TESTS = {
         "test_a_skip_is_kept_no_longer_than_it_is_on_its_way",
         {},
     ),
+    "skip and value": (
+        "virtual.test_memory",
+        "test_skip_that_is_the_value_too_is_let_go_at_its_last_use",
+        {"grad": "no_grad"},
+    ),
     "order of skips": (
         "virtual.test_skips",
         "test_gradients_leave_in_the_order_in_which_they_are_needed",
@@ -421,6 +426,12 @@ MUTANTS = {
         "        batch = batch.take()\n        with",
         "        with",
         "last use",
+    ),
+    "letting go of what is watched": (
+        "cell",
+        "counter_of(x) for part",
+        "x for part",
+        "skip and value",
     ),
     "letting go of slots": (
         "checkpoint",
