@@ -125,8 +125,9 @@ class Cell:
             with self.numbers:
                 run = checkpoint.forward if checkpoint else self._run
                 batch = self.context.run(run, batch)
+            left: dict[int, Tensor] = {}
             for lane, parts in self._by_lane(self.departing):
-                batch = batch.map(partial(leave, self.stream, lane), parts)
+                batch = batch.map(partial(leave, self.stream, lane, left=left), parts)
         if self.departing:
             self.checkpointed = checkpoint
         return batch

@@ -48,12 +48,32 @@ Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def leave(
-    prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Tensor
+    prev_stream: AbstractStream,
+    next_stream: AbstractStream,
+    *tensors: Tensor,
+    left: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Has tensors leave the compute stream, which is the current one, for a copy stream."""
-    left = _cloned(tensors, prev_stream, next_stream)
-    _hand_over(left, prev_stream, next_stream)
-    return left
+    """Has tensors leave the compute stream, which is the current one, for a copy stream.
+
+    What is to leave for another copy stream, too, is cloned once. Its gradients from there are
+    added on the compute stream, as the clone belongs to that.
+
+    Args:
+        prev_stream: the compute stream.
+        next_stream: the copy stream.
+        *tensors: what leaves.
+        left: the clones so far, by the identities of tensors that are still to leave, or were.
+    """
+    if prev_stream == next_stream:
+        return tensors
+    if left is None:
+        left = {}
+    for tensor in tensors:
+        if id(tensor) not in left:
+            left[id(tensor)] = tensor.clone()
+    clones = tuple([left[id(tensor)] for tensor in tensors])
+    _hand_over(clones, prev_stream, next_stream)
+    return clones
 
 
 def copy(

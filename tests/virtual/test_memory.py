@@ -231,6 +231,17 @@ def peaks(step, devices):
 
 
 @pytest.mark.parametrize("grad", ["no_grad", "inference_mode", "enable_grad"])
+def test_skip_that_is_the_value_too_leaves_as_one(devices, grad):
+    layers = [Scale(), StashSame(), PopSame()]
+    model = GPipe(nn.Sequential(*layers), [2, 1], devices=devices[:2], chunks=1, checkpoint="never")
+    x = torch.rand(ROWS, WIDTH, device=devices[0])
+    with getattr(torch, grad)():
+        first, _ = peaks(lambda: model(x), devices[:2])
+    # What was computed, and its clone.
+    assert first == 2
+
+
+@pytest.mark.parametrize("grad", ["no_grad", "inference_mode", "enable_grad"])
 def test_skip_that_is_the_value_too_is_let_go_at_its_last_use(devices, grad):
     layers = [StashSame(), PopSame(), nn.Tanh(), nn.Tanh()]
     model = GPipe(nn.Sequential(*layers), [1, 3], devices=devices[:2], chunks=1)

@@ -49,6 +49,11 @@ TESTS = {
         "test_skip_that_is_the_value_too_is_let_go_at_its_last_use",
         {"grad": "no_grad"},
     ),
+    "skip leaving": (
+        "virtual.test_memory",
+        "test_skip_that_is_the_value_too_leaves_as_one",
+        {"grad": "no_grad"},
+    ),
     "order of skips": (
         "virtual.test_skips",
         "test_gradients_leave_in_the_order_in_which_they_are_needed",
@@ -234,8 +239,8 @@ MUTANTS = {
     "recording": ("copy", "        record_stream(tensor, next_stream)", "        pass", "limit"),
     "clone in forward": (
         "copy",
-        "_cloned(tensors, prev_stream, next_stream)",
-        "tensors",
+        "= tensor.clone()\n",
+        "= tensor\n",
         "same memory",
     ),
     "clone in backward": (
@@ -256,9 +261,15 @@ MUTANTS = {
         "ctx.prev_stream, other=ctx.next_stream)",
         "limit",
     ),
+    "one clone": (
+        "copy",
+        "if id(tensor) not in left",
+        "if True",
+        "skip leaving",
+    ),
     "hand-over in leaving": (
         "copy",
-        "    _hand_over(left, prev_stream, next_stream)\n",
+        "    _hand_over(clones, prev_stream, next_stream)\n",
         "",
         "limit",
     ),
@@ -276,8 +287,9 @@ MUTANTS = {
     ),
     "lane of leaving Wait": (
         "cell",
-        "batch = batch.map(partial(leave, self.stream, lane), parts)",
-        "with use_stream(lane): batch = batch.map(partial(leave, self.stream, lane), parts)",
+        "batch = batch.map(partial(leave, self.stream, lane, left=left), parts)",
+        "with use_stream(lane): "
+        "batch = batch.map(partial(leave, self.stream, lane, left=left), parts)",
         "same memory",
     ),
     "lane of what leaves": (

@@ -1,5 +1,6 @@
 """Skips go straight from device to device: those between see no copy and no byte of them."""
 
+import copy
 from collections import Counter
 from itertools import product
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.virtual.stages import FULL, MODES, wrap
+from tests.virtual.stages import FULL, MODES, SEEDS, wrap
+from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import observe
 
@@ -96,3 +98,46 @@ def test_gradients_leave_in_the_order_in_which_they_are_needed(devices, mode):
         model(torch.rand(ROWS * m, WIDTH, device=devices[0])).sum().backward()
     targets = [int(span.name[-1]) for span in seen.spans]
     assert targets == [2, 1, 0, 2] * m
+
+
+@skippable(stash=["near", "far"])
+class StashSame(nn.Module):
+    def forward(self, x):
+        yield stash("near", x)
+        yield stash("far", x)
+        return x
+
+
+def adding(name):
+    @skippable(pop=[name])
+    class Add(nn.Module):
+        def forward(self, x):
+            return x.sin() * (yield pop(name))
+
+    return Add()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1], [0, 1, 0], [0, 0, 0]])
+def test_one_tensor_that_leaves_for_several_partitions(devices, mode, place):
+    m = 5
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), StashSame())
+    model = GPipe(
+        nn.Sequential(first, adding("near"), adding("far")),
+        [1] * 3,
+        devices=[devices[j] for j in place],
+        chunks=m,
+        checkpoint=mode,
+    )
+    x = torch.rand(ROWS * m, WIDTH)
+    y = copy.deepcopy(first[0]).cpu()(x)
+    expected = (y.sin() * y).sin() * y
+    reference = torch.autograd.grad(expected.sum(), y)[0].T @ x
+    for seed in SEEDS:
+        model.zero_grad()
+        with observe(jitter=seed) as seen:
+            output = model(x.to(devices[place[0]]))
+            output.sum().backward()
+        assert not seen.races
+        assert torch.allclose(output.cpu(), expected)
+        assert torch.allclose(first[0].weight.grad.cpu(), reference)
