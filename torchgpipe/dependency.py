@@ -13,7 +13,8 @@ None: it orders the two functions on the host, but makes no stream wait for anot
 
 The fork is a view of the tensor, and the phony a copy of an empty view of that: autograd passes
 them without asking Python, for which all of its threads would have to queue. The empty view alone
-would hold the memory of the tensor until the last cell has been computed.
+would hold the memory of the tensor until the last cell has been computed. And of all views, this
+one has its gradient handed on as it is: to a view of it, autograd would not add another in place.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def fork(input: Value) -> tuple[Value, Tensor]:
     phonies = []
     for k, tensor in enumerate(tensors):
         if tensor.requires_grad and torch.is_grad_enabled() and is_dense(tensor):
-            tensors[k] = tensor.view_as(tensor)
+            tensors[k] = tensor.expand_as(tensor)
             phonies.append(tensors[k].as_strided((0,), (1,)))
     if not phonies:
         return input, get_phony(tensors[0].device, requires_grad=False)

@@ -241,6 +241,16 @@ def test_skip_that_is_the_value_too_leaves_as_one(devices, grad):
     assert first == 2
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_a_skip_that_is_the_value_too_are_added_in_place(devices, mode):
+    layers = [nn.Tanh(), StashSame(), PopSame()]
+    model = GPipe(nn.Sequential(*layers), [2, 1], devices=devices[:2], chunks=1, checkpoint=mode)
+    x = torch.rand(ROWS, WIDTH, device=devices[0], requires_grad=True)
+    first, _ = peaks(lambda: torch.autograd.grad(model(x).sum(), x), devices[:2])
+    # What the layer saved and both gradients, or the one that it takes, and what it gives.
+    assert first == 3
+
+
 @pytest.mark.parametrize("grad", ["no_grad", "inference_mode", "enable_grad"])
 def test_skip_that_is_the_value_too_is_let_go_at_its_last_use(devices, grad):
     layers = [StashSame(), PopSame(), nn.Tanh(), nn.Tanh()]

@@ -54,6 +54,11 @@ TESTS = {
         "test_skip_that_is_the_value_too_leaves_as_one",
         {"grad": "no_grad"},
     ),
+    "gradients of a skip": (
+        "virtual.test_memory",
+        "test_gradients_of_a_skip_that_is_the_value_too_are_added_in_place",
+        {"mode": "never"},
+    ),
     "order of skips": (
         "virtual.test_skips",
         "test_gradients_leave_in_the_order_in_which_they_are_needed",
@@ -365,6 +370,12 @@ MUTANTS = {
         "yield -max(self.lead, k - j + 1), k",
         "pass",
         "few streams",
+    ),
+    "gradient of a fork": (
+        "dependency",
+        "tensor.expand_as(tensor)",
+        "tensor.view_as(tensor)",
+        "gradients of a skip",
     ),
     "memory of a phony": (
         "dependency",
