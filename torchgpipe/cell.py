@@ -205,7 +205,7 @@ class Cell:
                 if self.state or self.j == 0:
                     # A second run needs the input as it was for the first, and micro-batches may
                     # be views of the same memory, which is the caller's.
-                    batch = batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])
+                    batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
             elif -1 in versions:
                 # Inference tensors do not count what is done to them.
                 raise _changed(batch)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.compiler import uncompiled
 from torchgpipe.microbatch import Batch
 from torchgpipe.modes import Hooks
+from torchgpipe.phony import get_phony
 from torchgpipe.state import version_of
 
 __all__: list[str] = []
@@ -66,8 +68,7 @@ class Kept:
                 f"{self._versions}); change a clone of it, or change it after backward"
             )
         if self.hooks is None:
-            again = [x.detach().requires_grad_(x.requires_grad) for x in self._batch]
-            return self._batch.replace(again)
+            return self._again([(x, x.requires_grad) for x in self._batch])
         _, unpack = self.hooks
         again = []
         for packed, needs_grad in self._packed:
@@ -77,5 +78,32 @@ class Kept:
                     "a hook that unpacks what was saved for backward must return a tensor "
                     f"(returned: {type(tensor).__name__}); return what the pack hook was given"
                 )
-            again.append(tensor.detach().requires_grad_(needs_grad))
-        return self._batch.replace(again)
+            again.append((tensor, needs_grad))
+        return self._again(again)
+
+    def _again(self, tensors: Sequence[tuple[Tensor, bool]]) -> Batch:
+        needing = [x for x, needs_grad in tensors if needs_grad]
+        if not needing or len(self._batch.parts) == 1:
+            # The value is held by those who call the layers, and leaves take less time.
+            return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
+        phony = get_phony(needing[0].device, requires_grad=True)
+        with torch.enable_grad():
+            found = iter(Unpack.apply(phony, *needing))
+        return self._batch.replace([next(found) if need else x.detach() for x, need in tensors])
+
+
+class Unpack(torch.autograd.Function):
+    """Has tensors require a gradient that nobody asks for: ``phony, *tensors → *tensors``.
+
+    They are no leaves, which all that is computed from them would hold: what is popped is let go at
+    its last use, as in the first run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        return (None, *[None] * len(grads))

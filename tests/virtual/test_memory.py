@@ -5,11 +5,13 @@ The unit is an activation: what a layer makes of one micro-batch. All layers her
 
 import gc
 import time
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.virtual.stages import FULL, MODES, SEEDS, own_streams
 from torchgpipe import GPipe
@@ -170,8 +172,12 @@ def test_nothing_is_alive_after_a_step_but_gradients_and_the_output(devices, mod
 
 @skippable(stash=["wide"])
 class Stash(nn.Module):
+    def __init__(self, times=32):
+        super().__init__()
+        self.times = times
+
     def forward(self, x):
-        yield stash("wide", x.repeat(1, 32))
+        yield stash("wide", x.repeat(1, self.times))
         return x
 
 
@@ -260,3 +266,23 @@ def test_skip_that_is_the_value_too_is_let_go_at_its_last_use(devices, grad):
         _, last = peaks(lambda: model(x), devices[:2])
     # The value, and what a layer takes and gives.
     assert last == 3
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.ReLU(inplace=True)], ids=["", "in place"])
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
+def test_skip_is_let_go_at_its_last_use_in_a_second_run(devices, first, hooks):
+    k = 8
+    layers = [Scale(), Stash(times=1), first, Pop(), *[nn.Tanh() for _ in range(k)]]
+    model = GPipe(
+        nn.Sequential(*layers), [2, k + 2], devices=devices[:2], chunks=1, checkpoint="always"
+    )
+    x = torch.rand(ROWS, WIDTH, device=devices[0])
+
+    def step():
+        with saved_tensors_hooks(torch.clone, torch.clone) if hooks else nullcontext():
+            output = model(x)
+        output.sum().backward()
+
+    _, last = peaks(step, devices[:2])
+    # The output, what the layers give again, and one gradient; the rest are numbers.
+    assert int(last) == k + 2 + isinstance(first, nn.ReLU)

@@ -4,6 +4,7 @@ import importlib
 import inspect
 
 import pytest
+from torch import nn
 
 from tests import test_changes
 from tests.helpers import CPUS
@@ -58,6 +59,11 @@ TESTS = {
         "virtual.test_memory",
         "test_gradients_of_a_skip_that_is_the_value_too_are_added_in_place",
         {"mode": "never"},
+    ),
+    "skip in a second run": (
+        "virtual.test_memory",
+        "test_skip_is_let_go_at_its_last_use_in_a_second_run",
+        {"first": nn.Identity(), "hooks": False},
     ),
     "order of skips": (
         "virtual.test_skips",
@@ -376,6 +382,12 @@ MUTANTS = {
         "tensor.expand_as(tensor)",
         "tensor.view_as(tensor)",
         "gradients of a skip",
+    ),
+    "no leaves": (
+        "kept",
+        "next(found) if need else x.detach() for",
+        "x.detach().requires_grad_(need) for",
+        "skip in a second run",
     ),
     "memory of a phony": (
         "dependency",
