@@ -2,8 +2,8 @@
 
 The parts are the dependency (fork and join, which order backward), the copy streams, the portals
 (skips go straight from device to device) and the lanes (copies belong to copy streams in autograd's
-eyes, too, which torchgpipe 0.0.7 does not have). The setting is that of the torchgpipe paper's
-ablation: U-Net (5, 64), images of 192 pixels, a mini-batch of 128, n=4 and m=8.
+eyes, too). torchgpipe 0.0.7, which has no lanes, is measured as it is. The setting is that of the
+torchgpipe paper's ablation: U-Net (5, 64), images of 192 pixels, a mini-batch of 128, n=4, m=8.
 
 With `--device virtual` a step takes virtual time: layers cost what they would on a Tesla P40, and
 the host's threads are delayed at random, by a seed. With `--device cuda` the U-Net itself is
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import product
 from statistics import median
@@ -23,17 +24,23 @@ import torch
 from torch import nn
 
 from benchmarks.carried import carried
-from benchmarks.command import output, parser
+from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.costs import P40, balance, count
 from benchmarks.critical import MODES
 from benchmarks.experiments import ABLATION
 from benchmarks.library import Library
 from benchmarks.progress import progress
 from benchmarks.report import Chart, Report, Result, Table, head, publish
-from benchmarks.standins import Stages, Steps, cut
+from benchmarks.rivals import start
+from benchmarks.standins import StageCosts, Steps, cut
 from benchmarks.switches import switched_off
 from benchmarks.training import Training
 from torchgpipe import GPipe, testing
+
+Row = dict[str, Any]
+
+#: What has no such switches, and is measured as it is.
+RIVAL = "0.0.7"
 
 #: What is switched off: nothing, each part, the paper's other two steps, and everything.
 VARIANTS: tuple[tuple[str, ...], ...] = (
@@ -64,31 +71,49 @@ def wrap(parts: Sequence[str], layers: nn.Sequential, cuts: list[int], **options
 
 
 def in_virtual_time(
-    stages: Stages, parts: Sequence[str], mode: str, devices: list[torch.device], seeds: int
-) -> dict[str, Any]:
+    stages: StageCosts, parts: Sequence[str], mode: str, devices: list[torch.device], seeds: int
+) -> Row:
     """Milliseconds of steps, each with other delays of the host's threads."""
     library = Library(lambda *a, **options: wrap(parts, *a, **options), devices, testing)
     steps = Steps(library, asdict(stages), ABLATION.m or 1, mode)
-    found = [steps.measure(seed) for seed in range(seeds)]
-    return {
-        "ms": [step["makespan"] for step in found],
-        "busy": [sum(step["busy"]) / ABLATION.n / step["makespan"] for step in found],
-        "races": sum(step["races"] for step in found),
-    }
+    return listed([steps.measure(seed) for seed in range(seeds)])
+
+
+def listed(steps: Sequence[dict[str, float]]) -> Row:
+    """The figures of some steps."""
+    return {key: [step[key] for step in steps] for key in ("ms", "busy")}
 
 
 def in_real_time(
     cuts: list[int], parts: Sequence[str], mode: str, devices: list[torch.device], steps: int
-) -> dict[str, Any]:
-    """Milliseconds of steps, after two others."""
+) -> Row:
+    """Milliseconds of steps, after two others; none if they do not fit."""
     library = Library(lambda *a, **options: wrap(parts, *a, **options), devices)
-    training = Training(
-        library, ABLATION.model, ABLATION.size, ABLATION.batch, cuts, ABLATION.m, mode
-    )
-    return {"ms": [1e3 * seconds for seconds in training.seconds(steps + 2)[2:]]}
+    model, size, batch, m = ABLATION.model, ABLATION.size, ABLATION.batch, ABLATION.m
+    try:
+        training = Training(library, model, size, batch, cuts, m, mode)
+        return {"ms": [1e3 * seconds for seconds in training.seconds(steps + 2)[2:]]}
+    except torch.OutOfMemoryError:
+        return {"ms": []}
 
 
-def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def of_rival(
+    stages: StageCosts, modes: Sequence[str], seeds: int
+) -> tuple[list[Row], dict[str, str]]:
+    """The same of torchgpipe 0.0.7 itself in virtual time, or why not."""
+    rows = []
+    with ExitStack() as stack:
+        running, left_out = start(stack, [RIVAL], [], "virtual", ABLATION.n)
+        for process in running:
+            for mode in modes:
+                arguments = {"stages": asdict(stages), "m": ABLATION.m, "mode": mode}
+                process.make("benchmarks.standins:Steps", **arguments)
+                steps = [process.call("measure", seed=seed) for seed in range(seeds)]
+                rows.append({"mode": mode, "off": [RIVAL], **listed(steps)})
+    return rows, left_out
+
+
+def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     """A row for each mode and variant, and what else there is to know."""
     m = ABLATION.m or 1
     # Before the costs are counted, which takes a backward.
@@ -100,7 +125,8 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
     costs = count(ABLATION.model, ABLATION.size, ABLATION.batch // m)
     cuts = balance([a + b for a, b in zip(costs.forward, costs.backward)], ABLATION.n)
     stages = cut(costs, cuts, P40.link)
-    rows = []
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
     for mode, parts in progress([*product(options.modes, VARIANTS)], "ablation", "variant"):
         with switched_off([part for part in parts if part != "portals"]):
             found = (
@@ -109,61 +135,81 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
                 else in_real_time(cuts, parts, mode, devices, options.steps)
             )
         rows.append({"mode": mode, "off": parts, **found})
-    limits = {mode: stages.limit(mode, m) for mode in options.modes}
-    gpu = P40.name if options.device == "virtual" else torch.cuda.get_device_name(0)
-    more = {"balance": cuts, "limit_ms": limits, "gpu": gpu, "device": options.device}
-    return rows, {**more, "experiment": asdict(ABLATION), "devices": len({*devices})}
+    if options.device == "virtual" and not options.ours_alone:
+        more, left_out = of_rival(stages, options.modes, options.steps)
+        rows = [row for mode in options.modes for row in [*rows, *more] if row["mode"] == mode]
+    return rows, {
+        "balance": cuts,
+        "limit_ms": {mode: stages.limit(mode, m) for mode in options.modes},
+        "device": options.device,
+        "experiment": asdict(ABLATION),
+        "devices": len({*devices}),
+        "left_out": left_out,
+    }
 
 
 def report(result: Result) -> Report:
     """A line for each mode and variant."""
     virtual = result["device"] == "virtual"
-    rows, labels = [], [name(parts) for parts in VARIANTS]
+    rows = [line(row, result) for row in result["rows"]]
+    labels = [*dict.fromkeys(name(row["off"]) for row in result["rows"])]
     series: dict[str, list[float | None]] = {}
     for row in result["rows"]:
-        ms, parts, mode = row["ms"], tuple(row["off"]), row["mode"]
-        limit = result["limit_ms"][mode] if virtual else None
-        rate = [1e3 * result["experiment"]["batch"] / x for x in ms]
-        cells = [mode, name(parts), f"{median(ms):.0f} ({max(ms):.0f})", f"{median(rate):.1f}"]
-        if limit:
-            cells += [f"{median(ms) / limit:.3f} ({max(ms) / limit:.3f})"]
-            cells += [f"{median(row['busy']):.1%}"]
-        published = PUBLISHED.get(parts) if mode == "except_last" else None
-        rows.append([*cells, f"{published:.1f}" if published else "-"])
-        series.setdefault(mode, []).append(median(rate))
+        batch = result["experiment"]["batch"]
+        rate = 1e3 * batch / median(row["ms"]) if row["ms"] else None
+        series.setdefault(row["mode"], []).append(rate)
     columns = ["mode", "without", "ms", "samples/s"]
     columns += ["time / limit", "busy"] if virtual else []
     notes = (
         "Median (maximum) of steps. `published` is what torchgpipe 0.0.5, which had no lanes, was "
-        "published to reach on four Tesla P40, in its repository. "
+        "published to reach on four Tesla P40, in its repository, with cuts of its own. Without "
+        "lanes, ours is much as 0.0.7 is, but not the same: that is the last row of each mode."
     )
     if virtual:
         notes = (
-            f"**Virtual time**: no GPU was measured. Layers cost what they would on a "
-            f"{result['gpu']}, links likewise, and the host nothing, but that its threads are "
-            "delayed at random, which orders what nothing else does. The limit is the step in "
-            "which each task starts as soon as it may, and `busy` the share of its time that a "
-            "device computes, recomputation included. "
+            f"**Virtual time**: no GPU was measured. Layers cost what they would on a {P40.name}, "
+            "links likewise, which carry any number of copies at once, and the host nothing, but "
+            "that its threads are delayed at random, which orders what nothing else does. The "
+            "limit is the step in which each task starts as soon as it may, and `busy` the share "
+            "of its time that a device computes, recomputation included. Nothing raced. "
         ) + notes
-    chart = Chart(f"U-Net (5, 64), n=4, m=8, {result['device']}", "samples/s", labels, series)
+    chart = Chart(
+        f"U-Net (5, 64), n=4, m=8, {result['device']}, without", "samples/s", labels, series
+    )
     return Report("What each part brings", [Table([*columns, "published"], rows)], [chart], notes)
+
+
+def line(row: Row, result: Result) -> list[str | int | None]:
+    """A row of the table."""
+    ms, off, mode = row["ms"], tuple(row["off"]), row["mode"]
+    if not ms:
+        return [mode, name(off), "out of memory", "-", "-"]
+    rate = 1e3 * result["experiment"]["batch"] / median(ms)
+    cells: list[str | int | None] = [mode, name(off), f"{median(ms):.0f} ({max(ms):.0f})"]
+    cells.append(f"{rate:.1f}")
+    if result["device"] == "virtual":
+        limit = result["limit_ms"][mode]
+        cells.append(f"{median(ms) / limit:.3f} ({max(ms) / limit:.3f})")
+        cells.append(f"{median(row['busy']):.1%}")
+    published = PUBLISHED.get(off) if mode == "except_last" else None
+    return [*cells, f"{published:.1f}" if published else "-"]
 
 
 def name(parts: Sequence[str]) -> str:
     """What is switched off, in a word."""
+    if [*parts] == [RIVAL]:
+        return f"({RIVAL} itself)"
     return "all four" if len(parts) == 4 else ", ".join(parts) or "nothing"
 
 
 def main(argv: Sequence[str]) -> None:
     """Measures and publishes."""
     options = parser("ablation", __doc__)
-    options.add_argument("--device", choices=("virtual", "cuda"), default="virtual")
+    add_device(options, "virtual", "cuda")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
-    options.add_argument("--steps", type=int, default=10, help="of each variant")
-    chosen = options.parse_args(argv)
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("not run: there is no CUDA GPU here")
-        return
+    options.add_argument("--steps", type=at_least(1), default=10, help="of each variant")
+    options.add_argument("--ours-alone", action="store_true", help="leave 0.0.7 out")
+    chosen = parse(options, argv)
     torch.set_num_threads(1)
     result = head("ablation", argv)
     rows, more = measure(chosen)

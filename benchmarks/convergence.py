@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from benchmarks.images import Images, batches
 from torchgpipe import GPipe
 
-__all__ = ["Outcome", "Training", "Variant", "count", "grouped"]
+__all__ = ["Course", "Outcome", "Variant", "count", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,27 @@ class Outcome:
 
     def difference_of_losses(self, other: Outcome) -> float:
         """The largest at any step, relative to the other's."""
-        return max(abs(a - b) / (abs(b) or 1) for a, b in zip(self.losses, other.losses))
+        a, b = (torch.tensor(x.losses, dtype=torch.float64) for x in (self, other))
+        return relative(a - b, b)
 
     def difference_of_parameters(self, other: Outcome) -> float:
         """The largest of any tensor, relative to the largest value of the other's."""
-        pairs = zip(self.parameters, other.parameters)
-        return max(((a - b).abs().max().item() / (b.abs().max().item() or 1)) for a, b in pairs)
+        pairs = zip(self.parameters, other.parameters, strict=True)
+        return largest([relative((a - b).abs().max(), b.abs().max()) for a, b in pairs])
+
+
+def relative(difference: Tensor, value: Tensor) -> float:
+    """The largest of some differences, each relative to a value."""
+    return largest(difference.abs() / value.abs().where(value != 0, 1))
+
+
+def largest(values: Tensor | Sequence[float]) -> float:
+    """The largest value, which is NaN if one is."""
+    return torch.as_tensor(values, dtype=torch.float64).max().item()
 
 
 @dataclass(frozen=True)
-class Training:
+class Course:
     """A training: SGD with momentum; the rate rises for a fifth of the steps, and falls to zero.
 
     Args:

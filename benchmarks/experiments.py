@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from benchmarks import models
 
-__all__ = ["ABLATION", "MEMORY", "SPEED", "Experiment", "scaled"]
+__all__ = ["ABLATION", "MEMORY", "SCALE", "SPEED", "Experiment", "scaled"]
+
+#: By what models are smaller on a CPU: channels divided by, pixels on a side, samples at most.
+SCALE = (16, 64, 8)
 
 #: The name of a function of :mod:`benchmarks.models`, as ``"name"``, and its arguments.
 Model = dict[str, Any]

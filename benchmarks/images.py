@@ -19,6 +19,9 @@ __all__ = ["Images", "batches", "digits", "folder"]
 #: What of the data is for the test, where they do not say so themselves: one in so many.
 TEST = 5
 
+#: How to get what is missing.
+EXTRA = "run `pip install '.[benchmarks]'` in a clone of torchgpipe"
+
 
 @dataclass(frozen=True)
 class Images:
@@ -46,7 +49,7 @@ def digits(size: int) -> Images:
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ImportError("the digits need scikit-learn: pip install scikit-learn") from error
+        raise ImportError(f"the digits need scikit-learn: {EXTRA}") from error
     found, numbers = map(torch.as_tensor, load_digits(return_X_y=True))
     pixels = (found.float() / 16).view(-1, 1, 8, 8)
     pixels = F.interpolate(pixels, size=(size, size), mode="bilinear").expand(-1, 3, -1, -1)
@@ -96,7 +99,7 @@ def files(path: Path) -> dict[str, list[Path]]:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("images of a folder need Pillow: pip install pillow") from error
+        raise ImportError(f"images of a folder need Pillow: {EXTRA}") from error
     if not path.is_dir():
         raise ValueError(f"the images must be in a folder (folder: {path}); give one that exists")
     known = Image.registered_extensions()

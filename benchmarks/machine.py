@@ -24,7 +24,8 @@ def describe() -> dict[str, Any]:
         "cores": cores(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "accelerator": None if accelerator is None else accelerator.type,
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "gpu": gpus(),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -39,6 +40,14 @@ def heading(machine: dict[str, Any]) -> str:
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, "
         f"torch {machine['torch']}, Python {machine['python']}, {machine['date'][:10]}"
     )
+
+
+def gpus() -> str | None:
+    """How many GPUs of CUDA there are, of which kind and with how much memory."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    return f"{torch.cuda.device_count()} x {found.name} ({found.total_memory / 2**30:.0f} GiB)"
 
 
 def cpu() -> str:

@@ -1,4 +1,4 @@
-"""How near a pipeline comes to the schedule's limit on one real GPU, whose partitions share it.
+"""How near a pipeline comes to the schedule's limit on one device, whose partitions share it.
 
 Four partitions, eight micro-batches. Each partition has a compute stream of its own, so the kernels
 of different partitions overlap, as they would on four GPUs, as long as they are small. There are
@@ -9,8 +9,8 @@ products, whose times are measured one by one. Printed is the makespan over the 
     except_last   (m + n - 1) F + m B + (m - 1) R + (n - 1) B
     always        (m + n - 1) F + m (R + B) + (n - 1) B
 
-To see that the script itself is right, ``--virtual`` runs the first kind on a virtual accelerator,
-where every ratio is 1.
+To see that the script itself is right, ``--device virtual`` runs the first kind on a virtual
+accelerator, where every ratio is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import output, parser
+from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.critical import MODES
 from benchmarks.report import Chart, Report, Result, Table, head, publish
 from torchgpipe import GPipe, testing
@@ -43,6 +43,8 @@ class SleepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, cycles: int) -> Tensor:
         ctx.cycles = cycles
+        # There is something to compute again.
+        ctx.save_for_backward(input)
         torch.cuda._sleep(cycles)
         return input * weight
 
@@ -61,7 +63,7 @@ class Sleep(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = SleepFunction.apply(input, self.weight, self.cycles)
+        output: Tensor = SleepFunction.apply(input.tanh(), self.weight, self.cycles)
         return output
 
 
@@ -153,12 +155,17 @@ def on_gpu(milliseconds: float, repeat: int) -> list[Row]:
     )
 
 
+def busy(time: float) -> nn.Module:
+    """A stage that takes virtual time; as it saves what is not its input, it is computed again."""
+    return nn.Sequential(nn.Tanh(), testing.Busy(time, time, time))
+
+
 def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
     """The same in virtual time."""
-    (device,) = testing.load(1)
+    device = testing.load()[0]
     x = torch.ones(M, 4, device=device)
     time = milliseconds
-    return measure("busy", lambda: testing.Busy(time, time, time).to(device), x, repeat)
+    return measure("busy", lambda: busy(time).to(device), x, repeat)
 
 
 def report(result: Result) -> Report:
@@ -177,26 +184,24 @@ def report(result: Result) -> Report:
         {k: [row["ratio"] for row in result["rows"] if row["stages"] == k] for k in kinds},
         limit=1.0,
     )
+    where = "**virtual** milliseconds" if result["device"] == "virtual" else "milliseconds"
     notes = (
-        "n={partitions}, m={micro_batches}, times in milliseconds{virtual}; `no overlap` is what "
-        "one partition after the other would take, over the ideal."
-    ).format(**result, virtual=" of virtual time" if result["virtual"] else "")
+        f"n={result['partitions']}, m={result['micro_batches']}, times in {where}; `no overlap` is "
+        "what one partition after the other would take, over the ideal."
+    )
     return Report("Partitions that share one device", [Table(columns, rows)], [chart], notes)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures and publishes; without a GPU it says so."""
+    """Measures and publishes."""
     options = parser("one_gpu", __doc__)
     options.add_argument("--milliseconds", type=float, default=4.0, help="of a sleeping forward")
-    options.add_argument("--repeat", type=int, default=11)
-    options.add_argument("--virtual", action="store_true", help="in virtual time")
-    chosen = options.parse_args(argv)
+    options.add_argument("--repeat", type=at_least(1), default=11, help="how often")
+    add_device(options, "cuda", "virtual")
+    chosen = parse(options, argv)
     torch.set_num_threads(1)
-    if not chosen.virtual and not torch.cuda.is_available():
-        print("not run: there is no CUDA GPU here")
-        return
-    measured = on_virtual if chosen.virtual else on_gpu
-    rows = measured(chosen.milliseconds, chosen.repeat)
-    result = head("one_gpu", argv, partitions=N, micro_batches=M, virtual=chosen.virtual)
+    result = head("one_gpu", argv, partitions=N, micro_batches=M, device=chosen.device)
     result["connections"] = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-    publish(output(chosen, "one_gpu_virtual" if chosen.virtual else "one_gpu"), result, rows)
+    measured = on_virtual if chosen.device == "virtual" else on_gpu
+    rows = measured(chosen.milliseconds, chosen.repeat)
+    publish(output(chosen, f"one_gpu_{chosen.device}"), result, rows)

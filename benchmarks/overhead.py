@@ -1,4 +1,4 @@
-"""What a cell (partition × micro-batch) costs above the plain layers, ours and rivals side by side.
+"""What a cell (partition × micro-batch) costs on the host, ours and rivals side by side.
 
 The layers are trivially small, so that the host is all that takes time. Each rival runs in a
 process of its own, which measures its pipeline and a plain loop over the micro-batches in turn; the
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import output, parser
+from benchmarks.command import add_device, at_least, output, parser
 from benchmarks.critical import MODES
 from benchmarks.progress import progress
 from benchmarks.report import Chart, Report, Result, Table, head, publish
@@ -39,8 +39,12 @@ Row = dict[str, Any]
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
     options = parser("overhead", __doc__)
-    options.add_argument("--n", type=int, nargs="+", default=[1, 2, 4, 8], help="partitions")
-    options.add_argument("--m", type=int, nargs="+", default=[1, 8, 32], help="micro-batches")
+    options.add_argument(
+        "--n", type=at_least(1), nargs="+", default=[1, 2, 4, 8], help="partitions"
+    )
+    options.add_argument(
+        "--m", type=at_least(1), nargs="+", default=[1, 8, 32], help="micro-batches"
+    )
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
     options.add_argument(
         "--kinds",
@@ -49,9 +53,11 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         default=KINDS,
         help="without gradients; with them; with a backward too",
     )
-    options.add_argument("--device", choices=("cpu", "virtual"), default="cpu")
+    add_device(options, "cpu", "virtual")
     add_options(options, RIVALS)
-    options.add_argument("--rounds", type=int, default=7, help="that the rivals take turns in")
+    options.add_argument(
+        "--rounds", type=at_least(1), default=7, help="that the rivals take turns in"
+    )
     options.add_argument("--seconds", type=float, default=0.1, help="of a rival in a round")
     return options.parse_args(argv)
 
@@ -84,7 +90,7 @@ def measure(
                 else:
                     found[name].append(process.call("measure", seconds=seconds))
             except UnavailableError as error:
-                failed[name] = str(error)
+                failed[name] = error.reason
                 found.pop(name, None)
     return {**setting, "rivals": {name: summary(x) for name, x in found.items()}}, failed
 
@@ -154,7 +160,9 @@ def main(argv: Sequence[str]) -> None:
     result["machine"]["device"] = options.device
     rows = []
     with ExitStack() as stack:
-        running, left_out = start(options, stack)
+        running, left_out = start(
+            stack, options.rivals, options.against, options.device, max(options.n)
+        )
         for setting in progress(settings(options), "overhead", "setting"):
             row, failed = measure(running, setting, options.rounds, options.seconds)
             rows.append(row)

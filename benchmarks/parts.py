@@ -18,7 +18,7 @@ import torch
 
 import torchgpipe
 from benchmarks.cells import Cells
-from benchmarks.command import output, parser
+from benchmarks.command import at_least, output, parser
 from benchmarks.library import Library
 from benchmarks.progress import progress
 from benchmarks.report import Chart, Report, Result, Table, head, publish
@@ -124,10 +124,10 @@ def report(result: Result) -> Report:
 def main(argv: Sequence[str]) -> None:
     """Measures and publishes."""
     options = parser("parts", __doc__)
-    options.add_argument("--n", type=int, default=4, help="partitions")
-    options.add_argument("--m", type=int, default=32, help="micro-batches")
+    options.add_argument("--n", type=at_least(1), default=4, help="partitions")
+    options.add_argument("--m", type=at_least(1), default=32, help="micro-batches")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
-    options.add_argument("--steps", type=int, default=30, help="of each mode, twice")
+    options.add_argument("--steps", type=at_least(1), default=30, help="of each mode, twice")
     chosen = options.parse_args(argv)
     torch.set_num_threads(1)
     result = head("parts", argv, n=chosen.n, m=chosen.m)

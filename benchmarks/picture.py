@@ -11,6 +11,17 @@ from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from benchmarks.report import Chart
 
+#: Of rivals, the same in all pictures; others take what is left.
+COLOURS = {
+    "plain": "tab:gray",
+    "baseline": "tab:gray",
+    "ours": "tab:blue",
+    "0.0.7": "tab:orange",
+    "limit": "tab:green",
+}
+OTHERS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+STYLES = ("-", "--", ":")
+
 #: Inches of a chart, and dots per inch.
 WIDTH, HEIGHT, DOTS = 6.4, 4.0, 80
 
@@ -29,14 +40,19 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
 def draw_chart(axes: Any, chart: Chart) -> None:
     """Draws lines, or groups of bars."""
     width = 0.8 / max(1, len(chart.series))
+    others = iter(OTHERS * 2)
     for k, (name, values) in enumerate(chart.series.items()):
         points = [(x, value) for x, value in enumerate(values) if value is not None]
         places, heights = [x for x, _ in points], [value for _, value in points]
+        colour = COLOURS.get(name) or next(others)
         if chart.lines:
-            axes.plot(places, heights, marker="." if len(points) < 40 else None, label=name)
+            marker = "." if len(points) < 40 else None
+            # What is covered by another line shows through its gaps.
+            style = STYLES[k * len(STYLES) // len(chart.series)]
+            axes.plot(places, heights, style, marker=marker, color=colour, label=name)
         else:
             offset = (k - (len(chart.series) - 1) / 2) * width
-            axes.bar([x + offset for x in places], heights, width, label=name)
+            axes.bar([x + offset for x in places], heights, width, color=colour, label=name)
     if chart.limit is not None:
         axes.axhline(chart.limit, color="black", linestyle="--", linewidth=1)
     some = range(0, len(chart.labels), -(-len(chart.labels) // 12))
@@ -49,6 +65,6 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     )
     axes.set_title(chart.title, fontsize="medium")
     axes.set_ylabel(chart.unit)
-    axes.set_ylim(bottom=None if chart.lines else 0)
+    axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", framealpha=0.5)

@@ -70,12 +70,14 @@ class Report:
         tables: as Markdown, one below the other.
         charts: in the picture, side by side.
         notes: how to read the tables, below them.
+        more: further tables, which the page of all results leaves out.
     """
 
     title: str
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
     notes: str = ""
+    more: Sequence[Table] = ()
 
 
 def head(benchmark: str, arguments: Sequence[str], **more: Any) -> Result:
@@ -129,7 +131,7 @@ def render_into(page: Path) -> None:
 
     def replaced(match: re.Match[str]) -> str:
         result = json.loads((page.parent / match[1]).read_text(encoding="utf-8"))
-        return f"<!-- {match[1]} -->\n{body(report_of(result), result)}\n<!-- end -->"
+        return f"<!-- {match[1]} -->\n{body(report_of(result), result, page=True)}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
     text = re.sub(r"<!-- (\S+\.json) -->\n.*?<!-- end -->", replaced, text, flags=re.DOTALL)
@@ -142,15 +144,19 @@ def report_of(result: Result) -> Report:
     return report
 
 
-def body(report: Report, result: Result) -> str:
-    """The tables, the notes, and where it was measured."""
+def body(report: Report, result: Result, *, page: bool = False) -> str:
+    """The tables, the notes, and where it was measured.
+
+    Args:
+        report: of the result.
+        result: the result.
+        page: whether it is for the page of all results.
+    """
     machine = result["machine"]
     where = f"{heading(machine)}, commit {machine['commit']}; `{result['command']}`"
-    left_out = [
-        f"Not run: {name}: {reason.splitlines()[-1]}"
-        for name, reason in result.get("left_out", {}).items()
-    ]
-    paragraphs = [where, *map(markdown, report.tables), report.notes, *left_out]
+    left_out = [f"Not run: {x}: {reason}" for x, reason in result.get("left_out", {}).items()]
+    tables = [*report.tables, *([] if page else report.more)]
+    paragraphs = [where, *map(markdown, tables), report.notes, *left_out]
     return "\n\n".join(filter(None, paragraphs))
 
 
@@ -181,7 +187,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         from benchmarks import picture
     except ImportError:
         print(
-            "the picture needs matplotlib: pip install 'torchgpipe[benchmarks]', "
+            "the picture needs matplotlib: pip install '.[benchmarks]', "
             f"and then python -m benchmarks render {path.with_suffix('.json')}"
         )
         return

@@ -13,17 +13,21 @@ Row = dict[str, Any]
 Cell = Callable[[Row, Row], str]
 
 NOTES = """\
-Rivals take turns, one step each in a round; figures are medians over rounds, and ratios are medians
-of the ratios within a round. The bubble is that of the schedule, (n - 1) / (m + n - 1). Utilisation
-is the speed-up by the number of devices. torch.distributed.pipelining has a process for each stage,
-all micro-batches of the same size, and no checkpoints of its own: where others make them, its
-stages checkpoint every micro-batch, the last one too. Gradient accumulation recomputes nothing."""
+Rivals take turns, one step each in a round; figures are medians (least to most) over rounds, and
+ratios are medians of the ratios within a round: the machine is shared, and its speed varies. The
+`never` row of `pipeline-1` is the wrapper's own overhead. The bubble is that of the schedule,
+(n - 1) / (m + n - 1). Utilisation is the speed-up by the number of devices.
+torch.distributed.pipelining has a process for each stage, all micro-batches of the same size, and
+no checkpoints of its own: where others make them, its stages checkpoint every micro-batch, the last
+one too. Gradient accumulation recomputes nothing."""
 
 ON_CPU = """\
 The CPU is one device, which all partitions share: nothing can be gained here, and what a speed-up
 is below 1 is what small micro-batches (see accumulation), recomputation and the pipeline cost.
 Cores and threads of a rival, in all of its processes together: {threads}, but a thread in each.
-Experiments keep the papers' names, at no more micro-batches than samples."""
+Experiments keep the papers' names, at no more micro-batches than samples. Their layers are so small
+that the host's work shows: under checkpointing, ours looks at each tensor that a layer saves, as it
+keeps the graph of the layers, where 0.0.7 makes another one in backward."""
 
 SHARED = """\
 Experiments marked as shared have more partitions than GPUs: those that share one compute on streams
@@ -81,7 +85,8 @@ def shared(result: Row, row: Row) -> bool:
 
 def throughput(row: Row, found: Row) -> str:
     """A cell of the first table."""
-    return f"{found['throughput']:.4g}"
+    least, most = min(found["rounds"]), max(found["rounds"])
+    return f"{found['throughput']:.3g} ({least:.3g} to {most:.3g})"
 
 
 def speed_up(row: Row, found: Row) -> str:

@@ -12,8 +12,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,12 @@ REQUIREMENTS = {"0.0.7": "torchgpipe==0.0.7", "fairscale": "fairscale==0.4.13"}
 
 class UnavailableError(RuntimeError):
     """A rival cannot take part."""
+
+    @property
+    def reason(self) -> str:
+        """Its last line that says what was wrong: notes on where it was come behind that."""
+        lines = [x for x in str(self).splitlines() if not x.startswith("raised in ")]
+        return lines[-1] if lines else "no reason given"
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class Running:
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """Adds the options that choose rivals."""
-    parser.add_argument("--rivals", nargs="+", choices=names, default=names)
+    parser.add_argument("--rivals", nargs="+", choices=names, default=names, help="who takes part")
     parser.add_argument(
         "--against",
         action="append",
@@ -187,30 +193,58 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     )
 
 
-def start(
-    options: argparse.Namespace, stack: ExitStack, threads: int = 1
-) -> tuple[list[Running], dict[str, str]]:
-    """The processes of the rivals, and why the others are left out.
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Keeps processes that are started within a ``with`` block on so many cores, if possible."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(every)[-count:])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, every)
 
-    What is not of PyPI is made of this checkout.
+
+def start(
+    stack: ExitStack,
+    names: Sequence[str],
+    against: Sequence[str],
+    device: str,
+    count: int,
+    threads: int = 1,
+) -> tuple[list[Running], dict[str, str]]:
+    """Starts the processes of rivals.
+
+    Args:
+        stack: closes them.
+        names: of the rivals; those that are not of PyPI are made of this checkout.
+        against: other checkouts, ``[NAME=]FOLDER`` each.
+        device: ``"cpu"``, ``"cuda"`` or ``"virtual"``.
+        count: how many devices.
+        threads: how many compute an operator.
+
+    Returns:
+        The processes, and why other rivals are left out.
     """
     running, left_out = [], {}
     makers: dict[str, Callable[[], Rival]] = {
         name: partial(installed, name) if name in REQUIREMENTS else partial(checkout, name, ROOT)
-        for name in options.rivals
+        for name in names
     }
-    for text in options.against:
+    for text in against:
         name, equals, path = text.partition("=")
         makers[name] = partial(checkout, name, Path(path if equals else text))
     started = []
     for name, make in makers.items():
         try:
-            started.append(Running(make(), options.device, max(options.n), threads))
+            started.append(Running(make(), device, count, threads))
         except UnavailableError as error:
-            left_out[name] = str(error)
+            left_out[name] = error.reason
     for process in started:
         try:
             running.append(stack.enter_context(process))
         except UnavailableError as error:
-            left_out[process.rival.name] = str(error)
+            left_out[process.rival.name] = error.reason
     return running, left_out

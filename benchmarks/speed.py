@@ -19,9 +19,8 @@ would take on a Tesla P40, and the pipelines of one process are compared.
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -29,11 +28,11 @@ from typing import Any
 import torch
 
 from benchmarks import command, costs, experiments, report_speed, virtual_speed
-from benchmarks.experiments import SPEED, Experiment
+from benchmarks.experiments import SCALE, SPEED, Experiment
 from benchmarks.machine import cores
 from benchmarks.progress import progress
 from benchmarks.report import Report, Result, head, publish
-from benchmarks.rivals import Running, UnavailableError, add_options, start
+from benchmarks.rivals import Running, UnavailableError, add_options, on_cores, start
 
 __all__ = ["main", "report"]
 
@@ -48,9 +47,6 @@ TRAININGS = {
 }
 RIVALS = ("ours", "0.0.7", *TRAININGS)
 
-#: By what the CPU's models are smaller: channels divided by, pixels on a side, samples at most.
-SCALE = (16, 64, 8)
-
 Row = dict[str, Any]
 
 
@@ -64,7 +60,7 @@ def report(result: Result) -> Report:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = command.parser("speed", __doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda", "virtual"), default="cpu")
+    command.add_device(parser, "cpu", "cuda", "virtual")
     parser.add_argument(
         "--experiments",
         nargs="+",
@@ -77,23 +73,17 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=("paper", "never"),
         default=["paper", "never"],
-        help="with checkpoints as in the paper, and without any (default: both)",
+        help="checkpoints as in the paper, and none",
     )
-    parser.add_argument(
-        "--scale",
-        type=int,
-        nargs=3,
-        metavar=("CHANNELS", "SIZE", "BATCH"),
-        help="what channels are divided by, pixels on a side, samples at most "
-        f"(default: {' '.join(map(str, SCALE))} on cpu, else as in the papers)",
-    )
+    command.add_scale(parser)
+    positive = command.at_least(1)
     parser.add_argument(
         "--threads",
-        type=int,
+        type=positive,
         default=cores(),
-        help="and cores of a rival; its processes share them (default: %(default)s, all cores)",
+        help="of a rival, on as many cores, which its processes share",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=5, help="in which the rivals take turns")
     add_options(parser, RIVALS)
     return parser
 
@@ -134,11 +124,11 @@ def settings(options: argparse.Namespace) -> list[Setting]:
             if key not in counted:
                 counted[key] = layer_costs(experiment)
             balance = costs.balance(counted[key], experiment.n)
-            modes = {"paper": experiment.mode, "never": "never"}
-            found += [
-                Setting(model, replace(experiment, mode=modes[mode]), baseline, balance)
-                for mode in options.modes
-            ]
+            modes = {
+                "paper": experiment,
+                "never": replace(experiment, mode="never", published=None),
+            }
+            found += [Setting(model, modes[mode], baseline, balance) for mode in options.modes]
     return found
 
 
@@ -192,7 +182,8 @@ def measure(running: Iterable[Running], setting: Setting, options: argparse.Name
                 (seconds,) = process.call("seconds", steps=1)
                 found.setdefault(name, []).append(round(arguments["batch"] / seconds, 4))
             except UnavailableError as error:
-                failed[name] = str(error).splitlines()[-1]
+                memory = "OutOfMemoryError" in str(error)
+                failed[name] = "out of memory" if memory else error.reason
                 found.pop(name, None)
             if alone:
                 with suppress(UnavailableError):  # It has been said already.
@@ -206,7 +197,6 @@ def described(setting: Setting, device: str) -> Row:
     return {
         **asdict(setting.experiment),
         "experiment": f"{setting.model}/{setting.experiment.name}",
-        "baseline_batch": setting.baseline.batch,
         "balance": setting.balance,
         "devices": min(n, torch.cuda.device_count()) if device == "cuda" else 1,
         "bubble": round((n - 1) / (m + n - 1), 4),
@@ -230,64 +220,54 @@ def summary(found: dict[str, list[float]]) -> dict[str, Row]:
     }
 
 
-@contextmanager
-def on_cores(count: int) -> Iterator[None]:
-    """Keeps processes that are started within a ``with`` block on so many cores, if possible."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    every = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(every)[-count:])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, every)
-
-
-def rows(options: argparse.Namespace) -> tuple[list[Row], Row]:
+def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[Row], Row]:
     """Measures; gives the rows, and what else holds for all of them."""
-    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-    if options.device == "cuda" and not gpus:
-        raise SystemExit("there is no GPU that CUDA knows (device: cuda); take --device cpu")
-    chosen = settings(options)
-    options.n = [setting.experiment.n for setting in chosen]
+    names: list[str] = [*options.rivals]
     left_out = {}
     if options.device == "virtual":
         # What has no pipeline in one process, or is measured without being run.
-        options.rivals = [name for name in options.rivals if name not in TRAININGS]
+        names = [name for name in names if name not in TRAININGS]
     else:
-        options.rivals = ["baseline", *options.rivals]
-    if "DataParallel" in options.rivals and gpus < 2:
-        options.rivals.remove("DataParallel")
+        names = ["baseline", *names]
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    if "DataParallel" in names and gpus < 2:
+        names.remove("DataParallel")
         left_out["DataParallel"] = f"needs two GPUs or more of CUDA (GPUs: {gpus})"
+    count = max(setting.experiment.n for setting in chosen)
     found = []
     with ExitStack() as stack:
         with on_cores(options.threads):
-            running, unavailable = start(options, stack, options.threads)
+            running, unavailable = start(
+                stack, names, options.against, options.device, count, options.threads
+            )
         left_out.update(unavailable)
         for setting in progress(chosen, "speed", "setting"):
             if options.device == "virtual":
-                timed = virtual_speed.measure(
+                row = virtual_speed.measure(
                     running, setting.experiment, setting.balance, options.rounds
                 )
-                found.append({**described(setting, "virtual"), **timed})
-                continue
-            row = measure(running, setting, options)
-            found.append(row)
-            for name, reason in row["failed"].items():
-                left_out[f"{name} at {row['experiment']} ({row['mode']})"] = reason
+                found.append({**described(setting, "virtual"), **row})
+            else:
+                found.append(measure(running, setting, options))
+            for name, reason in found[-1]["failed"].items():
+                left_out[f"{name} at {found[-1]['experiment']} ({found[-1]['mode']})"] = reason
     return found, {
         "rivals": {x.rival.name: x.rival.version for x in running},
         "left_out": left_out,
         "threads": options.threads,
-        "threads_of_a_stage": {n: max(1, options.threads // n) for n in sorted({*options.n})},
         "rounds": options.rounds,
     }
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints tables, and writes the files."""
-    options = parser().parse_args(argv)
+    """Measures and publishes."""
+    reads = parser()
+    options = command.parse(reads, argv)
+    if options.device == "virtual" and not ({*options.rivals} - {*TRAININGS} or options.against):
+        reads.error(
+            "on virtual accelerators pipelines of one process are compared "
+            f"(rivals: {', '.join(options.rivals)}); name ours or 0.0.7"
+        )
     result = head("speed", argv, device=options.device)
-    found, more = rows(options)
+    found, more = rows(options, settings(options))
     publish(command.output(options, f"speed_{options.device}"), result | more, found)

@@ -22,14 +22,14 @@ from torchgpipe.skip import pop, skippable, stash
 if TYPE_CHECKING:
     from benchmarks.costs import Costs
 
-__all__ = ["Stages", "Steps", "cut", "stand_in"]
+__all__ = ["StageCosts", "Steps", "cut", "stand_in"]
 
 #: How many bytes of the model are one of its stand-in.
 SCALE = 4096
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageCosts:
     """What the partitions of a model cost for a micro-batch; times are in milliseconds.
 
     Args:
@@ -46,14 +46,21 @@ class Stages:
     skips: list[tuple[int, int, int]]
     link: float
 
-    def limit(self, mode: str, m: int) -> float:
-        """What a step takes if each task starts as soon as it may."""
-        copies = [numbers / self.link for numbers in self.values]
-        skips = [(a, b, numbers / self.link) for a, b, numbers in self.skips]
+    def limit(self, mode: str, m: int, free: bool = False) -> float:
+        """What a step takes if each task starts as soon as it may.
+
+        Args:
+            mode: what is checkpointed.
+            m: how many micro-batches there are.
+            free: whether copies take no time.
+        """
+        time = 0.0 if free else 1 / self.link
+        copies = [numbers * time for numbers in self.values]
+        skips = [(a, b, numbers * time) for a, b, numbers in self.skips]
         return step_path(mode, m, self.forward, self.forward, self.backward, copies, skips)
 
 
-def cut(costs: Costs, balance: list[int], link: float) -> Stages:
+def cut(costs: Costs, balance: list[int], link: float) -> StageCosts:
     """Adds up the costs of layers by partition.
 
     Args:
@@ -68,7 +75,7 @@ def cut(costs: Costs, balance: list[int], link: float) -> Stages:
         route = of_layer[source], of_layer[target]
         if route[0] != route[1]:
             skips[route] = skips.get(route, 0) + size
-    return Stages(
+    return StageCosts(
         [sum(costs.forward[a:b]) for a, b in pairwise(ends)],
         [sum(costs.backward[a:b]) for a, b in pairwise(ends)],
         [numbers(costs.outputs[end - 1]) for end in ends[1:-1]],
@@ -82,7 +89,7 @@ def numbers(size: int) -> int:
     return max(1, round(size / (4 * SCALE)))
 
 
-def stand_in(stages: Stages, j: int, busy: Any) -> nn.Module:
+def stand_in(stages: StageCosts, j: int, busy: Any) -> nn.Module:
     """A stand-in for a partition.
 
     Args:
@@ -124,13 +131,13 @@ class Steps:
 
     Args:
         library: what makes the pipeline.
-        stages: the arguments of :class:`Stages`.
+        stages: the arguments of :class:`StageCosts`.
         m: how many micro-batches.
         mode: what is checkpointed.
     """
 
     def __init__(self, library: Library, stages: dict[str, Any], m: int, mode: str) -> None:
-        self.library, self.stages = library, Stages(**stages)
+        self.library, self.stages = library, StageCosts(**stages)
         n = len(self.stages.forward)
         busy = library.testing.busy.BusyFunction
         layers = nn.Sequential(*[stand_in(self.stages, j, busy) for j in range(n)])
@@ -140,19 +147,27 @@ class Steps:
         # Threads and streams are made.
         self.model(self.input).sum().backward()
 
-    def measure(self, seed: int | None = None) -> dict[str, Any]:
+    def measure(self, seed: int | None = None, free: bool = False) -> dict[str, Any]:
         """One step, in milliseconds of virtual time.
+
+        A link carries any number of copies at once, each at its full rate.
 
         Args:
             seed: of random delays of the host's threads, or None.
+            free: whether copies take no time.
+
+        Raises:
+            RuntimeError: something in it was not ordered after another.
         """
         n = len(self.devices)
         link = self.stages.link * self.input.element_size()
-        links = {(a, b): link for a in range(n) for b in range(n) if a != b}
+        links = {(a, b): link for a in range(n) for b in range(n) if a != b and not free}
         with self.library.testing.observe(bandwidth=links, jitter=seed) as seen:
             self.model(self.input).sum().backward()
         busy = [0.0] * n
         for span in seen.spans:
             if span.name.endswith(COMPUTES):
                 busy[span.stream.device] += span.end - span.start
-        return {"makespan": seen.makespan, "busy": busy, "races": len(seen.races)}
+        if seen.races:
+            raise RuntimeError(f"there is a race: {seen.races[0]}")
+        return {"ms": seen.makespan, "busy": sum(busy) / n / seen.makespan}

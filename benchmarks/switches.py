@@ -7,7 +7,7 @@ streams
     The copy streams. Without them, copies are made on the streams of the layers.
 lanes
     Copies and forks belong to the copy streams in autograd's eyes. Without that they belong to the
-    streams of the layers, as in torchgpipe 0.0.7, and autograd ties these to each other.
+    streams of the layers, as those of torchgpipe 0.0.7 do, and autograd ties these to each other.
 
 The fourth part, portals, is no affair of the package: see :mod:`benchmarks.carried`.
 """

@@ -9,9 +9,10 @@ in two ways:
 - As it is, in single precision, with several seeds. Batch normalisation sees micro-batches under
   GPipe, so this is another training, and its accuracy has to be the same within noise.
 
-It trains on the digits of scikit-learn, or on any folder of images. They are resized, and nothing
-is done to them at random, so accuracies are below those of papers. On GPUs, this is ResNet-101 on
-ImageNet; the first way takes long there, so it is left out:
+It trains on the digits of scikit-learn, or on any folder of images, for which it needs Pillow. They
+are resized, and nothing is done to them at random, so accuracies are below those of papers. Without
+GPUs, each partition has a virtual accelerator of its own. On GPUs, this is ResNet-101 on ImageNet;
+the first way takes long there, so it is left out:
 
     python -m benchmarks transparency --images imagenet --model resnet101 --device cuda \
         --batch 256 --epochs 90 --exact-epochs 0 --workers 16
@@ -30,14 +31,15 @@ import torch
 from torch import nn
 
 from benchmarks import command
-from benchmarks.accuracies import Row, report
-from benchmarks.convergence import Outcome, Training, Variant, count, grouped
+from benchmarks.convergence import Course, Outcome, Variant, count, grouped
 from benchmarks.images import Images, batches, digits, folder
 from benchmarks.models import resnet, resnet101
 from benchmarks.progress import progress
 from benchmarks.report import head, publish
+from benchmarks.report_transparency import Row, report
 from examples.options import at_least
 from torchgpipe.balance import balance_by_time
+from torchgpipe.testing import UnavailableError, load
 
 __all__ = ["main", "report"]
 
@@ -75,7 +77,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=positive, default=96, help="images in a mini-batch")
     parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate")
     parser.add_argument(
-        "--device", default="cpu", help="cpu, virtual, or a type of accelerator, such as cuda"
+        "--device",
+        default="virtual",
+        help="virtual (the default), of which each partition has one; cpu, which they share; or a "
+        "type of accelerator, such as cuda",
     )
     parser.add_argument("--workers", type=at_least(0), default=0, help="processes that read images")
     return parser
@@ -86,12 +91,11 @@ def devices_of(kind: str, n: int) -> list[torch.device]:
 
     Raises:
         ValueError: there are none.
+        UnavailableError: there can be no virtual ones.
     """
     if kind == "cpu":
         return [torch.device("cpu")]
     if kind == "virtual":
-        from torchgpipe.testing import load
-
         return load(n)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != kind:
@@ -127,12 +131,13 @@ def verify(options: argparse.Namespace, images: Images, layers: nn.Sequential) -
         )
 
 
-def plan(options: argparse.Namespace) -> Training:
+def plan(options: argparse.Namespace) -> Course:
     """The training in single precision that options ask for.
 
     Raises:
         ValueError: it is not possible.
         ImportError: there is nothing that reads the images.
+        UnavailableError: there can be no virtual accelerators.
     """
     size = options.size or (224 if options.images else 32)
     images = folder(options.images, size) if options.images else digits(size)
@@ -142,10 +147,10 @@ def plan(options: argparse.Namespace) -> Training:
     devices = devices_of(options.device, max(options.n))
     rows = [torch.arange(options.batch // options.chunks)]
     ((sample, _),) = batches(images.train, rows, 0)
-    balances = {
-        n: balance_by_time(n, layers, sample, timeout=0.1, device=devices[0]) for n in options.n
-    }
-    return Training(
+    # In virtual time, layers take none.
+    timed = torch.device("cpu") if options.device == "virtual" else devices[0]
+    balances = {n: balance_by_time(n, layers, sample, timeout=0.1, device=timed) for n in options.n}
+    return Course(
         images=images,
         make=make,
         dtype=torch.float32,
@@ -159,16 +164,14 @@ def plan(options: argparse.Namespace) -> Training:
     )
 
 
-def measure(training: Training, seeds: int, exact_epochs: int) -> Iterator[Row]:
+def measure(course: Course, seeds: int, exact_epochs: int) -> Iterator[Row]:
     """A row for each variant without batch normalisation, and for each and each seed with it."""
-    make = training.make
-    exact = replace(
-        training, make=lambda: grouped(make()), dtype=torch.float64, epochs=exact_epochs
-    )
-    variants = [Variant(), *map(Variant, training.balances)]
+    make = course.make
+    exact = replace(course, make=lambda: grouped(make()), dtype=torch.float64, epochs=exact_epochs)
+    variants = [Variant(), *map(Variant, course.balances)]
     jobs = [("exact", exact, x, 0) for x in variants if exact_epochs]
-    variants += [Variant(n, deferred=True) for n in training.balances]
-    jobs += [("batch", training, x, seed) for seed in range(seeds) for x in variants]
+    variants += [Variant(n, deferred=True) for n in course.balances]
+    jobs += [("batch", course, x, seed) for seed in range(seeds) for x in variants]
     plain: Outcome | None = None
     for part, setting, variant, seed in progress(jobs, "transparency", "training"):
         outcome = setting.run(variant, seed)
@@ -199,11 +202,13 @@ def main(argv: Sequence[str]) -> None:
     options = reads.parse_args(argv)
     torch.set_num_threads(1)
     try:
-        training = plan(options)
+        course = plan(options)
+    except UnavailableError as error:
+        reads.error(f"{error}, or take --device cpu")
     except (ImportError, ValueError) as error:
         reads.error(str(error))
     exact_epochs = options.epochs if options.exact_epochs is None else options.exact_epochs
-    images = training.images
+    images = course.images
     found = head(
         "transparency",
         argv,
@@ -215,7 +220,8 @@ def main(argv: Sequence[str]) -> None:
             "test": count(images.test),
         },
         device=options.device,
-        balances=training.balances,
+        devices=len(course.devices),
+        balances=course.balances,
         chunks=options.chunks,
         batch=options.batch,
         epochs=options.epochs,
@@ -224,5 +230,5 @@ def main(argv: Sequence[str]) -> None:
         lr=options.lr,
     )
     torch.backends.cudnn.deterministic = True
-    rows = list(measure(training, options.seeds, exact_epochs))
+    rows = list(measure(course, options.seeds, exact_epochs))
     publish(command.output(options, "transparency"), found, rows)

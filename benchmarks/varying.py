@@ -14,11 +14,10 @@ recomputes without waiting for gradients, as devices with streams do.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import product
 from statistics import median
 from typing import Any
@@ -26,11 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks.blocking import KINDS, draw
-from benchmarks.command import output, parser
+from benchmarks.command import at_least, output, parser
 from benchmarks.critical import MODES, Times, backward_path, forward_path, recomputed
 from benchmarks.progress import progress
 from benchmarks.report import Chart, Report, Result, Table, head, publish
-from benchmarks.rivals import Running, add_options, start
+from benchmarks.rivals import Running, add_options, on_cores, start
 
 PASSES = ("forward", "backward", "step", "ahead")
 RIVALS = ("ours", "0.0.7")
@@ -41,13 +40,14 @@ Row = dict[str, Any]
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
     options = parser("varying", __doc__)
-    options.set_defaults(device="virtual")
-    options.add_argument("--n", type=int, nargs="+", default=[4], help="partitions")
-    options.add_argument("--m", type=int, nargs="+", default=[8, 32], help="micro-batches")
+    options.add_argument("--n", type=at_least(1), nargs="+", default=[4], help="partitions")
+    options.add_argument("--m", type=at_least(1), nargs="+", default=[8, 32], help="micro-batches")
     options.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of times")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
     options.add_argument("--mean", type=float, default=40.0, help="of a forward, in milliseconds")
-    options.add_argument("--seeds", type=int, default=5, help="how many times times are drawn")
+    options.add_argument(
+        "--seeds", type=at_least(1), default=5, help="how many times times are drawn"
+    )
     add_options(options, RIVALS)
     return options.parse_args(argv)
 
@@ -73,23 +73,6 @@ def ratios(best: dict[str, float], forward: float, backward: float) -> dict[str,
     step = forward + backward
     found = {"forward": forward, "backward": backward, "step": step, "ahead": step}
     return {name: round(found[name] / best[name], 4) for name in PASSES}
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Keeps processes that are started within a ``with`` block on a core, where that is possible.
-
-    Sleeping takes none, and threads hand over Python's lock sooner on one.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [max(cores)])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def measure(running: Sequence[Running], options: argparse.Namespace) -> Iterator[Row]:
@@ -167,8 +150,10 @@ def main(argv: Sequence[str]) -> None:
     result = head("varying", argv, unit="time over the critical path", mean_ms=options.mean)
     result["machine"] |= {"device": "virtual", "overslept_ms": overslept(options.mean)}
     with ExitStack() as stack:
-        with one_core():
-            running, left_out = start(options, stack)
+        with on_cores(1):
+            running, left_out = start(
+                stack, options.rivals, options.against, "virtual", max(options.n)
+            )
         rows = list(measure(running, options))
     result |= {"rivals": {x.rival.name: x.rival.version for x in running}, "left_out": left_out}
     publish(output(options, "varying"), result, rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ContextDecorator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.compiler import uncompiled
 from torchgpipe.running import running
@@ -110,8 +110,8 @@ class Lasting(Slot):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
-        # Detached: a tensor that is kept with its graph may be kept by it.
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        # Detached: a tensor that is kept with its graph may be kept by it, and a leaf may get one.
+        self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
         self.version = tensor._version
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ class LayersState:
         try:
             self._write(self._found, now)
             if self._copies is None:
-                # Once: the values make no difference to what layers compute in training.
+                # Once: to what torch's own norms compute in training, the values are nothing.
                 self._copies = [
                     (norm._buffers, name, buffer.clone())
                     for norm in self._norms

@@ -45,9 +45,9 @@ def test_speed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(speed, "SPEED", {"unet": pipelines})
     started = []
 
-    def start(options, stack, threads):
-        started.append((options.rivals, max(options.n), threads))
-        return [Here(name) for name in options.rivals], {"0.0.7": "cannot be had"}
+    def start(stack, names, against, device, count, threads):
+        started.append((names, count, threads))
+        return [Here(name) for name in names], {"0.0.7": "cannot be had"}
 
     monkeypatch.setattr(speed, "start", start)
     path = tmp_path / "speed.json"
@@ -56,7 +56,6 @@ def test_speed(tmp_path, monkeypatch, capsys):
     assert main(["speed", *few, "--rivals", *names, "--output", str(path)]) == 0
     assert started == [(["baseline", *names[:3]], 2, 1)]
     result = json.loads(path.read_text("utf-8"))
-    assert result["threads_of_a_stage"] == {"1": 1, "2": 1}
     first, second = result["rows"]
     for row, bubble in [(first, 0), (second, 0.5)]:
         assert row["bubble"] == bubble
@@ -137,10 +136,12 @@ def test_what_is_dropped_is_gone():
     assert "AttributeError" in gone["error"]
 
 
-def test_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match="there is no GPU"):
-        main(["speed", "--device", "cuda"])
+@pytest.mark.parametrize("name", ["ablation", "memory", "one_gpu", "speed"])
+def test_no_gpu(name, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main([name, "--device", "cuda"])
+    assert "there must be a GPU that CUDA knows (device: cuda)" in capsys.readouterr().err
 
 
 class Fake:
@@ -185,11 +186,49 @@ def test_what_is_missing_is_told():
     rate = {"throughput": 1.0, "speed_up": None, "ours_over": None, "rounds": [1.0]}
     row = {"experiment": "unet/n2m2", "n": 2, "m": 2, "mode": "never"}
     row |= {"batch": 4, "devices": 2, "bubble": 1 / 3}
-    first = {**row, "rivals": {"ours": rate}, "failed": {"0.0.7": "CUDA out of memory"}}
+    first = {**row, "rivals": {"ours": rate}, "failed": {"0.0.7": "out of memory"}}
     second = {**row, "rivals": {"0.0.7": rate}, "failed": {}}
     result = {"device": "cuda", "rivals": {"ours": "", "0.0.7": ""}, "rows": [first, second]}
     rates, speed_ups, ratios = (table.rows for table in speed.report(result).tables)
-    assert rates[0][5:] == ["1", "out of memory"]
-    assert rates[1][5:] == [None, "1"]
+    assert rates[0][5:] == ["1 (1 to 1)", "out of memory"]
+    assert rates[1][5:] == [None, "1 (1 to 1)"]
     assert speed_ups[0][5:] == ["no baseline", "out of memory"]
     assert ratios[1][4:] == ["ours not run"]
+
+
+def test_ratios():
+    found = speed.summary({"baseline": [1.0], "ours": [2.0], "x": [4.0]})
+    figures = {name: [*row.values()] for name, row in found.items()}
+    assert figures == {
+        "baseline": [1.0, 1.0, 2.0, [1.0]],
+        "ours": [2.0, 2.0, 1.0, [2.0]],
+        "x": [4.0, 4.0, 0.5, [4.0]],
+    }
+    assert [*found["x"]] == ["throughput", "speed_up", "ours_over", "rounds"]
+    # What slows a round down slows all of its steps down.
+    found = speed.summary({"baseline": [1.0, 5.0, 2.0], "ours": [2.0, 10.0, 8.0]})
+    assert [*found["ours"].values()] == [8.0, 2.0, 1.0, [2.0, 10.0, 8.0]]
+    assert found["baseline"]["ours_over"] == 2.0
+    (alone,) = speed.summary({"x": [1.0]}).values()
+    assert (alone["speed_up"], alone["ours_over"]) == (None, None)
+
+
+def test_each_rival_has_its_column():
+    rates = {"baseline": [10.0], "ours": [20.0], "0.0.7": [16.0], "accumulation": [8.0]}
+    row = {"experiment": "unet/n2m2", "n": 2, "m": 2, "mode": "never", "batch": 4, "devices": 2}
+    row |= {"bubble": 1 / 3, "rivals": speed.summary(rates), "failed": {}}
+    found = speed.report({"device": "cuda", "rivals": rates, "rows": [row]})
+    throughputs, speed_ups, ratios = found.tables
+    assert [*throughputs.head[-4:]] == [*rates]
+    assert throughputs.rows[0][-4:] == [
+        "10 (10 to 10)",
+        "20 (20 to 20)",
+        "16 (16 to 16)",
+        "8 (8 to 8)",
+    ]
+    assert [*speed_ups.head[-3:]] == ["ours", "0.0.7", "accumulation"]
+    assert speed_ups.rows[0][-3:] == ["2.00 (100%)", "1.60 (80%)", "0.80 (40%)"]
+    assert [*ratios.head[-3:]] == ["baseline", "0.0.7", "accumulation"]
+    assert ratios.rows[0][-3:] == ["2.00", "1.25", "2.50"]
+    (chart,) = found.charts
+    assert chart.series == {"ours": [2.0], "0.0.7": [1.6], "accumulation": [0.8]}

@@ -5,9 +5,11 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.experiments import build, samples
 from benchmarks.library import Library
+from benchmarks.stage import Stage
 from benchmarks.stages import Stages
 from torchgpipe import GPipe
 
@@ -43,6 +45,16 @@ def test_same_as_plain(schedule, mode):
     assert stages.parameters() == sum(x.numel() for x in expected_grads)
     assert len(stages.seconds(steps=2)) == 2
     stages.close()
+
+
+@pytest.mark.parametrize(("mode", "count"), [("never", 1), ("except_last", 2), ("always", 2)])
+def test_checkpoints(mode, count):
+    partition = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    computed = []
+    partition.register_forward_pre_hook(lambda *_: computed.append(mode))
+    stage = Stage(partition, mode)
+    stage(torch.rand(3, 2).requires_grad_()).sum().backward()
+    assert len(computed) == count
 
 
 def test_failure_ends_all():

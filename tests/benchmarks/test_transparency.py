@@ -1,19 +1,24 @@
 """Training plain and under GPipe comes to the same, at tiny size."""
 
 import json
+import sys
+from dataclasses import replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from benchmarks import images
+from benchmarks import convergence, images, transparency
 from benchmarks.__main__ import main
-from benchmarks.accuracies import compared
-from benchmarks.convergence import Training, Variant, count, grouped
+from benchmarks.convergence import Course, Outcome, Variant, count, grouped
 from benchmarks.models import resnet
+from benchmarks.report_transparency import compared
 from benchmarks.transparency import MODELS, report
+from torchgpipe.testing import UnavailableError
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -44,7 +49,18 @@ def test_transparency(colours, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(MODELS, "resnet", partial(resnet, [1], width=4))
     path = tmp_path / "found.json"
     options = ["--images", str(colours), "--size", "16", "--n", "1", "2", "--chunks", "2"]
-    options += ["--batch", "5", "--epochs", "2", "--seeds", "2", "--output", str(path)]
+    options += [
+        "--device",
+        "cpu",
+        "--batch",
+        "5",
+        "--epochs",
+        "2",
+        "--seeds",
+        "2",
+        "--output",
+        str(path),
+    ]
     assert main(["transparency", *options]) == 0
     result = json.loads(path.read_text("utf-8"))
     assert result["command"] == " ".join(["python -m benchmarks transparency", *options])
@@ -80,6 +96,7 @@ def test_transparency(colours, tmp_path, capsys, monkeypatch):
     for chart in found.charts:
         assert all(len(x) == len(chart.labels) for x in chart.series.values())
     text = path.with_suffix(".md").read_text("utf-8")
+    assert "All partitions share one device, the CPU" in text
     assert text in capsys.readouterr().out
     assert "n = 2, deferred" in text
     assert path.with_suffix(".png").stat().st_size
@@ -91,10 +108,11 @@ def test_transparency(colours, tmp_path, capsys, monkeypatch):
     assert len(found.charts) == 1
 
 
-def test_training_converges(colours):
-    data = images.folder(colours, 8)
-    training = Training(
-        images=data,
+@pytest.fixture
+def course(colours):
+    """A linear classifier learns colours."""
+    return Course(
+        images=images.folder(colours, 8),
         make=lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2)),
         dtype=torch.float32,
         devices=[torch.device("cpu")],
@@ -104,12 +122,56 @@ def test_training_converges(colours):
         batch=4,
         rate=0.01,
     )
-    plain, wrapped = training.run(Variant(), 0), training.run(Variant(2), 0)
+
+
+def test_course_converges(course):
+    plain, wrapped = course.run(Variant(), 0), course.run(Variant(2), 0)
     assert len(plain.losses) == 4 * (16 // 4)
     assert plain.losses[-1] < plain.losses[0] / 2
     assert plain.accuracy == wrapped.accuracy == 100
     assert wrapped.difference_of_losses(plain) < 1e-5
-    assert training.run(Variant(), 1).difference_of_losses(plain) > 1e-3
+    assert course.run(Variant(), 1).difference_of_losses(plain) > 1e-3
+
+
+def test_a_seed_makes_weights(course):
+    # At this rate, they stay.
+    course = replace(course, rate=0.0)
+    first, again, other = (course.run(Variant(n), seed) for n, seed in [(None, 0), (2, 0), (2, 1)])
+    assert first.digests == again.digests
+    assert first.difference_of_parameters(other) > 0.1
+
+
+def test_a_seed_makes_the_order_of_images(course):
+    (layers,) = {course.make()}
+    course = replace(course, rate=0.0, make=lambda: layers)
+    first, again, other = (course.run(Variant(), seed).losses for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_each_partition_has_a_device(course, monkeypatch):
+    wrapped = course.wrapped(course.make(), Variant(2))
+    assert [len(x) for x in wrapped.partitions] == course.balances[2]
+    assert wrapped.devices == [torch.device("cpu")] * 2
+
+    def named(n, count):
+        course_there = replace(course, devices=[*"abcd"][:count], balances={n: [1] * n})
+        return course_there.wrapped(nn.Sequential(), Variant(n, deferred=True))
+
+    monkeypatch.setattr(convergence, "GPipe", lambda layers, balance, **options: options)
+    assert named(2, 4) == {"devices": [*"ab"], "chunks": 2, "deferred_batch_norm": True}
+    assert [named(n, 2)["devices"] for n in (1, 3, 4)] == [[*"a"], [*"aab"], [*"aabb"]]
+
+
+def test_accuracy_is_of_an_evaluation_on_test_images(course):
+    rows = torch.tensor([[0.0, 1.0]] * 5)
+    train = TensorDataset(rows, torch.tensor([0] * 5))
+    test = TensorDataset(rows, torch.tensor([1, 0, 1, 1, 0]))
+    course = replace(course, images=images.Images("rows", 2, train, test), batch=2)
+    # In training, all of it is dropped, and the first class is as good as the other.
+    model = nn.Sequential(nn.Dropout(1.0))
+    assert course.accuracy(model) == 60
+    assert model.training
+    assert model(rows).argmax(1).tolist() == [0] * 5
 
 
 def test_digits():
@@ -178,11 +240,46 @@ def test_wrong_folders(tmp_path, fill):
 )
 def test_wrong_options(options, message, colours, capsys):
     # The first of two options of a name does not count.
-    usual = ["--images", str(colours), "--size", "8", "--batch", "8"]
+    usual = ["--images", str(colours), "--size", "8", "--batch", "8", "--device", "cpu"]
     with pytest.raises(SystemExit) as status:
         main(["transparency", *usual, *options])
     assert status.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_virtual_accelerators(colours, capsys, monkeypatch):
+    def load(devices):
+        raise UnavailableError(f"they need a compiler (devices: {devices}); install one")
+
+    monkeypatch.setattr(transparency, "load", load)
+    with pytest.raises(SystemExit):
+        main(["transparency", "--images", str(colours), "--batch", "8", "--n", "1", "3"])
+    assert "(devices: 3); install one, or take --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("package", "options"), [("PIL", ["--images", "."]), ("sklearn", [])])
+def test_without_packages(package, options, capsys, monkeypatch):
+    for module in (package, f"{package}.datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit):
+        main(["transparency", *options])
+    assert "run `pip install '.[benchmarks]'` in a clone" in capsys.readouterr().err
+
+
+def test_devices_are_told():
+    data = {"name": "rows", "classes": 2, "train": 5, "test": 5}
+    numbers = dict.fromkeys(("model", "epochs", "batch", "chunks", "exact_epochs"), 0)
+    row = {"part": "batch", "n": None, "variant": "plain", "accuracy": 1.0, "last_loss": 1.0}
+    row |= {"seed": 0, "deferred": False, "digests": []}
+    result = {**numbers, "images": data, "rows": [row, {**row, "n": 1, "variant": "n = 1"}]}
+
+    def notes(device, devices):
+        return report({**result, "device": device, "devices": devices}).notes
+
+    assert "share one device, the CPU" in notes("cpu", 1)
+    assert "Each partition has a virtual accelerator of its own" in notes("virtual", 1)
+    assert "are on devices of cuda" in notes("cuda", 3)
+    assert "(devices: 3)" in notes("cuda", 3)
 
 
 def test_group_normalisation():
@@ -209,5 +306,21 @@ def test_default_result():
     exact = [x for x in result["rows"] if x["part"] == "exact"]
     assert exact
     assert all(x["loss_difference"] < 1e-9 for x in exact)
-    cells = [cell for table in report(result).tables for row in table.rows for cell in row]
-    assert "no" not in cells
+    # Whether a difference of accuracies is noise is up to chance.
+    for table in report(result).tables[:2]:
+        column = [row[-1] for row in table.rows]
+        assert table.head[-1].endswith("bit for bit")
+        assert "yes" in column
+        assert "no" not in column
+
+
+def test_what_is_no_number_differs():
+    nan = float("nan")
+    good = Outcome([1.0, 2.0, 0.0], 99.0, [torch.ones(2), torch.zeros(2)], [])
+    bad = Outcome([1.0, nan, 0.5], 99.0, [torch.ones(2), torch.tensor([0.0, nan])], [])
+    assert good.difference_of_losses(good) == good.difference_of_parameters(good) == 0
+    assert isnan(bad.difference_of_losses(good))
+    assert isnan(bad.difference_of_parameters(good))
+    other = Outcome([1.0, 1.0, 0.5], 99.0, [torch.ones(2) * 3, torch.zeros(2)], [])
+    assert other.difference_of_losses(good) == 0.5
+    assert other.difference_of_parameters(good) == 2

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import one_gpu, virtual_speed
 from benchmarks.overhead import main
 
 
@@ -13,3 +17,43 @@ def test_overhead(tmp_path):
     assert result["machine"]["device"] == "virtual"
     assert not result["left_out"]
     assert [list(row["rivals"]) for row in result["rows"]] == [["ours"]] * 7
+
+
+def test_one_gpu(tmp_path):
+    path = tmp_path / "one.json"
+    one_gpu.main(["--device", "virtual", "--repeat", "1", "--output", str(path)])
+    ratios = [row["ratio"] for row in json.loads(path.read_text("utf-8"))["rows"]]
+    assert ratios == pytest.approx([1, 1, 1])
+    assert "**virtual**" in path.with_suffix(".md").read_text("utf-8")
+
+
+def test_speed(tmp_path):
+    path = tmp_path / "speed.json"
+    few = ["--experiments", "unet/pipeline-2", "--modes", "paper", "--rounds", "2"]
+    command.main(["speed", "--device", "virtual", *few, "--rivals", "ours", "--output", str(path)])
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    assert row["rivals"]["ours"]["ms"] == pytest.approx([row["limit_ms"]] * 2)
+    assert row["rivals"]["ours"]["free_ms"] == pytest.approx([row["free_limit_ms"]] * 2)
+    assert row["free_limit_ms"] < row["limit_ms"] < row["plain_ms"]
+    assert row["published"] == 35.502
+    assert "**Virtual time**" in path.with_suffix(".md").read_text("utf-8")
+
+
+def test_tables_of_virtual_speed():
+    row = {"experiment": "unet/x", "n": 2, "m": 3, "mode": "never", "batch": 6, "plain_ms": 100.0}
+    row |= {"limit_ms": 50.0, "free_limit_ms": 40.0, "published": None}
+    ours = {"ms": [50.0] * 3, "free_ms": [40.0] * 3, "busy": [0.5] * 3}
+    theirs = {"ms": [60.0, 60.0, 100.0], "free_ms": [40.0] * 3, "busy": [0.25] * 3}
+    row["rivals"] = {"ours": ours, "0.0.7": theirs}
+    result = {"rivals": {"ours": "", "0.0.7": "", "x": ""}, "rows": [row], "rounds": 3}
+    report = virtual_speed.report(result)
+    cells = ["60.0", "120.0", "120.0", "100.0", None, "1.200", "2.00", "-"]
+    assert report.tables[0].rows[0][4:] == cells
+    over = ["1.000 (1.000)", "1.000 (1.000)", "50.0%", "1.200 (2.000)", "1.000 (1.000)", "25.0%"]
+    assert report.more[0].rows[0][4:] == [*over, None, None, None]
+
+
+def test_speed_of_nobody(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["speed", "--device", "virtual", "--rivals", "accumulation"])
+    assert "name ours or 0.0.7" in capsys.readouterr().err

@@ -122,6 +122,9 @@ class Failing:
     def make(self, name, **arguments):
         raise UnavailableError(f"Traceback\n{self.reason}\nraised in partition 0, micro-batch 1")
 
+    def drop(self):
+        raise UnavailableError("it has ended")
+
 
 @pytest.mark.parametrize(
     ("reason", "cell"),
@@ -134,4 +137,43 @@ def test_what_fails_is_marked(reason, cell):
     row = {"family": "experiments", "rivals": rivals, **vars(setting)}
     result = {"device": "cuda", "scaled": False, "rivals": {"ours": None}, "rows": [row]}
     (table,) = report(result).tables
-    assert markdown(table).count(f" {cell} ") == 5 if cell == "not run" else 4
+    assert markdown(table).count(f" {cell} ") == (5 if cell == "not run" else 4)
+
+
+def test_figures():
+    mebibyte = 2**20
+
+    def device(parameters, peak):
+        return {
+            "parameters": parameters * mebibyte,
+            "gradients": parameters * mebibyte,
+            "peak": peak * mebibyte,
+        }
+
+    rivals = {
+        "plain": {"devices": [device(3, 40)]},
+        "ours": {"devices": [device(1, 6), device(2, 9)]},
+        "0.0.7": {"devices": [device(1, 8), device(2, 12)]},
+    }
+    setting = Experiment("pipeline-2", MODEL, SIZE, BATCH, 2, 4)
+    row = {"family": "experiments", "rivals": rivals, **vars(setting)}
+    names = dict.fromkeys(["ours", "0.0.7"])
+    result = {"device": "cuda", "scaled": False, "rivals": names, "rows": [row]}
+    found = report(result)
+    ((line,),) = (table.rows for table in found.tables)
+    cells = dict(zip(found.tables[0].head, line))
+    assert cells == {
+        "setting": "pipeline-2",
+        "n": 2,
+        "m": 4,
+        "parameters": "3.00",
+        "activations plain": "34.00",
+        "activations ours": "5.00 (9.00)",
+        "activations 0.0.7": "8.00 (14.00)",
+        "peak plain": "40.00",
+        "peak ours": "9.00 (15.00)",
+        "peak 0.0.7": "12.00 (20.00)",
+        "ours / 0.0.7": "0.750 0.750",
+    }
+    (chart,) = found.charts
+    assert chart.series == {"plain": [40], "ours": [9], "0.0.7": [12]}

@@ -622,7 +622,7 @@ MUTANTS = {
     "to the end for hooks": ("checkpoint", "self.whole or ", "", "always called"),
     "kept without its graph": (
         "slot",
-        "tensor if tensor.grad_fn is None else tensor.detach()",
+        "tensor if isinstance(tensor, nn.Parameter) else tensor.detach()",
         "tensor",
         "nothing to do",
     ),

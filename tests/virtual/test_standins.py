@@ -7,15 +7,15 @@ import pytest
 from benchmarks.costs import Costs
 from benchmarks.critical import MODES
 from benchmarks.library import Library
-from benchmarks.standins import SCALE, Stages, Steps, cut
+from benchmarks.standins import SCALE, StageCosts, Steps, cut
 from torchgpipe import GPipe, testing
 
 NUMBER = 4 * SCALE
 
 STAGES = {
-    "skips": Stages([3, 1, 2], [4, 5, 1], [2, 3], [(0, 2, 6), (1, 2, 1)], link=2.0),
-    "slow links": Stages([1, 2, 1, 1], [2, 2, 2, 1], [9, 1, 8], [(0, 3, 12)], link=1.0),
-    "one partition": Stages([3], [4], [], [], link=1.0),
+    "skips": StageCosts([3, 1, 2], [4, 5, 1], [2, 3], [(0, 2, 6), (1, 2, 1)], link=2.0),
+    "slow links": StageCosts([1, 2, 1, 1], [2, 2, 2, 1], [9, 1, 8], [(0, 3, 12)], link=1.0),
+    "one partition": StageCosts([3], [4], [], [], link=1.0),
 }
 
 
@@ -26,7 +26,7 @@ def test_cut():
         outputs=[NUMBER * 10, NUMBER * 20, 1, NUMBER],
         skips=[(0, 3, NUMBER * 2), (1, 3, NUMBER * 3), (0, 1, NUMBER), (1, 2, NUMBER * 4)],
     )
-    assert cut(costs, [2, 1, 1], link=NUMBER * 5.0) == Stages(
+    assert cut(costs, [2, 1, 1], link=NUMBER * 5.0) == StageCosts(
         [3, 3, 4], [11, 7, 8], [20, 1], [(0, 1, 4), (0, 2, 5)], link=5.0
     )
 
@@ -39,11 +39,15 @@ def test_steps_take_as_long_as_the_limit(devices, stages, mode):
     found = [steps.measure(seed) for seed in (None, 0, 1)]
     again = {"never": 0, "except_last": m - 1, "always": m}[mode]
     busy = [(m + again) * f + m * b for f, b in zip(stages.forward, stages.backward)]
+    limit = stages.limit(mode, m)
     for step in found:
-        assert step == {"makespan": stages.limit(mode, m), "busy": busy, "races": 0}
+        assert step["ms"] == limit
+        assert step["busy"] == pytest.approx(sum(busy) / len(busy) / limit)
+    assert steps.measure(0, free=True)["ms"] == stages.limit(mode, m, free=True)
 
 
 def test_limit_with_copies():
     # There and back: three cells and two copies each, and another two forwards between.
-    stages = Stages([1, 1, 1], [2, 2, 2], [4, 4], [], link=2.0)
+    stages = StageCosts([1, 1, 1], [2, 2, 2], [4, 4], [], link=2.0)
     assert stages.limit("never", 3) == (3 + 2 * 2 + 2) + (6 + 2 * 2 + 2 * 2)
+    assert stages.limit("never", 3, free=True) == (3 + 2) * 3
