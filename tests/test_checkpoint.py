@@ -289,6 +289,25 @@ def test_input_is_let_go_by_the_recomputation(device):
         gc.enable()
 
 
+def test_what_lasts_is_not_kept_by_a_graph_that_it_gets(device):
+    """What is empty stays, and here it becomes the output of what has saved it."""
+
+    def function(x):
+        empty = torch.empty(0, device=device)
+        empty.add_(x[:0] * empty)
+        return x.exp() + empty.sum()
+
+    gc.disable()
+    try:
+        input = torch.ones(2, device=device, requires_grad=True) * 1
+        kept = weakref.ref(input.untyped_storage())
+        output = forked(function, input)
+        del input, output
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 def test_second_graph_is_thrown_away(device):
     """Nothing of it is alive when backward comes to the layers: not even its input."""
     alive = []
