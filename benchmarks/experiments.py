@@ -130,12 +130,14 @@ def scaled(experiment: Experiment, channels: int, size: int, batch: int) -> Expe
 
     Args:
         experiment: which one.
-        channels: what the channels are divided by; they stay a multiple of four.
+        channels: what channels and classes are divided by; they stay multiples of four.
         size: pixels on a side of an image, or tokens in a row.
         batch: how many samples there are at most. There are no more micro-batches then.
     """
     model = dict(experiment.model)
-    for key in ("num_filters", "base_channels", "width"):
+    if model["name"] in ("amoebanetd", "resnet"):
+        model.setdefault("num_classes", 1000)
+    for key in ("num_classes", "num_filters", "base_channels", "width"):
         if key in model:
             model[key] = max(4, round(model[key] / channels / 4) * 4)
     batch = min(experiment.batch, batch)

@@ -135,8 +135,7 @@ def notes(result: dict[str, Any]) -> str:
         "the host's threads, so where there are several, figures may differ a little from run to "
         "run. Under checkpointing, ours holds one gradient more of a linear layer's weight for a "
         "moment: all micro-batches are one backward, in which PyTorch adds gradients that are "
-        "views into a new tensor. The AmoebaNet-D that is scaled keeps its 1,000 classes, so there "
-        "this is much of it."
+        "views into a new tensor."
     )
     if result["device"] == "virtual":
         text += (

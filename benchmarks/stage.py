@@ -29,7 +29,7 @@ from benchmarks.training import synchronize
 __all__ = ["Plan", "work"]
 
 #: Of whatever one process waits for in another one.
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
