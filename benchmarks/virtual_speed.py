@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.costs import P40, count
-from benchmarks.experiments import Experiment
+from benchmarks.experiments import SPEED, Experiment
 from benchmarks.report import Chart, Report, Result, Table
 from benchmarks.rivals import Running, UnavailableError
 from benchmarks.standins import cut
@@ -66,9 +66,8 @@ arithmetic and memory traffic, copies what they would over its link, which carri
 them at once, each at its full rate, and the host nothing. The limit is the step in which each task
 starts as soon as it may. Figures are samples per second; `plain` is the same layers on one device,
 without checkpoints. `published` is what torchgpipe 0.0.5 was published to reach on {gpu}s, in its
-repository, with cuts of its own. For the plain U-Net, 28.5 were published, and 95.9 for the plain
-ResNet-101: what is smaller than the estimate above is what kernels take beyond arithmetic and
-traffic, and the host.
+repository, with cuts of its own; for the plain U-Net it was {unet}, and {resnet} for the plain
+ResNet-101. What is beyond that is what kernels take besides arithmetic and traffic, and the host.
 
 Below, what a step takes over the limit: the median (maximum) of {rounds} steps with random delays
 of the host's threads; also with copies that take no time, as 0.0.7 has the value and the skips of a
@@ -88,7 +87,8 @@ def report(result: Result) -> Report:
         Table([*keys, *rates], [[*[row[x] for x in keys], *rates_of(row, names)] for row in rows]),
         Table([*keys, *over], [[*[row[x] for x in keys], *over_of(row, names)] for row in rows]),
     ]
-    notes = NOTES.format(gpu=P40.name, rounds=result["rounds"])
+    unet, resnet = (SPEED[model][0].published for model in ("unet", "resnet101"))
+    notes = NOTES.format(gpu=P40.name, rounds=result["rounds"], unet=unet, resnet=resnet)
     title = "Speed, in virtual time"
     return Report(title, tables[:1], charts(rows, names), notes, tables[1:])
 
