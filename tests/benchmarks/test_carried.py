@@ -7,15 +7,9 @@ import torch
 from torch import nn
 
 from benchmarks.carried import carried
+from benchmarks.models.skips import Stash
 from torchgpipe import GPipe
-from torchgpipe.skip import Namespace, pop, skippable, stash
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, input):
-        yield stash("skip", input)
-        return input
+from torchgpipe.skip import Namespace, pop, skippable
 
 
 @skippable(pop=["skip"])

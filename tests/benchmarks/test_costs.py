@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks import costs
-from torchgpipe.skip import Namespace, pop, skippable, stash
+from benchmarks.models.skips import Stash
+from torchgpipe.skip import Namespace, pop, skippable
 
 #: An operation takes a millisecond, and memory no time; and the other way round.
 ARITHMETIC = costs.Gpu("arithmetic", flops=1, memory=inf, link=1)
@@ -15,13 +16,6 @@ TRAFFIC = costs.Gpu("traffic", flops=inf, memory=1, link=1)
 
 SIZE, BATCH = 4, 2
 IMAGE = 4 * BATCH * SIZE * SIZE  # bytes of a channel
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, input):
-        yield stash("skip", input)
-        return input
 
 
 @skippable(pop=["skip"])

@@ -18,6 +18,7 @@ from benchmarks.rivals import Rival, UnavailableError
 from benchmarks.speed import parser, settings, task
 from benchmarks.training import Training
 from torchgpipe import GPipe
+from torchgpipe.compiler import VERSION
 
 TINY = {"name": "unet", "depth": 1, "num_convs": 1, "base_channels": 4}
 
@@ -40,6 +41,7 @@ class Here:
         return getattr(self.subject, method)(**arguments)
 
 
+@pytest.mark.skipif(VERSION < (2, 11), reason="gloo ends the processes of stages with PyTorch 2.9")
 def test_speed(tmp_path, monkeypatch, capsys):
     pipelines = [Experiment("n1m2", TINY, 8, 4, 1, 2), Experiment("n2m1", TINY, 8, 4, 2, 1)]
     monkeypatch.setattr(speed, "SPEED", {"unet": pipelines})

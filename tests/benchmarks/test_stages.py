@@ -12,6 +12,7 @@ from benchmarks.library import Library
 from benchmarks.stage import Stage
 from benchmarks.stages import Stages
 from torchgpipe import GPipe
+from torchgpipe.compiler import VERSION
 
 # Normalisations are of a sample, and nothing is dropped: micro-batches make no difference.
 MODEL = {"name": "unet", "depth": 2, "num_convs": 1, "base_channels": 4, "dropout": 0.0}
@@ -29,6 +30,7 @@ def expected(m):
     return [x.item() for x in losses], [x.grad for x in layers.parameters()]
 
 
+@pytest.mark.skipif(VERSION < (2, 11), reason="gloo ends the processes of stages with PyTorch 2.9")
 @pytest.mark.parametrize(
     ("schedule", "mode"), [("ScheduleGPipe", "always"), ("Schedule1F1B", "never")]
 )
