@@ -95,5 +95,5 @@ def add_scale(parser: argparse.ArgumentParser) -> None:
         nargs=3,
         metavar=("CHANNELS", "SIZE", "SAMPLES"),
         help="what channels are divided by, pixels on a side, and the most samples in a mini-batch "
-        f"(default: as in the papers on cuda, {' '.join(map(str, SCALE))} on cpu and virtual)",
+        f"(default: as in the papers; {' '.join(map(str, SCALE))} where the CPU computes them)",
     )

@@ -47,7 +47,7 @@ def digits(size: int) -> Images:
         ImportError: there is no scikit-learn.
     """
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # None has types.
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # It has no types.
     except ImportError as error:
         raise ImportError(f"the digits need scikit-learn: {EXTRA}") from error
     found, numbers = map(torch.as_tensor, load_digits(return_X_y=True))

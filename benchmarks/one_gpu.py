@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.command import add_device, at_least, output, parse, parser
-from benchmarks.critical import MODES
+from benchmarks.critical import MODES, step_path
 from benchmarks.report import Chart, Report, Result, Table, head, publish
 from torchgpipe import GPipe, testing
 
@@ -86,14 +86,6 @@ def median(function: Callable[[], Any], repeat: int) -> float:
     return statistics.median(elapsed(function) for _ in range(repeat))
 
 
-def ideal(mode: str, forward: float, backward: float) -> float:
-    """The limit of the schedule; a recomputation takes as long as a forward."""
-    if mode == "never":
-        return (M + N - 1) * (forward + backward)
-    recomputed = M - 1 if mode == "except_last" else M
-    return (M + N - 1) * forward + recomputed * forward + (M + N - 1) * backward
-
-
 def costs(stage: nn.Module, input: Tensor, repeat: int) -> tuple[float, float]:
     """What a forward and a backward of one micro-batch take, in milliseconds.
 
@@ -123,7 +115,8 @@ def measure(name: str, make: Callable[[], nn.Module], input: Tensor, repeat: int
             output = model(x)
             output.backward(torch.ones_like(output))
 
-        found, best = median(step, repeat), ideal(mode, forward, backward)
+        found = median(step, repeat)
+        best = step_path(mode, M, [forward] * N, [forward] * N, [backward] * N)
         rows.append(
             {
                 "stages": name,
