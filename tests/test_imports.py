@@ -30,7 +30,8 @@ FORBIDDEN = {
 }
 
 #: Modules that do without torch.
-PLAIN = {"balance.blockpartition"}
+PLAIN = {"balance.blockpartition", "schedule"}
+PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 
 EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors"}
 EXTRAS |= {"accelerate", "lightning", "timm", "transformers"}
@@ -90,8 +91,9 @@ def test_no_import_within_a_function_hides_a_circle(name):
 
 @pytest.mark.parametrize("name", sorted(PLAIN))
 def test_plain(name):
-    roots = {x.split(".")[0] for x in imports(TREES[name])}
+    roots = {x.split(".")[0] for x in imports(TREES[name]) if not x.startswith("torchgpipe.")}
     assert roots <= {"__future__"} | set(sys.stdlib_module_names)
+    assert ours(name) <= PLAIN
 
 
 @pytest.mark.parametrize("name", sorted(TREES))

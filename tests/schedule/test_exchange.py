@@ -1,0 +1,151 @@
+"""Files of torch.distributed.pipelining, read from its own classes, and read by them."""
+
+from inspect import signature
+
+import pytest
+from hypothesis import assume, given
+from torch.distributed.pipelining import schedules as theirs
+
+from tests.schedule.cases import schedules
+from torchgpipe.schedule import (
+    dualpipe_v,
+    fill_drain,
+    named,
+    one_f_one_b,
+    parse,
+    read_csv,
+    simulate,
+    validate,
+    write_csv,
+)
+
+CLASSES = {
+    "ScheduleLoopedBFS": "loop",
+    "ScheduleInterleaved1F1B": "loop",
+    "ScheduleInterleavedZeroBubble": "loop",
+    "ScheduleZBVZeroBubble": "v",
+    "ScheduleDualPipeV": "v",
+}
+
+
+class Stage:
+    """As much of a stage as a schedule asks for, without a process group."""
+
+    def __init__(self, index, placement):
+        self.stage_index, self.num_stages = index, len(placement)
+        self.group_size, self.group_rank = max(placement) + 1, placement[index]
+        self.stage_index_to_group_rank = dict(enumerate(placement))
+        self.is_first, self.is_last = index == 0, index == len(placement) - 1
+        self.has_backward, self.submod, self.group = True, None, None
+
+
+def placed(style, workers):
+    return (
+        tuple(range(workers)) * 2 if style == "loop" else (*range(workers), *range(workers)[::-1])
+    )
+
+
+def of_torch(name, placement, chunks):
+    stages = [Stage(j, placement) for j, worker in enumerate(placement) if worker == 0]
+    first = stages if name in CLASSES else stages[0]
+    return getattr(theirs, name)(first, chunks, loss_fn=lambda output, target: output)
+
+
+def read_order(order, placement, chunks):
+    """Of the classes that write no files."""
+    lines = [" ".join(str(x) for x in order[rank] if x is not None) for rank in sorted(order)]
+    text = "\n".join(" ".join(x for x in line.split() if "REDUCE" not in x) for line in lines)
+    return parse(text, placement, chunks)
+
+
+@pytest.mark.parametrize(("workers", "rounds"), [(1, 2), (2, 2), (3, 2), (4, 3)])
+@pytest.mark.parametrize("name", CLASSES)
+def test_their_schedules_are_ours(name, workers, rounds, tmp_path):
+    placement, chunks = placed(CLASSES[name], workers), rounds * workers
+    schedule = of_torch(name, placement, chunks)
+    # In PyTorch 2.9 only some of them know of communication.
+    known = "format" in signature(schedule._dump_csv).parameters
+    schedule._dump_csv(tmp_path / "theirs.csv", **({"format": "compute_only"} if known else {}))
+    found = read_csv(tmp_path / "theirs.csv", placement, chunks)
+    assert validate(found) == []
+    assert found == named(name.removeprefix("Schedule"), workers, chunks)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_they_load_ours(name, tmp_path):
+    placement = placed(CLASSES[name], 3)
+    ours = named(name.removeprefix("Schedule"), 3, 7)
+    write_csv(ours, tmp_path / "ours.csv")
+    schedule = of_torch(name, placement, 6)
+    schedule._n_microbatches = 7
+    schedule._load_csv(tmp_path / "ours.csv", format="compute_only")
+    words = [[str(x) for x in schedule.pipeline_order[rank]] for rank in range(3)]
+    assert "\n".join(map(" ".join, words)).replace("OVERLAP_F_B", "") == ours.text
+
+
+def test_fill_drain_in_the_other_order():
+    order = of_torch("ScheduleGPipe", range(4), 8)._get_pipeline_order()
+    found = read_order(order, range(4), 8)
+    assert validate(found) == []
+    theirs, ours = simulate(found), simulate(fill_drain(4, 8))
+    assert (theirs.makespan, theirs.peak) == (ours.makespan, ours.peak)
+
+
+def test_1f1b_has_a_wrong_order_on_its_last_rank():
+    """As printed: it forgets micro-batch 0, and goes on to one that does not exist."""
+    order = of_torch("Schedule1F1B", range(4), 8)._get_pipeline_order()
+    found = read_order(order, range(4), 8)
+    assert found.program[:3] == one_f_one_b(4, 8).program[:3]
+    assert validate(found)[:2] == [
+        "out of range: 3F8 (worker 3, instruction 15); micro-batches are from 0 to 7",
+        "missing: 3F0 on worker 3",
+    ]
+
+
+@given(schedules())
+def test_files_and_back(tmp_path_factory, case):
+    schedule, _ = case
+    assume("R" not in schedule.text)
+    path = tmp_path_factory.mktemp("csv") / "schedule.csv"
+    write_csv(schedule, path)
+    assert read_csv(path, schedule.placement, schedule.chunks) == schedule
+    for line in path.read_text("utf-8").splitlines():
+        for slot in line.split(","):
+            assert str(theirs._Action.from_str(slot)) == slot
+
+
+def test_spelling(tmp_path):
+    path = tmp_path / "schedule.csv"
+    write_csv(dualpipe_v(1, 2), path)
+    assert path.read_bytes() == b"0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\r\n"
+    path.write_text("\ufeff,, 0F0,,\n\n0F0, ,0B0,,\n", encoding="utf-8")
+    found = read_csv(path, (0, 1), 1)
+    assert found.text == "0F0\n0F0 0B0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0R0,0B0", r"has no R \(line: 1, column: 5, found: '0R0'\); .* recompute\(\)"),
+        ("0F0\n,0SEND_F0", r"SEND_F is no instruction.*\(line: 2, column: 2, .*compute_only"),
+        ("0REDUCE_GRAD", r"REDUCE_GRAD is no instruction.*\(line: 1, column: 1,"),
+        ("0UNSHARD", r"UNSHARD is no instruction"),
+        ("0RESHARD", r"RESHARD is no instruction"),
+        ("(0F0;0R0)OVERLAP_F_B", r"has no R \(line: 1, column: 1, "),
+        ("0F0,(0F1;0B0)", r"must end in OVERLAP_F_B \(line: 1, column: 5, .*write \(0F1;3B0\)OVER"),
+        ("0F0OVERLAP_F_B", r"and only that, must end in OVERLAP_F_B"),
+        ("0F0,(0F1;0X0)OVERLAP_F_B", r"F, B, I, W or R must stand here \(line: 1, column: 11,"),
+        ("0F0, 1X", r"must stand here \(line: 1, column: 7,"),
+    ],
+)
+def test_what_is_no_instruction(text, message, tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_csv(path, (0,), 2)
+
+
+def test_recomputation_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match=r"has no R \(instruction: 0R7\); write"):
+        write_csv(fill_drain(2, 8).recompute(), tmp_path / "schedule.csv")
+    assert not (tmp_path / "schedule.csv").exists()

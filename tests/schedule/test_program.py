@@ -1,0 +1,70 @@
+"""What waits for what, and an order for all of it."""
+
+import pytest
+from hypothesis import given
+
+from tests.schedule.cases import schedules
+from torchgpipe.schedule import Op, parse
+from torchgpipe.schedule.program import needs, operations, operations_of, timetable, walk
+
+
+def ops(text):
+    return [op for word in text.split() for op in operations(parse(word, [0], 1).program[0][0])]
+
+
+@pytest.mark.parametrize(
+    ("op", "there", "expected"),
+    [
+        ("0F0", "0F0 0B0", ""),
+        ("2F1", "1F1 1F0 2F0", "1F1"),
+        ("2B1", "2F1 3B1 2F0", "2F1 3B1"),
+        ("2B1", "2F1 3I1 3W1", "2F1 3I1"),
+        ("2I1", "2F1 3B1 2W1", "2F1 3B1"),
+        ("2B1", "2F1 2R1 3B1", "2F1 2R1 3B1"),
+        ("2R1", "2F1 2B1 3B1", "2F1"),
+        ("2W1", "2F1 2I1 3W1", "2I1"),
+        ("3B1", "3F1 2B1", "3F1"),
+        ("3B1", "2B1", ""),
+    ],
+)
+def test_needs(op, there, expected):
+    assert needs(*ops(op), {*ops(there)}) == ops(expected)
+
+
+def never(waiting):
+    raise AssertionError(waiting)
+
+
+@given(schedules())
+def test_walk_is_an_order_of_all(case):
+    schedule, _ = case
+    done = set()
+    lines = [[] for _ in schedule.program]
+    for w, instruction, edges in walk(schedule.program, never):
+        assert {source for source, _ in edges} <= done
+        assert {target for _, target in edges} <= {*operations(instruction)}
+        done |= {*operations(instruction)}
+        lines[w].append(instruction)
+    assert tuple(map(tuple, lines)) == schedule.program
+
+
+def test_who_is_stuck_is_asked_for_a_way_out():
+    program = parse("0B0 0F0\n1F0 1B0", [0, 1], 1).program
+    asked = []
+
+    def stuck(waiting):
+        asked.append(dict(waiting))
+        return 0
+
+    assert {op for _, op, _ in walk(program, stuck)} == {*operations_of(program)}
+    assert asked == [
+        {0: (Op(0, "B", 0), Op(0, "F", 0)), 1: (Op(1, "F", 0), Op(0, "F", 0))},
+    ]
+    assert [*walk(program, lambda waiting: None)] == []
+
+
+def test_what_never_begins_has_no_time():
+    program = parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", [0, 1], 2).program
+    start, end = timetable(program, lambda x: 1, lambda edge: 0.5)
+    assert start == {Op(0, "F", 0): 0, Op(1, "F", 0): 1.5}
+    assert end == {Op(0, "F", 0): 1, Op(1, "F", 0): 2.5}

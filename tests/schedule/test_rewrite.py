@@ -1,0 +1,121 @@
+"""Rewrites leave the work as it is, and say what they cannot do."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.cases import BUILT_IN, schedules
+from torchgpipe.schedule import Costs, fill_drain, one_f_one_b, parse, simulate, validate
+
+
+def rewritten(text, change, chunks=2):
+    return change(parse(text, [0], chunks)).text
+
+
+def test_split():
+    assert rewritten("0F0 0B0 (0F1;0B1)", lambda x: x.split()) == "0F0 0I0 0W0 (0F1;0I1) 0W1"
+
+
+def test_fuse():
+    assert rewritten("0F0 0I0 0F1 (0W0;0I1) 0W1", lambda x: x.fuse()) == "0F0 0B0 0F1 0B1"
+    assert rewritten("0F0 (0F1;0I0) 0W0", lambda x: x.fuse()) == "0F0 (0F1;0B0)"
+    assert rewritten("0I0 0W1", lambda x: x.fuse()) == "0I0 0W1"
+
+
+def test_defer_weights():
+    text = "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
+    assert rewritten(text, lambda x: x.defer_weights(0), 3) == text
+    assert rewritten(text, lambda x: x.defer_weights(1), 3) == text.replace(
+        "0W0 0I1 0W1 0I2 0W2", "0I1 0W0 0I2 0W1 0W2"
+    )
+    last = "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
+    assert rewritten(text, lambda x: x.defer_weights(9), 3) == last
+    # One that is due does not wait for one that is not.
+    mixed = "0F0 0F1 0F2 0I0 0I1 0W1 0W0 0I2 0W2"
+    assert rewritten(mixed, lambda x: x.defer_weights(1), 3) == mixed.replace(
+        "0W1 0W0 0I2", "0W0 0I2 0W1"
+    )
+    # What is late already stays so.
+    assert rewritten(last, lambda x: x.defer_weights(1), 3) == last
+
+
+def test_recompute():
+    text = "0F0 0F1 0B1 0I0 0W0"
+    assert rewritten(text, lambda x: x.recompute()) == "0F0 0F1 0R1 0B1 0R0 0I0 0W0"
+    assert rewritten(text, lambda x: x.recompute(microbatches=0)) == "0F0 0F1 0B1 0R0 0I0 0W0"
+    assert rewritten(text, lambda x: x.recompute(stages=[])) == text
+    early = "0F0 0R0 (0F1;0B0) 0B1"
+    assert rewritten(early, lambda x: x.recompute()) == "0F0 0R0 (0F1;0B0) 0R1 0B1"
+
+
+def test_first():
+    text = "0F0 0F1 (0F2;0B0) (0B1;0B2)"
+    assert rewritten(text, lambda x: x.first(2), 3) == "0F0 0F1 0B0 0B1"
+    assert parse(text, [0], 3).first(2).chunks == 2
+
+
+@given(schedules())
+def test_halves_and_wholes(case):
+    schedule, _ = case
+    whole = schedule.fuse()
+    assert whole.split().fuse() == whole
+    assert validate(schedule.split()) == []
+    assert {op.kind for line in whole.split().program for op in line if len(op) == 3} <= {*"FIWR"}
+
+
+@given(schedules(), st.integers(0, 6), st.booleans())
+def test_rewrites_keep_a_schedule_valid(case, k, each):
+    schedule, costs = case
+    late = schedule.split().defer_weights([k] * len(schedule.program) if each else k)
+    assert validate(late) == []
+    again = late.recompute()
+    assert validate(again) == []
+    assert again.recompute() == again
+    assert validate(schedule.first((schedule.chunks + 1) // 2)) == []
+    before, after = simulate(schedule.split(), costs), simulate(late, costs)
+    assert {*before.start} == {*after.start}
+    for line, late_line in zip(schedule.split().program, late.program):
+        rest = [x for x in line if "W" not in str(x) or len(x) == 2]
+        assert rest == [x for x in late_line if "W" not in str(x) or len(x) == 2]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_schedules_can_be_rewritten(name):
+    schedule = BUILT_IN[name](3, 6)
+    for changed in (schedule.split(), schedule.fuse(), schedule.recompute(), schedule.first(4)):
+        assert validate(changed) == []
+
+
+def test_recomputing_is_gpipe():
+    """The limits of GPipe's checkpoint modes, which run in virtual time in tests/virtual."""
+    for n, m in ((4, 8), (8, 32), (2, 3)):
+        for f, i, w, r in ((1, 1, 1, 1), (2, 3, 1, 2)):
+            costs, b = Costs(f, i, w, r), i + w
+            gpipe = fill_drain(n, m)
+            fill = (m + n - 1) * f
+            assert simulate(gpipe, costs).makespan == fill + (m + n - 1) * b
+            except_last = gpipe.recompute(microbatches=range(m - 1))
+            time = fill + m * b + (m - 1) * r + (n - 1) * b
+            assert simulate(except_last, costs).makespan == time
+            always = gpipe.recompute()
+            assert simulate(always, costs).makespan == fill + m * (r + b) + (n - 1) * b
+            kept = Costs(checkpoint=0.125)
+            assert {*simulate(always, kept).peak} == {(m - 1) * 0.125 + 1}
+
+
+def test_what_cannot_be_done_is_an_error():
+    schedule = one_f_one_b(2, 3)
+    with pytest.raises(
+        ValueError, match=r"split into I and W \(instruction: 0B0\); call split\(\)"
+    ):
+        schedule.defer_weights(1)
+    for k in ([1], [1, 2, 3], -1, [0, -1], 1.5, "12", None):
+        with pytest.raises(ValueError, match=r"k must be .*workers: 2\)"):
+            schedule.split().defer_weights(k)
+    with pytest.raises(ValueError, match=r"stages must be .*\[0, 2\], there are: \[0, 1\]"):
+        schedule.recompute(stages=[2, 0])
+    with pytest.raises(ValueError, match=r"microbatches must be"):
+        schedule.recompute(microbatches=range(4))
+    for chunks in (0, 4):
+        with pytest.raises(ValueError, match=r"chunks"):
+            schedule.first(chunks)

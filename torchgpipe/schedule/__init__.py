@@ -1,0 +1,35 @@
+"""Explicit schedules: say what runs when, prove it, simulate it.
+
+::
+
+    schedule = one_f_one_b(workers=4, chunks=8).split().defer_weights([0, 1, 2, 3])
+    print(schedule)
+    assert not validate(schedule, capacity=4)
+    print(simulate(schedule, Costs(F=1, I=1.2, W=0.8)))
+
+What a schedule says, from coarse to fine: a name (:func:`named`), a function of the numbers of
+workers and micro-batches, a rewrite of another one (``split``, ``fuse``, ``defer_weights``,
+``recompute``), a priority (:func:`greedy`), or each instruction (:func:`parse`).
+"""
+
+from __future__ import annotations
+
+from torchgpipe.schedule.costs import Costs
+from torchgpipe.schedule.exchange import read_csv, write_csv
+from torchgpipe.schedule.greedy import greedy
+from torchgpipe.schedule.language import Schedule, parse
+from torchgpipe.schedule.limits import Bounds, bounds
+from torchgpipe.schedule.looped import fill_drain, interleaved, looped_bfs, one_f_one_b
+from torchgpipe.schedule.program import Op, Overlap
+from torchgpipe.schedule.search import Candidate, best, named
+from torchgpipe.schedule.simulator import Report, simulate
+from torchgpipe.schedule.v_shaped import dualpipe_v, v_half, v_min, zero_bubble_v
+from torchgpipe.schedule.validator import validate
+from torchgpipe.schedule.wave import wave
+from torchgpipe.schedule.zero_bubble import interleaved_zero_bubble, zero_bubble_h1, zero_bubble_h2
+
+__all__ = ["Op", "Overlap", "Schedule", "Costs", "parse", "read_csv", "write_csv"]
+__all__ += ["validate", "simulate", "Report", "bounds", "Bounds", "best", "Candidate"]
+__all__ += ["named", "greedy", "fill_drain", "one_f_one_b", "interleaved", "looped_bfs"]
+__all__ += ["zero_bubble_h1", "zero_bubble_h2", "interleaved_zero_bubble"]
+__all__ += ["zero_bubble_v", "v_half", "v_min", "dualpipe_v", "wave"]

@@ -1,0 +1,109 @@
+"""What computing, copying and keeping costs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import inf
+from numbers import Real
+from typing import Any, TypeAlias
+
+from torchgpipe.schedule.program import Edge, Instruction, operations
+
+__all__ = ["Costs", "Each", "Table", "numbers"]
+
+Each: TypeAlias = float | Sequence[float]  # One number for all stages or workers, or one for each.
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What instructions take, in any unit of time, and keep, in any unit of memory.
+
+    A B takes ``I + W``. Nobody needs the I of stage 0: if that does all of its backward at W, write
+    ``I=(0, 1, ...), W=(2, 1, ...)``. With Fractions all results are exact.
+
+    Args:
+        F, I, W, R: times for one micro-batch.
+        copy: time between stages on two workers, or ``{(from, to): time}`` for outputs to the next
+            stage and gradients to the one before. Copies keep no worker busy.
+        overlap: of two times, what both take at once: by default the sum, as if one waited for the
+            other; ``max`` if neither slows the other down.
+        activation: memory that a cell keeps from F (or from R, if it has one) until B or I.
+        pending: memory that it keeps from I until W; None for as much as ``activation``.
+        checkpoint: memory that it keeps from F until R.
+    """
+
+    F: Each = 1
+    I: Each = 1  # noqa: E741  # The field's name for it.
+    W: Each = 1
+    R: Each = 1
+    copy: float | Mapping[tuple[int, int], float] = 0
+    overlap: Callable[[float, float], float] = operator.add
+    activation: Each = 1
+    pending: Each | None = None
+    checkpoint: Each = 0
+
+
+def numbers(name: str, value: Any, count: int) -> list[float]:
+    """As many numbers as there are stages or workers, or a ValueError."""
+    found = [*value] if isinstance(value, Iterable) else [value] * count
+    valid = all(isinstance(x, Real) and 0 <= float(x) < inf for x in found)
+    if len(found) != count or not valid or isinstance(value, Mapping):
+        raise ValueError(
+            f"{name} must be a number, or {count} of them, finite and not negative "
+            f"({name}: {value}); give one for each stage (or worker), or one for all"
+        )
+    return found
+
+
+class Table:
+    """Costs for a placement, with a number for each stage."""
+
+    def __init__(self, costs: Costs, placement: Sequence[int]) -> None:
+        def each(name: str) -> list[float]:
+            return numbers(name, getattr(costs, name), len(placement))
+
+        self.time = {kind: each(kind) for kind in "FIWR"}
+        self.time["B"] = [i + w for i, w in zip(self.time["I"], self.time["W"])]
+        self.overlap, self.checkpoint = costs.overlap, each("checkpoint")
+        self.activation = each("activation")
+        self.pending = self.activation if costs.pending is None else each("pending")
+        pairs = [(j, k) for j, k in permutations(range(len(placement)), 2) if abs(j - k) == 1]
+        pairs = [(j, k) for j, k in pairs if placement[j] != placement[k]]
+        copy = costs.copy if isinstance(costs.copy, Mapping) else dict.fromkeys(pairs, costs.copy)
+        self.copy = {x: numbers(f"copy of {x}", copy.get(x, "missing"), 1)[0] for x in pairs}
+
+    def duration(self, instruction: Instruction) -> float:
+        """How long an instruction keeps its worker busy."""
+        times = [self.time[op.kind][op.stage] for op in operations(instruction)]
+        time = times[0] if len(times) == 1 else self.overlap(*times)
+        if not max(times) <= time < inf:
+            raise ValueError(
+                "an overlap must take a finite time, and no less than the longer of both "
+                f"(overlap{tuple(times)}: {time}); use max if they do not slow each other down"
+            )
+        return time
+
+    def delay(self, edge: Edge) -> float:
+        """How long it takes to copy what one computation needs of another."""
+        return self.copy.get((edge[0].stage, edge[1].stage), 0)
+
+    def held(self, line: Sequence[Instruction]) -> Iterator[float]:
+        """The most that a worker holds during each of its instructions, and until the next."""
+        stages = range(len(self.activation))
+        known = [[op for op in operations(x) if op.stage in stages] for x in line]
+        again = {(j, i) for ops in known for j, kind, i in ops if kind == "R"}
+        now: float = 0
+        for ops in known:
+            for j, kind, i in ops:
+                if kind == "F":
+                    now += (self.checkpoint if (j, i) in again else self.activation)[j]
+                elif kind == "R":
+                    now += self.activation[j] - self.checkpoint[j]
+            during = now
+            for j, kind, _ in ops:
+                now -= self.activation[j] if kind in "BI" else 0
+                now += {"I": self.pending[j], "W": -self.pending[j]}.get(kind, 0)
+            yield max(during, now)

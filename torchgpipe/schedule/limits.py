@@ -1,0 +1,211 @@
+"""What no schedule can undercut: lower bounds of the makespan and of the memory.
+
+For each worker by itself. No computation begins before its head is over, the chain of what must
+come before it, and its tail, what must come after it, has to fit in behind it. So for any set of
+the computations of a worker
+
+    makespan  >=  smallest head  +  sum of times  +  smallest tail.
+
+Little's law adds, if memory is limited, that a worker holds no more than the limit on average:
+
+    makespan  >=  smallest head  +  sum of (memory * how long it is held) / limit  +  smallest tail.
+
+A cell is held while its micro-batch goes on to the last stage and comes back; or, if it is
+recomputed, for less, but that takes the time of the worker. The bound is that of the best mixture.
+
+Sources: Carlier, The one-machine sequencing problem (1982); Little, A proof for the queuing formula
+L = λW (1961).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import inf, isclose
+from typing import TypeAlias
+
+from torchgpipe.schedule.costs import Costs, Each, Table, numbers
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.program import Op, Overlap
+from torchgpipe.schedule.simulator import Report
+
+__all__ = ["Bounds", "bounds"]
+
+#: The time before or after a computation, by kind and stage.
+Chains: TypeAlias = dict[tuple[str, int], float]
+#: Computations of one kind and stage: head, time and tail.
+Job: TypeAlias = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What :func:`bounds` found, in the units of its costs; exact with ints and Fractions.
+
+    Args:
+        makespan: what any valid schedule takes; infinite if none fits into the memory.
+        peak: what each worker holds at some time, however long the schedule takes.
+    """
+
+    makespan: float
+    peak: tuple[float, ...]
+
+    def gap(self, report: Report) -> float:
+        """How much longer than the bound a schedule takes, as a share of the bound."""
+        return _share_above(report.makespan, self.makespan)
+
+    def memory_gap(self, report: Report) -> float:
+        """How much more memory than its bound the worker holds that is farthest above it."""
+        return max(map(_share_above, report.peak, self.peak))
+
+
+def _share_above(value: float, bound: float) -> float:
+    if not bound:
+        return inf if value else 0
+    return max(0, value / bound - 1)
+
+
+def bounds(
+    placement: Sequence[int], chunks: int, costs: Costs = Costs(), capacity: Each | None = None
+) -> Bounds:
+    """Bounds all valid schedules of a placement, whatever their instructions are.
+
+    Args:
+        placement: stage -> worker.
+        chunks: the number of micro-batches.
+        costs: what computing, copying and keeping costs.
+        capacity: how much memory a worker has, or each; None for enough.
+
+    Raises:
+        TypeError, ValueError: placement, chunks, costs and capacity do not fit each other.
+
+    Example::
+
+        >>> bounds((0, 1, 2, 3), chunks=8)
+        Bounds(makespan=27, peak=(1, 1, 1, 1))
+    """
+    placement = tuple(placement)
+    workers = len(set(placement))
+    Schedule(placement, chunks, ((),) * workers)  # Raises.
+    table = Table(costs, placement)
+    limits = [inf] * workers if capacity is None else numbers("capacity", capacity, workers)
+    heads, tails = _chains(table)
+    makespans: list[float] = []
+    peaks: list[float] = []
+    for w, limit in enumerate(limits):
+        stages = [j for j, worker in enumerate(placement) if worker == w]
+        share = _share(table, stages)
+        jobs = [
+            (heads[x], chunks * table.time[x[0]][x[1]], tails[x]) for x in product("FIW", stages)
+        ]
+        makespans += [_one_machine(jobs, share)]
+        peaks += [_least(table, stages)]
+        if peaks[w] > limit and not isclose(peaks[w], limit):
+            makespans += [inf]
+        elif limit < inf:
+            makespans += [_little(table, stages, chunks, limit, share, heads, tails)]
+    return Bounds(max(makespans), tuple(peaks))
+
+
+def _chains(table: Table) -> tuple[Chains, Chains]:
+    """The longest chain of computations and copies before each computation, and after it."""
+    stages = range(len(table.activation))
+    steps = [("F", j) for j in stages] + [("I", j) for j in reversed(stages)]
+    copies = [table.copy.get((j, k), 0) for (_, j), (_, k) in pairwise(steps)]
+    heads: Chains = {steps[0]: 0}
+    for (before, step), copy in zip(pairwise(steps), copies):
+        heads[step] = heads[before] + table.time[before[0]][before[1]] + copy
+    tails: Chains = {("W", j): 0 for j in stages} | {steps[-1]: table.time["W"][0]}
+    for (step, after), copy in reversed([*zip(pairwise(steps), copies)]):
+        chain = copy + table.time[after[0]][after[1]] + tails[after]
+        tails[step] = max(chain, table.time["W"][step[1]]) if step[0] == "I" else chain
+    heads |= {("W", j): heads["I", j] + table.time["I"][j] for j in stages}
+    return heads, tails
+
+
+def _one_machine(jobs: Sequence[Job], share: float) -> float:
+    """The bound by heads and tails, of the sets of jobs that have no shorter ones."""
+    found: list[float] = []
+    for (head, _, _), (_, _, tail) in product(jobs, jobs):
+        times = [time for h, time, t in jobs if h >= head and t >= tail]
+        if times:
+            found.append(head + share * sum(times) + tail)
+    return max(found)
+
+
+def _share(table: Table, stages: Sequence[int]) -> float:
+    """Of the sum of their times, the least that two computations of a worker take at once."""
+    ops = [Op(j, kind, 0) for j in stages for kind in "FBIWR"]
+    both = [
+        (table.duration(Overlap(a, b)), table.duration(a) + table.duration(b))
+        for a, b in product(ops, ops)
+    ]
+    return min([1, *(time / alone for time, alone in both if alone)])
+
+
+def _least(table: Table, stages: Sequence[int]) -> float:
+    """What a worker must hold while a micro-batch is on its way back: at its stage, and before.
+
+    The stages before keep their activations or their checkpoints.
+    """
+    kept = [min(table.activation[j], table.checkpoint[j]) for j in stages]
+    return max(table.activation[j] + sum(kept[:k]) for k, j in enumerate(stages))
+
+
+def _little(
+    table: Table,
+    stages: Sequence[int],
+    chunks: int,
+    limit: float,
+    share: float,
+    heads: Chains,
+    tails: Chains,
+) -> float:
+    """The bound by Little's law: up to the last I, for activations, and up to the last W."""
+    found: list[float] = []
+    for kinds in ("FI", "FIW"):
+        compute = share * sum(table.time[kind][j] for kind in kinds for j in stages)
+        memory: float = 0
+        choices: list[tuple[float, float]] = []
+        for j in stages:
+            activation, checkpoint = table.activation[j], table.checkpoint[j]
+            trip = heads["I", j] + table.time["I"][j] - heads["F", j]
+            # With a recomputation, activations are held for this long only, and before it the
+            # checkpoint.
+            short = min(trip, table.time["R"][j] + table.time["I"][j])
+            saved = max(0, (activation - checkpoint) * (trip - short))
+            choices.append((saved, share * table.time["R"][j]))
+            memory += activation * trip
+            if kinds == "FIW":
+                memory += min(activation, table.pending[j]) * table.time["W"][j]
+        head = min(heads["F", j] for j in stages)
+        tail = min(tails[kinds[-1], j] for j in stages)
+        found.append(head + chunks * _mixture(compute, memory, choices, limit) + tail)
+    return max(found)
+
+
+def _mixture(
+    compute: float, memory: float, choices: Sequence[tuple[float, float]], limit: float
+) -> float:
+    """The least of the larger of compute and ``memory / limit``, if some cells are recomputed.
+
+    This is a fractional knapsack: what saves most memory for its time comes first, until compute
+    takes as long as memory asks for.
+
+    Args:
+        compute: the time of a worker for one micro-batch, without recomputation.
+        memory: the sum of memory times how long it is held, for one micro-batch.
+        choices: of each stage, the memory times time that recomputation saves, and its time.
+        limit: the memory of the worker.
+    """
+    if not memory:
+        return compute
+    wait = memory / limit
+    for saved, again in sorted(choices, key=lambda x: -x[0] / x[1] if x[1] else -inf):
+        less = saved / limit
+        if wait <= compute:
+            break
+        if wait - less <= compute + again:
+            return compute + again * (wait - compute) / (less + again)
+        compute, wait = compute + again, wait - less
+    return max(compute, wait)

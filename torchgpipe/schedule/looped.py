@@ -1,0 +1,100 @@
+"""Schedules with stages in a row or in loops: fill-drain, 1F1B, interleaved and breadth-first.
+
+Bubbles are how long the busiest worker waits. P is the number of workers, M of micro-batches, and v
+of stages per worker; F, B, I and W are what all stages of a worker take, and an activation is what
+they keep, for one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.program import Op
+
+__all__ = ["checked", "fill_drain", "interleaved", "looped_bfs", "one_f_one_b"]
+__all__ += ["loop", "one_by_one"]
+
+
+def checked(**counts: int) -> None:
+    """Raises a ValueError if a number of something is not a positive integer."""
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise ValueError(
+                f"{name} must be a positive integer ({name}: {count!r}); use at least 1"
+            )
+
+
+def fill_drain(workers: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards, the last micro-batch first.
+
+    Bubble ``(P - 1)(F + B)``; peak M activations.
+
+    Source: Huang et al., GPipe (arXiv 1811.06965).
+    """
+    return looped_bfs(workers, chunks, stages_per_worker=1)
+
+
+def looped_bfs(workers: int, chunks: int, stages_per_worker: int = 2) -> Schedule:
+    """All micro-batches in a stage before the next stage of the worker: fill-drain in a loop.
+
+    Bubble ``(P - 1)(F + B) / v`` if M >= P; peak M activations.
+
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953).
+    """
+    checked(workers=workers, chunks=chunks, stages_per_worker=stages_per_worker)
+    placement = loop(workers, stages_per_worker)
+    lines = []
+    for w in range(workers):
+        cells = [(j, i) for j in range(w, len(placement), workers) for i in range(chunks)]
+        forward = [Op(j, "F", i) for j, i in cells]
+        lines.append((*forward, *(Op(j, "B", i) for j, i in reversed(cells))))
+    return Schedule(placement, chunks, tuple(lines))
+
+
+def one_f_one_b(workers: int, chunks: int) -> Schedule:
+    """Backward as soon as possible: after a warm-up, forward and backward in turn.
+
+    Bubble ``(P - 1)(F + B)``; peak ``min(P, M)`` activations, on the first worker.
+
+    Source: Fan et al., DAPPLE (arXiv 2007.01045); PipeDream-flush in Narayanan et al. (arXiv
+    2006.09503).
+    """
+    return one_by_one(workers, chunks, 1, lambda w: workers - 1 - w)
+
+
+def interleaved(workers: int, chunks: int, stages_per_worker: int = 2) -> Schedule:
+    """1F1B in a loop: P micro-batches in a stage, then the same in the worker's next stage.
+
+    Bubble ``(P - 1)(F + B) / v`` and peak ``P + (P - 1) / v`` activations, if M is a multiple of P
+    and more than P. For other M it is the schedule of the next multiple without what is too much.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM (arXiv 2104.04473).
+    """
+    p, v = workers, stages_per_worker
+    return one_by_one(p, chunks, v, lambda w: (v - 1) * p + 2 * (p - 1 - w))
+
+
+def one_by_one(
+    workers: int, chunks: int, stages_per_worker: int, warmup: Callable[[int], int]
+) -> Schedule:
+    """Forward and backward in turn, after as many forwards as ``warmup`` says for a worker."""
+    checked(workers=workers, chunks=chunks, stages_per_worker=stages_per_worker)
+    placement = loop(workers, stages_per_worker)
+    rounds = [range(i, i + workers) for i in range(0, chunks, workers)]
+    lines = []
+    for w in range(workers):
+        stages = range(w, len(placement), workers)
+        forward = [Op(j, "F", i) for some in rounds for j in stages for i in some]
+        backward = [Op(j, "B", i) for some in rounds for j in reversed(stages) for i in some]
+        count = min(warmup(w), len(forward))
+        pairs = zip(forward[count:], backward)
+        turns = [op for pair in pairs for op in pair]
+        lines.append((*forward[:count], *turns, *backward[len(forward) - count :]))
+    return Schedule(placement, len(rounds) * workers, tuple(lines)).first(chunks)
+
+
+def loop(workers: int, times: int) -> tuple[int, ...]:
+    """A placement in which the stages go round the workers."""
+    return tuple(range(workers)) * times

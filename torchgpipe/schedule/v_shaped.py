@@ -1,0 +1,175 @@
+"""Schedules with two stages per worker, placed as a V: down the workers, and up again.
+
+The first worker has the first stage and the last one, so a micro-batch's backward begins where its
+forward ended. The letters are those of :mod:`torchgpipe.schedule.looped`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate, permutations
+
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.looped import checked
+from torchgpipe.schedule.program import Instruction, Op, Overlap
+
+__all__ = ["dualpipe_v", "v_half", "v_min", "zero_bubble_v"]
+
+
+class _Line:
+    """The instructions of a worker, added as words: a kind and which of both stages (``F0``).
+
+    Each F, I and B takes the next micro-batch of its stage, each W the oldest that waits for it.
+    """
+
+    def __init__(self, worker: int, workers: int) -> None:
+        self.stages = worker, 2 * workers - 1 - worker
+        self.counts: Counter[tuple[int, bool]] = Counter()
+        self.pending: list[Op] = []
+        self.instructions: list[Instruction] = []
+
+    def add(self, times: int, words: str) -> None:
+        """So many times these words. ``F0&B1`` is an overlap, ``W`` of any of the stages."""
+        for word in words.split() * times:
+            ops = [self._op(part) for part in word.split("&")]
+            self.instructions.append(Overlap(*ops) if len(ops) == 2 else ops[0])
+
+    def _op(self, word: str) -> Op:
+        kind, stages = word[0], [self.stages[int(x)] for x in word[1:]] or self.stages
+        if kind == "W":
+            first = next(op for op in self.pending if op.stage in stages)
+            self.pending.remove(first)
+            return first._replace(kind="W")
+        counter = stages[0], kind == "F"
+        op = Op(stages[0], kind, self.counts[counter])
+        self.counts[counter] += 1
+        if kind == "I":
+            self.pending.append(op)
+        return op
+
+
+def _v(workers: int) -> tuple[int, ...]:
+    return (*range(workers), *reversed(range(workers)))
+
+
+def zero_bubble_v(workers: int, chunks: int) -> Schedule:
+    """Both stages in turn, so that the memory of the one shrinks while that of the other grows.
+
+    Bubble ``(P - 1)F / 2`` at F = I = W if M >= 2P - 1, which no schedule of this placement can
+    undercut; peak P activations.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6.
+    """
+    checked(workers=workers, chunks=chunks)
+    p, m = workers, max(chunks, 2 * workers - 1)
+    lines = []
+    for w in range(p):
+        line = _Line(w, p)
+        line.add(2 * (p - w) - 1, "F0")
+        line.add(w, "F1 F0")
+        line.add(p - w, "F1 I1 W1")
+        line.add(m - (2 * p - 1 - w), "F0 I0 W0 F1 I1 W1")
+        line.add(p - w - 1, "I0 W0 F1 I1 W1")
+        line.add(w, "I0 I1")
+        line.add(p - w, "I0 W0")
+        line.add(w, "W1")
+        line.add(w, "W0")
+        lines.append(tuple(line.instructions))
+    return Schedule(_v(p), m, tuple(lines)).first(chunks)
+
+
+def dualpipe_v(workers: int, chunks: int) -> Schedule:
+    """The forward of one stage at once with the backward of the other, which hides what they send.
+
+    Bubble ``(P - 1)F`` at F = I = W if overlaps gain nothing, and peak ``P + 1 / 2`` activations,
+    if M >= 2P. For fewer micro-batches it is the schedule of 2P without the others.
+
+    Source: DeepSeek-AI, DeepSeek-V3 (arXiv 2412.19437), and github.com/deepseek-ai/DualPipe for V.
+    """
+    checked(workers=workers, chunks=chunks)
+    p, m = workers, max(chunks, 2 * workers)
+    lines = []
+    for w in range(p):
+        line = _Line(w, p)
+        line.add(2 * (p - w - 1), "F0")
+        line.add(w + 1, "F0 F1")
+        line.add(p - w - 1, "I1 W1 F1")
+        # The last worker, which is the first to have something to overlap, begins with it apart.
+        line.add(1, "F0 B1 F1&B0" if w == p - 1 else "F0&B1 F1&B0")
+        line.add(m - 2 * p + w, "F0&B1 F1&B0")
+        line.add(p - w - 1, "B1 F1&B0")
+        ends = "10" * (w + 1)
+        line.add(1, " ".join(f"B{x}" for x in ends[: w + 1]))
+        line.add(1, " ".join(f"I{x}" for x in ends[w + 1 :]))
+        line.add(p - w - 1, "W I0")
+        line.add(w + 1, "W")
+        lines.append(tuple(line.instructions))
+    return Schedule(_v(p), m, tuple(lines)).first(chunks)
+
+
+def v_half(workers: int, chunks: int) -> Schedule:
+    """Half of the memory of :func:`zero_bubble_v`: a micro-batch passes the workers faster.
+
+    Bubble ``(7P - 8 - P % 2)F / 4`` at F = I = W if M >= 2P; peak ``(P + 2) // 2`` activations.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362).
+    """
+    checked(workers=workers, chunks=chunks)
+    return _repeated(workers, chunks, (2, 1, 2, 1), (1, 0, 0) if workers % 2 else (3, 0, 4))
+
+
+def v_min(workers: int, chunks: int) -> Schedule:
+    """A third of the memory of :func:`zero_bubble_v`: a micro-batch passes as fast as it can.
+
+    Bubble ``2PF - 2F`` (if P is a multiple of 3) or ``2PF - 5F / 2`` at F = I = W if M >= 2P, more
+    if they differ; peak ``(P + 4) // 3`` activations.
+
+    Source: as of :func:`v_half`.
+    """
+    checked(workers=workers, chunks=chunks)
+    return _repeated(workers, chunks, (1, 1, 1, 1), (0, 0, 0) if workers % 3 else (2, 0, 2))
+
+
+def _repeated(
+    workers: int, chunks: int, steps: tuple[int, int, int, int], gaps: tuple[int, int, int]
+) -> Schedule:
+    """One micro-batch's computations, each of one unit of time, again every six units.
+
+    Args:
+        workers: P.
+        chunks: M.
+        steps: the time from one worker to the next, of F down the V, F up, I down and I up.
+        gaps: how much longer than needed it stays at the ends of the V: at the bottom, at the top,
+            and at the bottom again. With these no two computations of a worker want one unit, and
+            of all below six they hold least (tried for P up to 12).
+    """
+    p = workers
+    lines = []
+    #: When each leg of the V begins.
+    begin = [0, *accumulate(step * (p - 1) + 1 + gap for step, gap in zip(steps, gaps))]
+    for w in range(p):
+        down, up = w, 2 * p - 1 - w
+        legs = ((down, "F", w), (up, "F", p - 1 - w), (up, "I", w), (down, "I", p - 1 - w))
+        times = {
+            Op(j, kind, 0): first + step * distance
+            for (j, kind, distance), first, step in zip(legs, begin, steps)
+        }
+        inputs = [op for op in times if op.kind == "I"]
+        # W where units are left, as soon as possible.
+        left = {*range(6)} - {time % 6 for time in times.values()}
+        choices: list[dict[Op, int]] = [
+            {
+                op._replace(kind="W"): times[op] + 1 + (unit - times[op] - 1) % 6
+                for op, unit in pairs
+            }
+            for pairs in (zip(inputs, units) for units in permutations(left))
+        ]
+        soonest = min(choices, key=lambda choice: sum(choice.values()))
+        times |= soonest
+        order = sorted(
+            (time + 6 * i, op._replace(microbatch=i))
+            for op, time in times.items()
+            for i in range(chunks)
+        )
+        lines.append(tuple(op for _, op in order))
+    return Schedule(_v(p), chunks, tuple(lines))
