@@ -11,11 +11,12 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from math import inf, isclose
+from math import isclose
 from typing import Any
 
-from torchgpipe.schedule.costs import Costs, Each, Table, numbers
+from torchgpipe.schedule.costs import Costs, Each, Table
 from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.limits import capacities
 from torchgpipe.schedule.program import Op, needs
 
 __all__ = ["greedy"]
@@ -108,9 +109,7 @@ class _Memory:
     ) -> None:
         self.placement, self.table, self.split = placement, table, split
         workers = len(set(placement))
-        self.limits = (
-            [inf] * workers if capacity is None else numbers("capacity", capacity, workers)
-        )
+        self.limits = capacities(capacity, workers)
         self.stages = [[j for j, x in enumerate(placement) if x == w] for w in range(workers)]
         self.held: list[float] = [0] * workers
         #: Of each micro-batch in the order in which they began, the last of F, I and W of a stage.

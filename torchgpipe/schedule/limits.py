@@ -30,7 +30,7 @@ from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op, Overlap
 from torchgpipe.schedule.simulator import Report
 
-__all__ = ["Bounds", "bounds"]
+__all__ = ["Bounds", "bounds", "capacities"]
 
 #: The time before or after a computation, by kind and stage.
 Chains: TypeAlias = dict[tuple[str, int], float]
@@ -88,7 +88,7 @@ def bounds(
     workers = len(set(placement))
     Schedule(placement, chunks, ((),) * workers)  # Raises.
     table = Table(costs, placement)
-    limits = [inf] * workers if capacity is None else numbers("capacity", capacity, workers)
+    limits = capacities(capacity, workers)
     heads, tails = _chains(table)
     makespans: list[float] = []
     peaks: list[float] = []
@@ -105,6 +105,11 @@ def bounds(
         elif limit < inf:
             makespans += [_little(table, stages, chunks, limit, share, heads, tails)]
     return Bounds(max(makespans), tuple(peaks))
+
+
+def capacities(capacity: Each | None, workers: int) -> list[float]:
+    """The memory of each worker; infinite, if there is enough."""
+    return [inf] * workers if capacity is None else numbers("capacity", capacity, workers)
 
 
 def _chains(table: Table) -> tuple[Chains, Chains]:

@@ -80,8 +80,7 @@ class Rewritten:
 
 
 def _with(schedule: S, program: Program, **changes: int) -> S:
-    # What inherits from this class is a dataclass; the class itself is none.
-    changed: S = replace(schedule, program=program, **changes)  # type: ignore[type-var]
+    changed: S = replace(schedule, program=program, **changes)  # type: ignore[type-var]  # A mixin.
     return changed
 
 

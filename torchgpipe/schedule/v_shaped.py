@@ -13,7 +13,7 @@ from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import checked
 from torchgpipe.schedule.program import Instruction, Op, Overlap
 
-__all__ = ["dualpipe_v", "v_half", "v_min", "zero_bubble_v"]
+__all__ = ["down_and_up", "dualpipe_v", "v_half", "v_min", "zero_bubble_v"]
 
 
 class _Line:
@@ -48,7 +48,8 @@ class _Line:
         return op
 
 
-def _v(workers: int) -> tuple[int, ...]:
+def down_and_up(workers: int) -> tuple[int, ...]:
+    """A placement as a V."""
     return (*range(workers), *reversed(range(workers)))
 
 
@@ -75,7 +76,7 @@ def zero_bubble_v(workers: int, chunks: int) -> Schedule:
         line.add(w, "W1")
         line.add(w, "W0")
         lines.append(tuple(line.instructions))
-    return Schedule(_v(p), m, tuple(lines)).first(chunks)
+    return Schedule(down_and_up(p), m, tuple(lines)).first(chunks)
 
 
 def dualpipe_v(workers: int, chunks: int) -> Schedule:
@@ -104,7 +105,7 @@ def dualpipe_v(workers: int, chunks: int) -> Schedule:
         line.add(p - w - 1, "W I0")
         line.add(w + 1, "W")
         lines.append(tuple(line.instructions))
-    return Schedule(_v(p), m, tuple(lines)).first(chunks)
+    return Schedule(down_and_up(p), m, tuple(lines)).first(chunks)
 
 
 def v_half(workers: int, chunks: int) -> Schedule:
@@ -172,4 +173,4 @@ def _repeated(
             for i in range(chunks)
         )
         lines.append(tuple(op for _, op in order))
-    return Schedule(_v(p), chunks, tuple(lines))
+    return Schedule(down_and_up(p), chunks, tuple(lines))

@@ -60,7 +60,7 @@ def _gaps(schedule: Schedule) -> Iterator[str]:
 
 
 def _deadlocks(schedule: Schedule) -> list[str]:
-    """Workers that wait for each other in a circle."""
+    """Workers that wait for each other in a cycle."""
     where = {op: w for w, x in enumerate(schedule.program) for op in operations_of((x,))}
     found: list[str] = []
 

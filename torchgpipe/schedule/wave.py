@@ -7,6 +7,7 @@ from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import checked
 from torchgpipe.schedule.program import Op
 from torchgpipe.schedule.simulator import simulate
+from torchgpipe.schedule.v_shaped import down_and_up
 
 __all__ = ["wave"]
 
@@ -23,7 +24,7 @@ def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
     Source: Liu et al., Hanayo (arXiv 2308.15762), for the placement; the order is ours.
     """
     checked(workers=workers, chunks=chunks, waves=waves)
-    placement = (*range(workers), *reversed(range(workers))) * waves
+    placement = down_and_up(workers) * waves
 
     def farthest(op: Op) -> tuple[int, bool, int]:
         return -op.stage, op.kind == "B", op.microbatch
