@@ -41,7 +41,7 @@ class Library:
 
 #: Each name with the module and the class of the pipeline, and its module of streams.
 PIPELINES = {
-    "torchgpipe": ("torchgpipe", "GPipe", "torchgpipe.stream"),
+    "torchgpipe": ("torchgpipe", "GPipe", "torchgpipe.devices.streams"),
     "fairscale": ("fairscale.nn", "Pipe", "fairscale.nn.pipe.stream"),
 }
 

@@ -28,23 +28,13 @@ MODES = ("inference", "never", "except_last", "always")
 
 #: What the modules of the package are for.
 PARTS = {
-    "schedule": ("gpipe", "pipeline", "worker", "route", "leftover"),
-    "cells, streams": ("cell", "copy", "dependency", "phony", "stream"),
-    "micro-batches": ("microbatch", "structure"),
-    "checkpoints": ("checkpoint", "slot", "kept"),
-    "state of layers": ("state", "sharding"),
-    "random numbers": ("rng",),
-    "modes, notes, skips": (
-        "compiler",
-        "context",
-        "modes",
-        "unwinding",
-        "running",
-        "note",
-        "partition",
-        "skip",
-        "batchnorm",
-    ),
+    "wrapper": ("gpipe", "batchnorm", "partition"),
+    "engine": ("engine",),
+    "autograd functions": ("autograd",),
+    "streams": ("devices",),
+    "micro-batches, skips": ("values", "skip"),
+    "recomputation": ("recompute",),
+    "what a thread has set": ("ambient", "_torch"),
 }
 ENGINE, LAYERS, REST = "autograd's engine", "layers", "the rest"
 

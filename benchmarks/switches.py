@@ -22,10 +22,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from torchgpipe import cell, copy
-from torchgpipe.pipeline import Pipeline
-from torchgpipe.route import Routes
-from torchgpipe.stream import AbstractStream, PartitionStreams, Streams, use_stream
+from torchgpipe.autograd import copy
+from torchgpipe.devices.streams import AbstractStream, PartitionStreams, Streams, use_stream
+from torchgpipe.engine import cell
+from torchgpipe.engine.lanes import Routes
+from torchgpipe.engine.pipeline import Pipeline
 
 __all__ = ["SWITCHES", "switched_off"]
 

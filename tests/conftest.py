@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchgpipe import GPipe
-from torchgpipe.stream import accelerators
+from torchgpipe.devices.streams import accelerators
 
 # The same examples in every run; `make test HYPOTHESIS=explore` looks for new ones.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)

@@ -6,12 +6,12 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from torchgpipe.microbatch import gather, scatter
-from torchgpipe.partition import groups
-from torchgpipe.pipeline import Pipeline
+from torchgpipe.devices.streams import Streams
+from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.workers import Workers
+from torchgpipe.partition.split import groups
 from torchgpipe.skip.layout import inspect_skip_layout
-from torchgpipe.stream import Streams
-from torchgpipe.worker import Workers
+from torchgpipe.values.microbatch import gather, scatter
 
 #: Devices that differ for torchgpipe and are all the CPU for torch: each has a worker of its own.
 CPUS = [torch.device("cpu", k) for k in range(4)]

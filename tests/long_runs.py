@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers import CPUS, run_pipeline
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.partition import split_module
-from torchgpipe.worker import Workers
+from torchgpipe.engine.workers import Workers
+from torchgpipe.partition.split import split_module
 
 MODES = ("never", "except_last", "always")
 

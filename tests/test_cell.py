@@ -9,20 +9,21 @@ import torch
 from torch import nn
 
 from tests.helpers import note_of
-from torchgpipe import cell as cell_module
-from torchgpipe import checkpoint as checkpoint_module
-from torchgpipe import copy as copy_module
-from torchgpipe import is_checkpointing, is_recomputing, note
-from torchgpipe.cell import Cell
-from torchgpipe.checkpoint import Recompute
-from torchgpipe.context import Context
-from torchgpipe.copy import Copy, Wait
-from torchgpipe.dependency import Join, fork
-from torchgpipe.microbatch import VALUE, Batch
-from torchgpipe.note import add_note
+from torchgpipe import is_checkpointing, is_recomputing
+from torchgpipe.ambient import notes as note
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.notes import add_note
+from torchgpipe.autograd import copy as copy_module
+from torchgpipe.autograd.copy import Copy, Wait
+from torchgpipe.autograd.fork_join import Join, fork
+from torchgpipe.devices.streams import CPUStream
+from torchgpipe.engine import cell as cell_module
+from torchgpipe.engine.cell import Cell
+from torchgpipe.recompute import checkpoint as checkpoint_module
+from torchgpipe.recompute.checkpoint import Recompute
+from torchgpipe.recompute.layers import LayersState
 from torchgpipe.skip import skippable, stash
-from torchgpipe.state import LayersState
-from torchgpipe.stream import CPUStream
+from torchgpipe.values.microbatch import VALUE, Batch
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.helpers import Log
 from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.checkpoint import Checkpoint, checkpoint
-from torchgpipe.context import Context
-from torchgpipe.microbatch import Batch
-from torchgpipe.stream import current_stream
+from torchgpipe.ambient.context import Context
+from torchgpipe.devices.streams import current_stream
+from torchgpipe.recompute.checkpoint import Checkpoint, checkpoint
+from torchgpipe.values.microbatch import Batch
 
 
 def layers(device):
@@ -196,7 +196,7 @@ def test_random_numbers_are_repeated(device):
 
 def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatch):
     """So several accelerators recompute side by side."""
-    monkeypatch.setattr("torchgpipe.rng._locks", {})
+    monkeypatch.setattr("torchgpipe.ambient.random_numbers._locks", {})
     x = torch.ones(2, device=device, requires_grad=True)
     checkpoint(lambda x: x * x, x).sum().backward()
     with pytest.raises(KeyError):

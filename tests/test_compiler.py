@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchgpipe
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.compiler import VERSION
-from torchgpipe.running import running
+from torchgpipe._torch.dynamo import VERSION
+from torchgpipe.ambient.running import running
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 MODES = ["never", "except_last", "always"]

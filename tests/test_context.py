@@ -9,9 +9,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.context import Context
-from torchgpipe.modes import Modes
-from torchgpipe.unwinding import Snapshot
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.modes import Modes
+from torchgpipe.ambient.snapshot import Snapshot
 
 
 class FunctionMode(TorchFunctionMode):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from torchgpipe import copy, stream
-from torchgpipe.copy import leave, wait
-from torchgpipe.stream import CPUStream, current_stream, new_stream
+from torchgpipe.autograd import copy
+from torchgpipe.autograd.copy import leave, wait
+from torchgpipe.devices import streams as stream
+from torchgpipe.devices.streams import CPUStream, current_stream, new_stream
 
 CPU = CPUStream(torch.device("cpu"))
 

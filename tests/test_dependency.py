@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers import Log
-from torchgpipe.dependency import fork, join
+from torchgpipe.autograd.fork_join import fork, join
 
 
 def test_join_is_differentiated_before_fork():

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from tests.helpers import CPUS, plain
-from torchgpipe import GPipe, is_checkpointing, options
-from torchgpipe.context import Context
-from torchgpipe.worker import Task, Workers
+from torchgpipe import GPipe, is_checkpointing
+from torchgpipe.ambient.context import Context
+from torchgpipe.engine.workers import Task, Workers
+from torchgpipe.partition import arguments as options
 
 
 def layers(*sizes):

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe.microbatch import Batch, gather, scatter
-from torchgpipe.structure import Arguments, NoChunk
+from torchgpipe.values.microbatch import Batch, gather, scatter
+from torchgpipe.values.structure import Arguments, NoChunk
 
 rows = st.integers(0, 40)
 chunks = st.integers(1, 12)

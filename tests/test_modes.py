@@ -20,7 +20,7 @@ from tests.helpers import Plain
 from tests.long_runs import eventually
 from tests.test_context import MODES, DispatchMode, FunctionMode, entered
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.modes import Modes
+from torchgpipe.ambient.modes import Modes
 
 CHECKPOINT = ("never", "except_last", "always")
 WIDTH = 4

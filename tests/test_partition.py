@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.conftest import DEVICES
-from torchgpipe.partition import (
+from torchgpipe.partition.split import (
     groups,
     place,
     split_module,

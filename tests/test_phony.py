@@ -2,7 +2,7 @@
 
 import torch
 
-from torchgpipe.phony import get_phony
+from torchgpipe.autograd.phony import get_phony
 
 
 def test_takes_no_memory(device):
@@ -23,7 +23,7 @@ def test_requires_grad(device):
 
 
 def test_outlives_inference_mode(monkeypatch):
-    monkeypatch.setattr("torchgpipe.phony._phonies", {})
+    monkeypatch.setattr("torchgpipe.autograd.phony._phonies", {})
     with torch.inference_mode():
         get_phony(torch.device("cpu"), requires_grad=False)
     assert not get_phony(torch.device("cpu"), requires_grad=False).is_inference()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers import CPUS, Apply, Log, nodes, plain, reaches, run_pipeline
-from torchgpipe.pipeline import clock_cycles
+from torchgpipe.devices.streams import Streams
+from torchgpipe.engine.pipeline import clock_cycles
+from torchgpipe.engine.workers import Workers
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.stream import Streams
-from torchgpipe.worker import Workers
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.rng import get_state, set_state
+from torchgpipe.ambient.random_numbers import get_state, set_state
 
 MODES = ["never", "except_last", "always"]
 BALANCES = [[4], [1, 3], [2, 2], [1, 1, 1, 1]]

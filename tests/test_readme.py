@@ -17,7 +17,7 @@ GUIDE = sorted(GUIDE - {ROOT / "docs/testing.rst", ROOT / "docs/schedule.rst"})
 @pytest.fixture(autouse=True)
 def no_accelerators(monkeypatch):
     """Those of a machine may be fewer than the partitions of the examples."""
-    monkeypatch.setattr("torchgpipe.options.accelerators", list)
+    monkeypatch.setattr("torchgpipe.partition.arguments.accelerators", list)
 
 
 def test_readme(run, tmp_path):

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from torchgpipe import rng
-from torchgpipe.rng import Draws, RNGState, _set, get_state, holding, set_state
+from torchgpipe.ambient import random_numbers as rng
+from torchgpipe.ambient.random_numbers import Draws, RNGState, _set, get_state, holding, set_state
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

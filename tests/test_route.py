@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.microbatch import VALUE
-from torchgpipe.pipeline import clock_cycles
-from torchgpipe.route import Routes
-from torchgpipe.stream import Streams
+from torchgpipe.devices.streams import Streams
+from torchgpipe.engine.lanes import Routes
+from torchgpipe.engine.pipeline import clock_cycles
+from torchgpipe.values.microbatch import VALUE
 
 
 def routes_of(places, skips, turns, monkeypatch):

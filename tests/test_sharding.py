@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.recomputation import MODES
 from torchgpipe import GPipe
-from torchgpipe.compiler import VERSION
+from torchgpipe._torch.dynamo import VERSION
 
 #: PyTorch 2.10 has not been tried.
 GATHERS_AGAIN = VERSION >= (2, 11)

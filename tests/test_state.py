@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from torchgpipe.checkpoint import checkpoint
-from torchgpipe.state import LayersState, counter_of, version_of
+from torchgpipe.recompute.checkpoint import checkpoint
+from torchgpipe.recompute.layers import LayersState, counter_of, version_of
 
 NORMS = {
     "BatchNorm1d": lambda **kw: nn.BatchNorm1d(3, **kw),

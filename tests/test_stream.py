@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from torchgpipe import stream
-from torchgpipe.stream import CPUStream, Streams
+from torchgpipe.devices import streams as stream
+from torchgpipe.devices.streams import CPUStream, Streams
 
 CPU = torch.device("cpu")
 NO_ACCELERATOR = not stream.accelerators()

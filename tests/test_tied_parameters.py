@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from tests.helpers import CPUS, plain
 from torchgpipe import GPipe
-from torchgpipe.partition import split_module, tensors, verify_sharing
+from torchgpipe.partition.split import split_module, tensors, verify_sharing
 
 MODES = ["never", "except_last", "always"]
 WORDS, WIDTH = 7, 4

@@ -11,13 +11,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.test_failures import WIDTH, Tricky
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
-from torchgpipe.checkpoint import _flag
-from torchgpipe.context import Entered
-from torchgpipe.modes import Modes, autocast_nesting, current_hooks
-from torchgpipe.rng import Carried, Restored
-from torchgpipe.running import running
+from torchgpipe.ambient.context import Entered
+from torchgpipe.ambient.modes import Modes, autocast_nesting, current_hooks
+from torchgpipe.ambient.random_numbers import Carried, Restored
+from torchgpipe.ambient.running import running
+from torchgpipe.devices.streams import current_streams, use_stream
+from torchgpipe.recompute.checkpoint import _flag
 from torchgpipe.skip.tracker import use_skip_tracker
-from torchgpipe.stream import current_streams, use_stream
 
 
 @pytest.fixture

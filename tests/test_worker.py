@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.helpers import CPUS
-from torchgpipe.context import Context
-from torchgpipe.worker import PATIENCE, Task, Worker, Workers
+from torchgpipe.ambient.context import Context
+from torchgpipe.engine.workers import PATIENCE, Task, Worker, Workers
 
 A, B, C = CPUS[:3]
 
@@ -77,7 +77,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.passed = 0.0
-        monkeypatch.setattr("torchgpipe.worker.perf_counter", lambda: self.passed)
+        monkeypatch.setattr("torchgpipe.engine.workers.perf_counter", lambda: self.passed)
 
     def run(self, runner, /, **seconds):
         """Runs two tasks, and tells who has."""
@@ -96,7 +96,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     """It is the accelerators' that tasks are issued for."""
-    monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: True)
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
     return Clock(monkeypatch)
 
 
@@ -131,7 +131,7 @@ def test_who_is_faster_changes(clock):
 
 def test_caller_runs_nothing_beside_the_cpu(clock, monkeypatch):
     """Its cells would hold up those of the accelerators."""
-    monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: device != B)
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: device != B)
     workers = Workers([A, B])
     assert {clock.run(workers, workers=1) for _ in range(9)} == {"workers"}
 

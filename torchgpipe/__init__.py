@@ -1,9 +1,9 @@
 """Pipeline parallelism with micro-batches and checkpointing (GPipe) for PyTorch."""
 
-from torchgpipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe
-from torchgpipe.slot import verify_recomputation
-from torchgpipe.structure import NoChunk
+from torchgpipe.recompute.checkpoint import is_checkpointing, is_recomputing
+from torchgpipe.recompute.slots import verify_recomputation
+from torchgpipe.values.structure import NoChunk
 
 __all__ = [
     "GPipe",

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchgpipe.checkpoint import is_recomputing
-from torchgpipe.compiler import uncompiled
-from torchgpipe.stream import current_stream, record_stream
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.devices.streams import current_stream, record_stream
+from torchgpipe.recompute.checkpoint import is_recomputing
 
 __all__ = ["DeferredBatchNorm"]
 

@@ -12,20 +12,20 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import microbatch
+from torchgpipe._torch.dynamo import prepare, uncompiled
+from torchgpipe.ambient.context import verify_no_tangents, verify_no_transform
+from torchgpipe.ambient.snapshot import Snapshot
 from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
-from torchgpipe.compiler import prepare, uncompiled
-from torchgpipe.context import verify_no_tangents, verify_no_transform
-from torchgpipe.options import checked_balance, checked_devices, is_positive_int
-from torchgpipe.partition import groups, place, split_module, verify_module, verify_placement
-from torchgpipe.pipeline import Pipeline
-from torchgpipe.sharding import verify_sharding
+from torchgpipe.devices.streams import Device, Streams
+from torchgpipe.engine.pipeline import Pipeline
+from torchgpipe.engine.workers import Workers
+from torchgpipe.partition.arguments import checked_balance, checked_devices, is_positive_int
+from torchgpipe.partition.sharding import verify_sharding
+from torchgpipe.partition.split import groups, place, split_module, verify_module, verify_placement
+from torchgpipe.recompute.layers import unchanged
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
-from torchgpipe.state import unchanged
-from torchgpipe.stream import Device, Streams
-from torchgpipe.structure import arguments
-from torchgpipe.unwinding import Snapshot
-from torchgpipe.worker import Workers
+from torchgpipe.values import microbatch
+from torchgpipe.values.structure import arguments
 
 __all__ = ["GPipe"]
 

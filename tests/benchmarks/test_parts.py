@@ -16,7 +16,7 @@ def test_parts(mode, tmp_path, capsys):
     (row,) = json.loads(path.read_text("utf-8"))["rows"]
     assert sum(row["shares"].values()) == pytest.approx(1, abs=0.01)
     needed = {part for part, share in row["shares"].items() if share > 0}
-    only_in_training = {"autograd's engine", "checkpoints"}
+    only_in_training = {"autograd's engine", "recomputation"}
     assert (only_in_training <= needed) == (mode == "always")
     assert mode == "always" or not only_in_training & needed
     assert f"{row['shares']['layers']:.1%}" in capsys.readouterr().out
@@ -29,6 +29,6 @@ def test_every_module_has_a_part():
         if not path.stem.startswith("__") and path.name != "py.typed"
     }
     # What takes no part in a step.
-    assert modules - {"balance", "options", "schedule", "testing"} == {
+    assert modules - {"balance", "schedule", "testing"} == {
         x for y in parts.PARTS.values() for x in y
     }

@@ -18,7 +18,7 @@ from benchmarks.rivals import Rival, UnavailableError
 from benchmarks.speed import parser, settings, task
 from benchmarks.training import Training
 from torchgpipe import GPipe
-from torchgpipe.compiler import VERSION
+from torchgpipe._torch.dynamo import VERSION
 
 TINY = {"name": "unet", "depth": 1, "num_convs": 1, "base_channels": 4}
 

@@ -12,7 +12,7 @@ from benchmarks.library import Library
 from benchmarks.stage import Stage
 from benchmarks.stages import Stages
 from torchgpipe import GPipe
-from torchgpipe.compiler import VERSION
+from torchgpipe._torch.dynamo import VERSION
 
 # Normalisations are of a sample, and nothing is dropped: micro-batches make no difference.
 MODEL = {"name": "unet", "depth": 2, "num_convs": 1, "base_channels": 4, "dropout": 0.0}

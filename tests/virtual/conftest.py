@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items):
 def issuing(request, monkeypatch):
     """Half of the tests have threads issue cells from the first step on, as where these block."""
     if zlib.crc32(request.node.nodeid.encode()) % 2:
-        monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: False)
+        monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: False)
 
 
 @pytest.fixture(scope="session")

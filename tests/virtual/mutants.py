@@ -73,7 +73,7 @@ def mutated(module, old, new):
     sys.meta_path.insert(0, finder)
     try:
         # Threads issue the cells, from the first step on.
-        importlib.import_module("torchgpipe.worker").has_streams = lambda device: False
+        importlib.import_module("torchgpipe.engine.workers").has_streams = lambda device: False
         yield
     finally:
         sys.meta_path.remove(finder)

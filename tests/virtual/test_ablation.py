@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.standins import StageCosts
 from benchmarks.switches import SWITCHES, switched_off
 from torchgpipe import GPipe, testing
-from torchgpipe.copy import Copy
+from torchgpipe.autograd.copy import Copy
 
 #: Three stages of equal cost, and a skip past the second one.
 STAGES = StageCosts([1.0] * 3, [2.0] * 3, [2, 2], [(0, 2, 4)], link=2.0)

@@ -21,7 +21,9 @@ pytestmark = [
 @pytest.fixture(params=["caller", "workers"])
 def wrap(request, devices, monkeypatch):
     """The caller issues the cells of most steps, or workers those of all."""
-    monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: request.param == "caller")
+    monkeypatch.setattr(
+        "torchgpipe.engine.workers.has_streams", lambda device: request.param == "caller"
+    )
     return partial(GPipe, balance=[2, 2], chunks=2, devices=devices[:2])
 
 

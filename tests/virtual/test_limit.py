@@ -23,7 +23,7 @@ from tests.virtual.stages import (
     own_streams,
     wrap,
 )
-from torchgpipe.stream import Streams
+from torchgpipe.devices.streams import Streams
 from torchgpipe.testing import observe
 
 #: One micro-batch, fewer than there are partitions, as many, and more; `make soak` takes all.

@@ -10,7 +10,9 @@ from torchgpipe import GPipe
 @pytest.fixture(params=["caller", "workers"])
 def training(request, devices, monkeypatch):
     """The caller issues the cells of most steps, or workers those of all."""
-    monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: request.param == "caller")
+    monkeypatch.setattr(
+        "torchgpipe.engine.workers.has_streams", lambda device: request.param == "caller"
+    )
     return Training(GPipe, devices[:3])
 
 

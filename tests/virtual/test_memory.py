@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.virtual.stages import FULL, MODES, SEEDS, own_streams
 from torchgpipe import GPipe
+from torchgpipe.devices.streams import Streams
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.stream import Streams
 from torchgpipe.testing import observe
 
 ROWS, WIDTH = 4, 256

@@ -23,7 +23,7 @@ from tests.virtual.random_models import Pipeline
 from tests.virtual.stages import FULL, MODES, SEEDS, own_streams
 from tests.virtual.training import WAYS, verify
 from torchgpipe import GPipe
-from torchgpipe.stream import Streams
+from torchgpipe.devices.streams import Streams
 from torchgpipe.testing import observe
 
 

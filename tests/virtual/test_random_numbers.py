@@ -15,7 +15,7 @@ from torch import nn
 from tests.virtual.models import LAYERS, WIDTH, Apply
 from tests.virtual.stages import FULL, MODES
 from torchgpipe import GPipe
-from torchgpipe.rng import get_state, set_state
+from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.testing import observe
 
 CPU = torch.device("cpu")

@@ -18,7 +18,9 @@ WIDTH = 4
 @pytest.fixture(params=["caller", "workers"])
 def issuer(request, monkeypatch):
     """The caller issues the cells of most steps, or workers those of all."""
-    monkeypatch.setattr("torchgpipe.worker.has_streams", lambda device: request.param == "caller")
+    monkeypatch.setattr(
+        "torchgpipe.engine.workers.has_streams", lambda device: request.param == "caller"
+    )
 
 
 def wrap(module, devices, mode="always"):

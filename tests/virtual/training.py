@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_map_only
 
 from tests.virtual.models import WIDTH, First, first, tensors
 from tests.virtual.stages import own_streams
+from torchgpipe.ambient.random_numbers import Draws
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.microbatch import gather, scatter
-from torchgpipe.pipeline import clock_cycles
-from torchgpipe.rng import Draws
+from torchgpipe.devices.streams import accelerators
+from torchgpipe.engine.pipeline import clock_cycles
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.stream import accelerators
 from torchgpipe.testing import observe
+from torchgpipe.values.microbatch import gather, scatter
 
 # Where weights have gradients from elsewhere, too, that is so.
 if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):

@@ -14,8 +14,8 @@ from torch import nn
 
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.profile import profile_layers
-from torchgpipe.partition import verify_module
-from torchgpipe.stream import Device
+from torchgpipe.devices.streams import Device
+from torchgpipe.partition.split import verify_module
 
 __all__ = ["balance_by_time", "balance_by_size"]
 

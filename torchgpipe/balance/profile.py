@@ -18,14 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.ambient.notes import Named
+from torchgpipe.ambient.random_numbers import RNGState, holding
 from torchgpipe.balance.storages import LiveStorages
-from torchgpipe.microbatch import VALUE, Batch, scatter
-from torchgpipe.note import Named
-from torchgpipe.partition import place, verify_module
-from torchgpipe.rng import RNGState, holding
-from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.stream import (
+from torchgpipe.devices.streams import (
     Device,
     Stopwatch,
     accelerators,
@@ -33,6 +29,10 @@ from torchgpipe.stream import (
     memory_allocated,
     use_device,
 )
+from torchgpipe.partition.split import place, verify_module
+from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.values.microbatch import VALUE, Batch, scatter
 
 __all__ = ["LayerProfile", "Profile", "layerwise_sandbox", "profile_layers"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from torchgpipe.compiler import uncompiled_before_2_13
-from torchgpipe.running import running
+from torchgpipe._torch.dynamo import uncompiled_before_2_13
+from torchgpipe.ambient.running import running
 from torchgpipe.skip.namespace import Skip, describe
 
 __all__: list[str] = []

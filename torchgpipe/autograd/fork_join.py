@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.compiler import uncompiled
-from torchgpipe.phony import get_phony
-from torchgpipe.structure import is_dense
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.autograd.phony import get_phony
+from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 

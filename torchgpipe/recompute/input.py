@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.compiler import uncompiled
-from torchgpipe.microbatch import Batch
-from torchgpipe.modes import Hooks
-from torchgpipe.phony import get_phony
-from torchgpipe.state import version_of
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.modes import Hooks
+from torchgpipe.autograd.phony import get_phony
+from torchgpipe.recompute.layers import version_of
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 

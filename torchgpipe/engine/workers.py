@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchgpipe.context import Context
-from torchgpipe.stream import has_streams
-from torchgpipe.unwinding import Snapshot
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.snapshot import Snapshot
+from torchgpipe.devices.streams import has_streams
 
 __all__: list[str] = []
 

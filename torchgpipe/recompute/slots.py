@@ -8,8 +8,8 @@ from contextlib import ContextDecorator
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.compiler import uncompiled
-from torchgpipe.running import running
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.running import running
 
 __all__ = ["verify_recomputation"]
 

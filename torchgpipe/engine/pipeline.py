@@ -55,17 +55,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.cell import Cell, starts_in_place
-from torchgpipe.context import Context
-from torchgpipe.leftover import leave_nothing
-from torchgpipe.microbatch import Batch
-from torchgpipe.rng import Draws, holding
-from torchgpipe.route import Routes
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.random_numbers import Draws, holding
+from torchgpipe.autograd.queue import leave_nothing
+from torchgpipe.devices.streams import Streams
+from torchgpipe.engine.cell import Cell, starts_in_place
+from torchgpipe.engine.lanes import Routes
+from torchgpipe.engine.workers import Task, Workers
+from torchgpipe.recompute.layers import LayersState
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.state import LayersState
-from torchgpipe.stream import Streams
-from torchgpipe.worker import Task, Workers
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 

@@ -13,7 +13,7 @@ from threading import get_ident, main_thread
 import torch
 from torch import _C
 
-from torchgpipe.modes import (
+from torchgpipe.ambient.modes import (
     Modes,
     autocast_nesting,
     current_hooks,
@@ -22,8 +22,8 @@ from torchgpipe.modes import (
     push,
     set_values,
 )
-from torchgpipe.running import running
-from torchgpipe.stream import current_streams, set_streams
+from torchgpipe.ambient.running import running
+from torchgpipe.devices.streams import current_streams, set_streams
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.running import running
+from torchgpipe.ambient.running import running
 
 __all__: list[str] = []
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from torchgpipe.structure import (
+from torchgpipe.values.structure import (
     ALONE,
     Arguments,
     NoChunk,

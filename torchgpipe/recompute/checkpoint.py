@@ -39,18 +39,33 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.compiler import uncompiled
-from torchgpipe.context import Context
-from torchgpipe.dependency import fork, needs_backward, pass_on
-from torchgpipe.kept import Kept
-from torchgpipe.microbatch import Batch
-from torchgpipe.modes import Hooks, current_hooks, is_within_autocast, own_casts
-from torchgpipe.phony import get_phony
-from torchgpipe.rng import RNGState, holding
-from torchgpipe.running import running
-from torchgpipe.slot import Compared, Enough, Filling, Lasting, Slot, described, dropped, mismatch
-from torchgpipe.stream import AbstractStream, current_stream, get_device, has_streams, use_stream
-from torchgpipe.unwinding import Snapshot
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.modes import Hooks, current_hooks, is_within_autocast, own_casts
+from torchgpipe.ambient.random_numbers import RNGState, holding
+from torchgpipe.ambient.running import running
+from torchgpipe.ambient.snapshot import Snapshot
+from torchgpipe.autograd.fork_join import fork, needs_backward, pass_on
+from torchgpipe.autograd.phony import get_phony
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    current_stream,
+    get_device,
+    has_streams,
+    use_stream,
+)
+from torchgpipe.recompute.input import Kept
+from torchgpipe.recompute.slots import (
+    Compared,
+    Enough,
+    Filling,
+    Lasting,
+    Slot,
+    described,
+    dropped,
+    mismatch,
+)
+from torchgpipe.values.microbatch import Batch
 
 __all__ = ["is_checkpointing", "is_recomputing"]
 

@@ -32,15 +32,15 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from torchgpipe.checkpoint import Checkpoint, is_recomputing
-from torchgpipe.context import Context
-from torchgpipe.copy import copy, leave, wait
-from torchgpipe.dependency import fork, join
-from torchgpipe.microbatch import VALUE, Batch
-from torchgpipe.note import Named
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.notes import Named
+from torchgpipe.autograd.copy import copy, leave, wait
+from torchgpipe.autograd.fork_join import fork, join
+from torchgpipe.devices.streams import AbstractStream, use_stream
+from torchgpipe.recompute.checkpoint import Checkpoint, is_recomputing
+from torchgpipe.recompute.layers import LayersState, counter_of, version_of
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.state import LayersState, counter_of, version_of
-from torchgpipe.stream import AbstractStream, use_stream
+from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ from torch import _C, Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.stream import device_types
+from torchgpipe.devices.streams import device_types
 
 __all__: list[str] = []
 

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from types import TracebackType
 
-from torchgpipe.running import running
+from torchgpipe.ambient.running import running
 
 __all__: list[str] = []
 

@@ -32,9 +32,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.compiler import uncompiled
-from torchgpipe.dependency import alias, keep_requires_grad, needs_backward, pass_on
-from torchgpipe.stream import (
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.autograd.fork_join import alias, keep_requires_grad, needs_backward, pass_on
+from torchgpipe.devices.streams import (
     AbstractStream,
     get_device,
     record_stream,

@@ -35,8 +35,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe.running import Turn, running
-from torchgpipe.stream import STREAMLESS
+from torchgpipe.ambient.running import Turn, running
+from torchgpipe.devices.streams import STREAMLESS
 
 __all__: list[str] = []
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from torchgpipe.phony import get_phony
-from torchgpipe.sharding import exchanged, is_shard
+from torchgpipe.autograd.phony import get_phony
+from torchgpipe.partition.sharding import exchanged, is_shard
 
 __all__: list[str] = []
 

@@ -22,12 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from torchgpipe.compiler import uncompiled
-from torchgpipe.copy import copy
-from torchgpipe.dependency import needs_backward, pass_on
-from torchgpipe.microbatch import VALUE, Batch
-from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.stream import (
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.autograd.copy import copy
+from torchgpipe.autograd.fork_join import needs_backward, pass_on
+from torchgpipe.devices.streams import (
     AbstractStream,
     Streams,
     current_stream,
@@ -37,6 +35,8 @@ from torchgpipe.stream import (
     wait_all,
     wait_stream,
 )
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 

@@ -18,8 +18,8 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from torchgpipe.modes import Modes, current_hooks, leave_autocast, pop_all, push, set_values
-from torchgpipe.unwinding import Snapshot
+from torchgpipe.ambient.modes import Modes, current_hooks, leave_autocast, pop_all, push, set_values
+from torchgpipe.ambient.snapshot import Snapshot
 
 __all__: list[str] = []
 

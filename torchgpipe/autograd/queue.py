@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from torchgpipe.compiler import uncompiled
+from torchgpipe._torch.dynamo import uncompiled
 
 __all__: list[str] = []
 

@@ -8,7 +8,7 @@ from numbers import Integral
 import torch
 from torch import nn
 
-from torchgpipe.stream import Device, accelerators, canonical_device
+from torchgpipe.devices.streams import Device, accelerators, canonical_device
 
 __all__: list[str] = []
 

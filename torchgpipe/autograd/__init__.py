@@ -1,0 +1,3 @@
+"""All of backward: the autograd functions that order, copy and recompute."""
+
+__all__: list[str] = []

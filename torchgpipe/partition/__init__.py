@@ -1,0 +1,3 @@
+"""How a model is cut into partitions, and placed on devices."""
+
+__all__: list[str] = []
