@@ -14,7 +14,7 @@ from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from tests.recomputation import MODES
+from tests.support.recomputation import MODES
 from torchgpipe import GPipe
 from torchgpipe.testing import load, observe
 
