@@ -1,7 +1,7 @@
 """Programs that end while there are wrappers, and while these are in the middle of something.
 
-``python -m tests.support.exits NAME...`` runs each program in a process of its own and prints how it
-ended. The processes are forked from one that has imported torch, which takes long.
+``python -m tests.support.exits NAME...`` runs each program in a process of its own and prints how
+it ended. The processes are forked from one that has imported torch, which takes long.
 """
 
 import json
