@@ -17,6 +17,7 @@ from torch import distributed, multiprocessing
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.behaviour.test_sharding import GATHERS_AGAIN
+from tests.support.fresh import METHOD
 from tests.support.pairs.models import (
     RANKS,
     plain,
@@ -136,6 +137,6 @@ def work(rank, names, folder):
 def run(names):
     """Of each case the tracebacks of both processes, empty if all is as it should be."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (names, folder), nprocs=RANKS)
+        multiprocessing.start_processes(work, (names, folder), RANKS, start_method=METHOD)
         both = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(RANKS)]
     return {name: [outcomes[name] for outcomes in both] for name in names}
