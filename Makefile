@@ -22,9 +22,9 @@ examples virtual: $(installed)
 	@$(python) -m pytest -q tests/$@ > $(venv)/$@.log 2>&1; \
 	status=$$?; cat $(venv)/$@.log; exit $$status
 
-soak: $(installed)  ## Runs the tests of virtual accelerators with many host timings, and long runs.
-	TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/behaviour/test_long_runs.py
-	TORCHGPIPE_SEEDS=50 TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/virtual
+soak: $(installed)  ## Runs the tests with all combinations, many host timings, and long runs.
+	TORCHGPIPE_SOAK=1 $(python) -m pytest -q
+	TORCHGPIPE_SOAK=1 $(python) -m pytest -q tests/virtual
 
 check: $(installed)  ## Lint, format and types.
 	$(venv)/bin/ruff check .

@@ -1,6 +1,5 @@
 """Models of known cost, and the schedule's limits."""
 
-import os
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.critical import recomputed
+from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
@@ -15,11 +15,8 @@ from torchgpipe.testing.busy import BusyFunction
 
 MODES = ("never", "except_last", "always")
 
-#: Seeds of the jitter; `make soak` sets more.
-SEEDS = range(int(os.environ.get("TORCHGPIPE_SEEDS", "2")))
-
-#: Whether all combinations of what is independent are tried, or each two of them together.
-FULL = len(SEEDS) > 2
+#: Seeds of the jitter.
+SEEDS = range(some(50, 2))
 
 
 class Stage(Busy):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.size import some
 from tests.virtual.models import (
     LAYERS,
     ROWS,
@@ -20,7 +21,7 @@ from tests.virtual.models import (
     skip_layer,
 )
 from tests.virtual.random_models import Pipeline
-from tests.virtual.stages import FULL, MODES, SEEDS, own_streams
+from tests.virtual.stages import MODES, SEEDS, own_streams
 from tests.virtual.training import WAYS, verify
 from torchgpipe import GPipe
 from torchgpipe.devices.streams import Streams
@@ -114,12 +115,9 @@ def batch(rows):
 PAST_OTHERS = ["nested skips", "several skips", "a long skip"]
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("name", "n", "mode"),
-    [
-        *product(CASES, [4], MODES),
-        *product(CASES if FULL else PAST_OTHERS, [8], ["except_last"]),
-    ],
+    ("name", "n"), [*product(CASES, [4]), *product(some(CASES, PAST_OTHERS), [8])]
 )
 def test_parity(devices, name, n, mode):
     chunks = 3
@@ -149,15 +147,9 @@ SHARED = [[0, 0], [0, 0, 1], [0, 1, 0], [0] * 4, [0, 0, 1, 1], [0, 1, 0, 1]]
 ON_SHARED = ["a long skip", "shifted", "batch norm"]
 
 
-@pytest.mark.parametrize(
-    ("place", "mode", "name"),
-    [
-        (place, mode, name)
-        for (a, place), (b, mode), (c, name) in product(*map(enumerate, (SHARED, MODES, ON_SHARED)))
-        if FULL or (a + b + c) % 3 == 0
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("name", ON_SHARED)
+@pytest.mark.parametrize("place", SHARED, ids=str)
+@pytest.mark.parametrize("mode", MODES)
 def test_partitions_that_share_devices(devices, place, mode, name):
     """A gradient in two places is added to in place by whoever comes last."""
     n, k = len(place), ON_SHARED.index(name)
@@ -170,17 +162,9 @@ def test_partitions_that_share_devices(devices, place, mode, name):
     verify(model, batch(6), seed=k, streams=k % 2 == 1, requires_grad=k > 1)
 
 
-@pytest.mark.parametrize(
-    ("place", "way", "mode"),
-    [
-        (place, way, mode)
-        for (a, place), (b, way), (c, mode) in product(
-            *map(enumerate, ([[0, 1, 2], [0, 0, 1]], WAYS, MODES))
-        )
-        if FULL or (a + b + c) % 2 == 0
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1]], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 def test_what_else_a_caller_does(devices, place, way, mode):
     model = wrap(
         [layers("linear", "tanh"), layers("shifted twice", "linear"), layers("linear", "tanh")],
@@ -389,7 +373,7 @@ def test_a_layer_that_fails(devices, place, mode):
 NOT_ALLOWED = "in.?place|refers to a single memory location"
 
 
-@pytest.mark.parametrize("seed", range((30 if FULL else 20) * len(SEEDS)))
+@pytest.mark.parametrize("seed", range(some(30 * len(SEEDS), 20)))
 def test_random_models(devices, seed, monkeypatch):
     pipeline = Pipeline(seed)
     monkeypatch.setattr(Streams, "COPIES", pipeline.copies)
