@@ -14,13 +14,13 @@ from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchgpipe
+from tests.support.helpers import MODES
 from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.ambient.running import running
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-MODES = ["never", "except_last", "always"]
 # The compiler asks every input for its gradient, whatever it is an input of.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

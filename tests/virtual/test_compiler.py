@@ -10,6 +10,7 @@ from torch._dynamo.convert_frame import input_codes
 
 import torchgpipe
 from tests.behaviour.test_compiler import anew, backend, blocks, input_of, pytestmark, step
+from tests.support.helpers import assert_no_races
 from tests.support.size import some
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
@@ -43,7 +44,7 @@ def test_parity(way, mode, devices, backend):
         expected = step(plain, input)
         with observe() as seen:
             found = step(model, input)
-        assert not seen.races
+        assert_no_races(seen)
         torch.testing.assert_close(found, expected)
     # Of each device, of one size and of any.
     assert backend.frame_count <= 2 * 4

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.critical import step_path
+from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import some
 from tests.virtual.stages import (
-    MODES,
     SEEDS,
     WIDER,
     Popping,
@@ -209,4 +209,4 @@ def test_inference_takes_the_time_of_the_forwards(devices):
     with observe(jitter=0) as seen, torch.inference_mode():
         model(x)
     assert seen.makespan == 8 + 4 - 1
-    assert not seen.races
+    assert_no_races(seen)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.virtual.stages import MODES, SEEDS, own_streams
+from tests.support.helpers import MODES, assert_no_races
+from tests.virtual.stages import SEEDS, own_streams
 from torchgpipe import GPipe
 from torchgpipe.devices.streams import Streams
 from torchgpipe.skip import pop, skippable, stash
@@ -73,7 +74,7 @@ def test_peak(devices, n, m, layers, mode, own):
             torch.accelerator.reset_peak_memory_stats(device)
         with own_streams(devices, own), observe(jitter=seed) as seen:
             model(x).sum().backward()
-        assert not seen.races
+        assert_no_races(seen)
         peaks = [
             (torch.accelerator.max_memory_allocated(device) - start) / ACTIVATION
             for device, start in zip(devices, before)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import some
 from tests.virtual.models import (
     LAYERS,
@@ -21,7 +22,7 @@ from tests.virtual.models import (
     skip_layer,
 )
 from tests.virtual.random_models import Pipeline
-from tests.virtual.stages import MODES, SEEDS, own_streams
+from tests.virtual.stages import SEEDS, own_streams
 from tests.virtual.training import WAYS, verify
 from torchgpipe import GPipe
 from torchgpipe.devices.streams import Streams
@@ -203,7 +204,7 @@ def test_gradients_are_freed_at_the_end_of_a_step(devices, place, mode):
             optimizer.step()
             optimizer.zero_grad()
             allocate(devices[0])
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
 
 
 @pytest.mark.parametrize("place", SHARED, ids=str)
@@ -212,7 +213,7 @@ def test_outputs_are_freed_when_they_are_joined(devices, place):
     with observe(jitter=0) as seen, torch.no_grad():
         model(batch(6).to(devices[0]))
         allocate(devices[place[-1]])
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -274,7 +275,7 @@ def test_two_wrappers(devices, place):
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-        assert not seen.races, "\n".join(map(str, seen.races[:3]))
+        assert_no_races(seen)
 
 
 def use(streams):
@@ -320,7 +321,7 @@ def test_the_caller_changes_its_streams(devices, place, when):
                         stream.wait_stream(torch.accelerator.current_stream(stream.device))
                     use(steps)
             x.mul_(2)
-        assert not seen.races, "\n".join(map(str, seen.races[:3]))
+        assert_no_races(seen)
 
 
 class Buffered(nn.Module):
@@ -365,7 +366,7 @@ def test_a_layer_that_fails(devices, place, mode):
         x.mul_(0.5)
         for _ in range(2):
             model(x).sum().backward()
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
     verify(model, batch(6))
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.virtual.stages import MODES, SEEDS, wrap
+from tests.support.helpers import MODES, assert_no_races
+from tests.virtual.stages import SEEDS, wrap
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import observe
@@ -62,7 +63,7 @@ def test_what_is_copied_between_devices(devices, name, mode, requires_grad):
         output = model(x)
         if output.requires_grad:
             output.sum().backward()
-    assert not seen.races
+    assert_no_races(seen)
 
     copies, volume = Counter(), Counter()
     both_ways = output.requires_grad
@@ -130,6 +131,6 @@ def test_one_tensor_that_leaves_for_several_partitions(devices, mode, place):
         with observe(jitter=seed) as seen:
             output = model(x.to(devices[place[0]]))
             output.sum().backward()
-        assert not seen.races
+        assert_no_races(seen)
         assert torch.allclose(output.cpu(), expected)
         assert torch.allclose(first[0].weight.grad.cpu(), reference)

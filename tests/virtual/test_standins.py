@@ -5,9 +5,9 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.costs import Costs
-from benchmarks.critical import MODES
 from benchmarks.library import Library
 from benchmarks.standins import SCALE, StageCosts, Steps, cut
+from tests.support.helpers import MODES
 from torchgpipe import GPipe, testing
 
 NUMBER = 4 * SCALE

@@ -10,7 +10,7 @@ from benchmarks import varying
 from benchmarks.blocking import KINDS, Blocks, draw
 from benchmarks.critical import backward_path, forward_path, recomputed, step_path
 from benchmarks.library import Library
-from tests.virtual.stages import MODES
+from tests.support.helpers import MODES
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.usefixtures("prompt")
