@@ -23,7 +23,7 @@ examples virtual: $(installed)
 	status=$$?; cat $(venv)/$@.log; exit $$status
 
 soak: $(installed)  ## Runs the tests of virtual accelerators with many host timings, and long runs.
-	TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/test_long_runs.py
+	TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/behaviour/test_long_runs.py
 	TORCHGPIPE_SEEDS=50 TORCHGPIPE_STEPS=1000 $(python) -m pytest -q tests/virtual
 
 check: $(installed)  ## Lint, format and types.

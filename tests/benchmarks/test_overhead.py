@@ -8,6 +8,8 @@ from benchmarks.__main__ import main
 from benchmarks.machine import ROOT
 from benchmarks.overhead import parsed, settings
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 TINY = ["--n", "2", "--m", "2", "--rounds", "2", "--seconds", "0.001", "--rivals", "ours"]
 
 

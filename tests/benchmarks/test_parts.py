@@ -7,6 +7,8 @@ import pytest
 from benchmarks import parts
 from benchmarks.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 
 @pytest.mark.parametrize("mode", ["inference", "always"])
 def test_parts(mode, tmp_path, capsys):

@@ -10,6 +10,8 @@ import torch
 from benchmarks import library, rivals
 from torchgpipe import GPipe
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 
 def answers(*requests):
     found = io.StringIO()

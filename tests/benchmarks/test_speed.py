@@ -20,6 +20,8 @@ from benchmarks.training import Training
 from torchgpipe import GPipe
 from torchgpipe._torch.dynamo import VERSION
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 TINY = {"name": "unet", "depth": 1, "num_convs": 1, "base_channels": 4}
 
 

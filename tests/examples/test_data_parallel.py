@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples import data_parallel
-from tests.pairs import cases
+from tests.support.pairs import cases
 
 ROOT = Path(__file__).parent.parent.parent
 #: What is enough for the loss to fall to half.

@@ -9,7 +9,7 @@ from torch import nn
 
 from examples import mixed_precision
 from examples.mixed_precision import Cast
-from tests.helpers import CPUS, Plain
+from tests.support.helpers import CPUS, Plain
 from torchgpipe import GPipe, verify_recomputation
 from torchgpipe.gpipe import CHECKPOINT_MODES
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from examples import training_loop
-from tests.helpers import CPUS, Plain
+from tests.support.helpers import CPUS, Plain
 from torchgpipe import GPipe
 from torchgpipe.gpipe import CHECKPOINT_MODES
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.helpers import Apply
+from tests.support.helpers import Apply
 from torchgpipe.skip import pop, skippable, stash
 
 #: The shape of a micro-batch.

@@ -14,6 +14,8 @@ from benchmarks.switches import SWITCHES, switched_off
 from torchgpipe import GPipe, testing
 from torchgpipe.autograd.copy import Copy
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 #: Three stages of equal cost, and a skip past the second one.
 STAGES = StageCosts([1.0] * 3, [2.0] * 3, [2, 2], [(0, 2, 4)], link=2.0)
 

@@ -8,6 +8,8 @@ from benchmarks import __main__ as command
 from benchmarks import one_gpu, virtual_speed
 from benchmarks.overhead import main
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 
 def test_overhead(tmp_path):
     path = tmp_path / "overhead.json"

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.convert_frame import input_codes
 
 import torchgpipe
-from tests.test_compiler import anew, backend, blocks, input_of, pytestmark, step
+from tests.behaviour.test_compiler import anew, backend, blocks, input_of, pytestmark, step
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
 

@@ -14,7 +14,8 @@ from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from tests.recomputation import MODES
+from tests.support.fresh import METHOD
+from tests.support.recomputation import MODES
 from torchgpipe import GPipe
 from torchgpipe.testing import load, observe
 
@@ -119,7 +120,7 @@ def work(rank, folder):
 @pytest.fixture(scope="module")
 def outcomes():
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (folder,), nprocs=RANKS)
+        multiprocessing.start_processes(work, (folder,), RANKS, start_method=METHOD)
         return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(RANKS)]
 
 

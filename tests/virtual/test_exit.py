@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.exits import PROGRAMS, endings
+from tests.support.exits import PROGRAMS, endings
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 

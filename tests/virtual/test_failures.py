@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 # All of its tests, with other places.
-from tests.test_failures import *  # noqa: F403
-from tests.test_failures import WIDTH
+from tests.behaviour.test_failures import *  # noqa: F403
+from tests.behaviour.test_failures import WIDTH
 from torchgpipe import GPipe
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.forks import WIDTH, ChildError, Pausing, forward, in_child, layers, step
-from tests.long_runs import MODES
+from tests.support.forks import WIDTH, ChildError, Pausing, forward, in_child, layers, step
+from tests.support.long_runs import MODES
 from torchgpipe import GPipe
 
 pytestmark = [

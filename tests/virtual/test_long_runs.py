@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.long_runs import CASES, Training, eventually, uncollected, verify_nothing_stays
+from tests.support.long_runs import CASES, Training, eventually, uncollected, verify_nothing_stays
 from torchgpipe import GPipe
 
 

@@ -15,6 +15,8 @@ from benchmarks.rivals import UnavailableError
 from benchmarks.training import Training
 from torchgpipe import GPipe
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 MODEL = {"name": "known"}
 SIZE, BATCH = 16, 8
 

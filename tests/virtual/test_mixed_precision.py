@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Plain
+from tests.support.helpers import Plain
 from torchgpipe import GPipe
 from torchgpipe.gpipe import CHECKPOINT_MODES
 from torchgpipe.testing import observe

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 # All of its tests, with other places.
-from tests.test_modes import *  # noqa: F403
-from tests.test_modes import made, rows, wrap
+from tests.behaviour.test_modes import *  # noqa: F403
+from tests.behaviour.test_modes import made, rows, wrap
 
 
 @pytest.fixture(params=[[0, 1], [0, 0], [0, "cpu"]], ids=str)

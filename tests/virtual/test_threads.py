@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.long_runs import MODES, run_in_threads, verify_nothing_stays
+from tests.support.long_runs import MODES, run_in_threads, verify_nothing_stays
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
 

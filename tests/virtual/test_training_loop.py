@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.helpers import Plain
+from tests.support.helpers import Plain
 from torchgpipe import GPipe
 from torchgpipe.gpipe import CHECKPOINT_MODES
 from torchgpipe.testing import observe

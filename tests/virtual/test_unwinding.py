@@ -3,7 +3,7 @@
 import pytest
 
 # All of its tests, with other places.
-from tests.test_unwinding import *  # noqa: F403
+from tests.behaviour.test_unwinding import *  # noqa: F403
 
 
 @pytest.fixture(params=[[0, 1], [1, "cpu"]], ids=str)

@@ -13,6 +13,8 @@ from benchmarks.library import Library
 from tests.virtual.stages import MODES
 from torchgpipe import GPipe
 
+pytestmark = pytest.mark.usefixtures("prompt")
+
 
 def rows(m, *times):
     return [list(times)] * m

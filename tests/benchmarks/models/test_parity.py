@@ -10,7 +10,7 @@ import torch
 from benchmarks import models
 from benchmarks.models import gpt, unet
 from tests.benchmarks.models import NAMES, children, make
-from tests.helpers import plain
+from tests.support.helpers import plain
 from torchgpipe import GPipe
 from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.skippable import skips

@@ -1,0 +1,344 @@
+"""Buffers: norms count every micro-batch once, and what else layers write is written again."""
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.helpers import plain
+from torchgpipe import GPipe, is_recomputing
+
+MODES = ["never", "except_last", "always"]
+M = 3
+#: How many micro-batches are computed again.
+RECOMPUTED = {"never": 0, "except_last": M - 1, "always": M}
+
+#: For each norm, the shape of a row.
+NORMS = {
+    "BatchNorm1d": (lambda **kw: nn.BatchNorm1d(4, **kw), (4,)),
+    "BatchNorm1d of sequences": (lambda **kw: nn.BatchNorm1d(4, **kw), (4, 5)),
+    "BatchNorm2d": (lambda **kw: nn.BatchNorm2d(4, **kw), (4, 3, 2)),
+    "BatchNorm3d": (lambda **kw: nn.BatchNorm3d(4, **kw), (4, 2, 2, 2)),
+    "InstanceNorm1d": (
+        lambda **kw: nn.InstanceNorm1d(4, track_running_stats=True, affine=True, **kw),
+        (4, 5),
+    ),
+    "InstanceNorm2d": (
+        lambda **kw: nn.InstanceNorm2d(4, track_running_stats=True, **kw),
+        (4, 3, 2),
+    ),
+}
+
+
+def wrap(module, device, mode, chunks=M, **options):
+    n = len(module)
+    balance = [1] * n if n < 3 else [1, n - 2, 1]
+    return GPipe(
+        module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=mode, **options
+    )
+
+
+def norms(name, **options):
+    """Two norms, between layers that have something to learn."""
+    make, shape = NORMS[name]
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.PReLU(), make(**options), nn.PReLU(), nn.Sequential(make(**options), nn.Tanh())
+    ).double(), (7, *shape)
+
+
+def same_buffers(a, b):
+    for (name, x), y in zip(a.named_buffers(), b.buffers(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def same_gradients(a, b):
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    return request.param
+
+
+# Norms.
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("name", NORMS)
+def test_statistics_are_updated_once_per_micro_batch(name, momentum, mode, device):
+    module, shape = norms(name, momentum=momentum)
+    reference = copy.deepcopy(module).to(device)
+    model = wrap(module, device, mode)
+    x = torch.randn(shape, dtype=torch.double, device=device)
+    for step in range(1, 3):
+        plain(reference, x * step, M).square().sum().backward()
+        output = model(x * step)
+        # When the forward is over they are what they will be.
+        same_buffers(reference, model.module)
+        output.square().sum().backward()
+        same_buffers(reference, model.module)
+        same_gradients(reference, model)
+    if name.startswith("Batch"):
+        assert model[1].num_batches_tracked.item() == 2 * M
+    model.eval(), reference.eval()
+    assert torch.equal(model(x), plain(reference, x, M))
+
+
+@pytest.mark.parametrize("name", ["BatchNorm1d", "InstanceNorm2d"])
+def test_two_forwards_before_their_backwards(name, mode, device):
+    """The second one updates what the first one has, which no backward needs any more."""
+    module, shape = norms(name)
+    reference = copy.deepcopy(module).to(device)
+    model = wrap(module, device, mode)
+    x, y = torch.randn(2, *shape, dtype=torch.double, device=device)
+    for owner, forward in ((reference, lambda x: plain(reference, x, M)), (model, model)):
+        first, second = forward(x), forward(y)
+        buffers = [buffer.clone() for buffer in owner.buffers()]
+        first.square().sum().backward()
+        second.exp().sum().backward()
+        assert all(map(torch.equal, buffers, owner.buffers()))
+    same_buffers(reference, model.module)
+    same_gradients(reference, model)
+
+
+def test_forward_of_another_kind_before_backward(mode, device):
+    """Evaluation in between reads the statistics, and a recomputation leaves them alone."""
+    module, shape = norms("BatchNorm1d")
+    reference = copy.deepcopy(module).to(device)
+    model = wrap(module, device, mode)
+    x = torch.randn(shape, dtype=torch.double, device=device)
+    found = []
+    for owner, forward in ((reference, lambda x: plain(reference, x, M)), (model, model)):
+        loss = forward(x).square().sum()
+        owner.eval()
+        with torch.no_grad():
+            found.append(forward(x))
+        owner.train()
+        loss.backward()
+        found.append(forward(x).detach())
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    same_gradients(reference, model)
+
+
+def test_twice_backward(mode, device):
+    module, shape = norms("BatchNorm2d")
+    reference = copy.deepcopy(module).to(device)
+    model = wrap(module, device, mode)
+    x = torch.randn(shape, dtype=torch.double, device=device)
+    for forward in (lambda x: plain(reference, x, M), model):
+        output = forward(x)
+        output.square().sum().backward(retain_graph=True)
+        output.exp().sum().backward()
+    same_buffers(reference, model.module)
+    same_gradients(reference, model)
+
+
+def test_gradient_of_the_gradient(mode, device):
+    module, shape = norms("BatchNorm1d")
+    reference = copy.deepcopy(module).to(device)
+    model = wrap(module, device, mode)
+    x = torch.randn(shape, dtype=torch.double, device=device, requires_grad=True)
+    for forward in (lambda x: plain(reference, x, M), model):
+        (grad,) = torch.autograd.grad(forward(x).exp().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+    same_buffers(reference, model.module)
+    same_gradients(reference, model)
+
+
+def test_norm_in_eval_mode_is_not_updated(mode, device):
+    """Frozen, as for fine-tuning."""
+    module, shape = norms("BatchNorm1d")
+    module[1].eval()
+    reference = copy.deepcopy(module).to(device)
+    model = wrap(module, device, mode)
+    x = torch.randn(shape, dtype=torch.double, device=device)
+    plain(reference, x, M).square().sum().backward()
+    model(x).square().sum().backward()
+    assert model[1].num_batches_tracked.item() == 0
+    same_buffers(reference, model.module)
+    same_gradients(reference, model)
+
+
+def test_lazy_norm(mode, device):
+    model = wrap(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()).to(device), device, mode)
+    model(torch.rand(7, 3, device=device)).square().sum().backward()
+    assert model[1].num_batches_tracked.item() == M
+
+
+def test_norm_that_was_replaced_within_the_wrapper(mode, device):
+    """What counts is what is there when it runs."""
+    model = wrap(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Tanh()), device, mode)
+    model.partitions[1]._modules["1"] = norm = nn.BatchNorm1d(4).to(device)
+    model(torch.rand(7, 3, device=device)).square().sum().backward()
+    assert norm.num_batches_tracked.item() == M
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copy_between_forward_and_backward(duplicate, mode, device):
+    module, shape = norms("BatchNorm1d")
+    model = wrap(module, device, mode)
+    x = torch.randn(shape, dtype=torch.double, device=device)
+    loss = model(x).square().sum()
+    twin = duplicate(model)
+    loss.backward()
+    same_buffers(model, twin)
+    twin(x).square().sum().backward()
+    assert model[1].num_batches_tracked.item() == M
+    assert twin[1].num_batches_tracked.item() == 2 * M
+
+
+# Large buffers.
+
+
+class Table(nn.Module):
+    """Reads a buffer, of which autograd saves a view, and writes to another one."""
+
+    SIZE = 12345
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.rand(self.SIZE, 4))
+        self.register_buffer("cache", torch.zeros(self.SIZE, 4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.cache[: len(x)] = x
+        return self.norm(x * self.table[: len(x)])
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the size of all memory that operators make."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            given = [x for x in args if isinstance(x, torch.Tensor)]
+            storages = [x.untyped_storage().data_ptr() for x in given]
+            if output.untyped_storage().data_ptr() not in storages:
+                self.made.append(output.numel())
+        return output
+
+
+class Note(nn.Module):
+    """Runs the layers with what notes sizes: it reaches no worker by itself."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.sizes = layer, Sizes()
+
+    def forward(self, x):
+        with self.sizes:
+            return self.layer(x)
+
+
+def test_large_buffers_are_not_cloned(mode, device):
+    note = Note(Table())
+    model = wrap(nn.Sequential(nn.Linear(4, 4), note), device, mode)
+    places = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    with Sizes() as outside:
+        output = model(torch.rand(6, 4, device=device))
+        output.sum().backward()
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == places
+    # The caller's thread also recomputes: on the CPU, backward is its own.
+    assert note.sizes.made
+    assert outside.made
+    assert max(note.sizes.made + outside.made) < Table.SIZE
+
+
+def test_clone_would_be_seen():
+    with Sizes() as sizes:
+        Table().table.clone()
+    assert max(sizes.made) >= Table.SIZE
+
+
+def test_buffers_are_not_kept_alive(mode, device):
+    """By what a step has been noted for its second runs, once backward is over."""
+    model = wrap(nn.Sequential(nn.Linear(4, 4), Table()), device, mode)
+    model(torch.rand(6, 4, device=device)).sum().backward()
+    buffer = weakref.ref(model[1].table)
+    del model[1].table
+    assert buffer() is None
+
+
+# What else is written.
+
+
+class Count(nn.Module):
+    """Writes to a buffer, in place, as an observer or a memory bank does."""
+
+    def __init__(self, held_back=False):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.held_back = held_back
+
+    def forward(self, x):
+        if not (self.held_back and is_recomputing()):
+            with torch.no_grad():
+                self.count.add_(len(x))
+        return x.exp()
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+def test_written_again_in_a_recomputation(held_back, mode, device):
+    model = wrap(nn.Sequential(nn.Linear(2, 2), Count(held_back)), device, mode)
+    model(torch.rand(6, 2, device=device)).sum().backward()
+    assert model[1].count.item() == 6 + (0 if held_back else 2 * RECOMPUTED[mode])
+
+
+def test_written_as_often_as_with_the_checkpointing_of_torch(device):
+    module = nn.Sequential(nn.Linear(2, 2), Count()).to(device)
+    model = wrap(copy.deepcopy(module), device, "always")
+    x = torch.rand(6, 2, device=device)
+    model(x).sum().backward()
+    for part in x.split(2):
+        checkpoint(module, part, use_reentrant=False).sum().backward()
+    assert torch.equal(model[1].count, module[1].count)
+
+
+def test_replaced_instead_of_written(mode, device):
+    """An assignment made in a recomputation is undone."""
+
+    class Replace(Count):
+        def forward(self, x):
+            self.count = self.count + len(x)
+            return x.exp()
+
+    model = wrap(nn.Sequential(nn.Linear(2, 2), Replace()), device, mode)
+    model(torch.rand(6, 2, device=device)).sum().backward()
+    assert model[1].count.item() == 6
+
+
+class Whiten(nn.Module):
+    """Autograd saves a buffer that is written to before the next micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(2)
+        return x * self.scale
+
+
+def test_saved_buffer_that_is_written_to_is_the_error_of_plain_torch(mode, device):
+    module = nn.Sequential(nn.Linear(2, 2), Whiten()).to(device)
+    model = wrap(copy.deepcopy(module), device, mode)
+    x = torch.rand(6, 2, device=device)
+    for output in (plain(module, x, M), model(x)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,186 @@
+"""What changes between forward and backward: the forward counts, or it is an error."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import note_of, plain
+from tests.support.recomputation import CHECKPOINTED, MODES, M, numbered, wrap
+from torchgpipe import GPipe
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Dropout(0.4), nn.Linear(4, 2))
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_switched_between_forward_and_backward(mode, training, device):
+    """The gradients are those of the mode of the forward, and the modes stay switched."""
+    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode).train(training)
+    reference = copy.deepcopy(model)
+    x = torch.randn(6, 3, device=device)
+    torch.manual_seed(1)
+    reference(x).square().sum().backward()
+    torch.manual_seed(1)
+    loss = model(x).square().sum()
+    model.train(not training)
+    loss.backward()
+    assert {module.training for module in model.modules()} == {not training}
+    for a, b in zip(reference.parameters(), model.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+    for a, b in zip(reference.buffers(), model.buffers()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_switched_alone(mode, device):
+    """As those who freeze norms do after ``model.train()``."""
+    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    model[1].eval()
+    reference = copy.deepcopy(model.module)
+    reference[2][0].p = model[2][0].p = 0.0
+    x = torch.randn(6, 3, device=device)
+    plain(reference, x, M).square().sum().backward()
+    loss = model(x).square().sum()
+    model.train()
+    loss.backward()
+    for a, b in zip(reference.parameters(), model.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def hook_removed(layer, loss):
+    handle = layer.register_forward_hook(lambda layer, args, y: y * 1.5)
+    output = loss()
+    handle.remove()
+    return output
+
+
+def hook_added(layer, loss):
+    output = loss()
+    layer.register_forward_pre_hook(lambda layer, args: (args[0] * 1.5,))
+    layer.register_forward_hook(lambda layer, args, kwargs, y: y * 1.5, with_kwargs=True)
+    return output
+
+
+def frozen(layer, loss):
+    output = loss()
+    layer.requires_grad_(False)
+    return output
+
+
+def unfrozen(layer, loss):
+    layer.requires_grad_(False)
+    output = loss()
+    layer.requires_grad_(True)
+    return output
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [hook_removed, hook_added, frozen, unfrozen])
+def test_changed_between_forward_and_backward(change, mode):
+    """The graph of the forward counts, and what was changed stays so."""
+    reference = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
+    model = wrap(*copy.deepcopy(reference), balance=[1, 3], mode=mode)
+    x = torch.randn(6, 2)
+    found = []
+    for layers, run in ((reference, lambda x: plain(reference, x, M)), (model, model)):
+        change(layers[2], lambda run=run: run(x).square().sum()).backward()
+        layer = layers[2]
+        hooks = [len(layer._forward_hooks), len(layer._forward_hooks_with_kwargs)]
+        found.append([*hooks, len(layer._forward_pre_hooks), layer.weight.requires_grad])
+    assert found[0] == found[1]
+    for a, b in zip(reference.parameters(), model.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameter_changed_in_place_is_an_error(mode, device):
+    """Torch's own without checkpointing; with it, also of what torch needs no more."""
+    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    loss = model(torch.rand(6, 3, device=device)).sum()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace|not be changed in") as caught:
+        loss.backward()
+    if mode == "always":
+        assert note_of(caught.value) == f"raised in partition 0, micro-batch {M - 1}"
+    assert all(p.grad is None for p in [*model.partitions[0].parameters()])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_optimizer_step_between_forward_and_backward_is_an_error(mode, device):
+    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = model(x := torch.rand(6, 3, device=device)), model(x)
+    first.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace|not be changed in place"):
+        second.square().sum().backward()
+    assert all(p.grad is None for p in model.partitions[0].parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_changed_after_backward(mode, device):
+    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    for _ in range(2):
+        model(torch.rand(6, 3, device=device)).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_layer_that_changes_its_parameters(device, checkpoint):
+    def module():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(5, 4, max_norm=0.5), nn.Linear(4, 2)).to(device)
+
+    model = GPipe(module(), [1, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
+    reference = module()
+    x = torch.tensor([0, 1, 2, 3, 4, 0], device=device)
+    for _ in range(2):
+        expected, output = plain(reference, x, 2), model(x)
+        assert torch.equal(expected, output)
+        expected.sum().backward()
+        output.sum().backward()
+        for p, q in zip(reference.parameters(), model.parameters()):
+            assert torch.allclose(p, q)
+            assert torch.allclose(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTED)
+def test_values_put_elsewhere_between_forward_and_backward(mode):
+    """Nobody counts that as a change in place, but it is one."""
+    model = wrap(nn.Linear(2, 2), nn.Tanh(), balance=[2], mode=mode)
+    loss = model(numbered()).sum()
+    model[0].weight.data = model[0].weight.data * 2
+    with pytest.raises(RuntimeError, match="parameters must not be changed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffer_that_the_layer_changes_after_its_use_is_an_error(mode):
+    """Also where that is behind the last tensor to be recomputed."""
+
+    class Grow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(2))
+
+        def forward(self, x):
+            y = x * (x.exp() * self.scale).tanh()
+            self.scale.mul_(3)
+            return y
+
+    model = wrap(Grow(), mode=mode)
+    model.chunks = 1
+    loss = model(numbered()).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,253 @@
+"""Frozen layers: they are computed again only if a gradient needs what they save."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import structures
+from tests.support.helpers import plain
+
+MODES = ["never", "except_last", "always"]
+CHUNKS = 3
+
+
+class Counted(nn.Module):
+    """Counts how often it runs."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.layers(x)
+
+
+def linear():
+    """Its backward needs nothing but its input and its weight, which are there."""
+    return Counted(nn.Linear(3, 3))
+
+
+def saving():
+    """Its backward needs what it computed."""
+    return Counted(nn.Linear(3, 3), nn.Tanh())
+
+
+def frozen(layer):
+    return layer.requires_grad_(False)
+
+
+wrap = partial(structures.model, chunks=CHUNKS)
+
+
+def runs(model):
+    """How often each layer has run since."""
+    found = [layer.runs for layer in model]
+    for layer in model:
+        layer.runs = 0
+    return found
+
+
+def again(mode):
+    """How often a layer runs that is computed again."""
+    return CHUNKS + {"never": 0, "except_last": CHUNKS - 1, "always": CHUNKS}[mode]
+
+
+def step(run, x, parameters):
+    """The output, and the gradients of the input and of what is trained."""
+    output = run(x)
+    leaves = [leaf for leaf in [x, *parameters] if leaf.requires_grad]
+    if not output.requires_grad:
+        return output, ()
+    return output, torch.autograd.grad(output.square().sum(), leaves, allow_unused=True)
+
+
+def verify(model, requires_grad=False):
+    """Asserts that it computes what the plain model does; returns how often the layers ran."""
+    x = torch.rand(2 * CHUNKS, 3, requires_grad=requires_grad)
+    reference = copy.deepcopy(model.module)
+    expected = step(lambda x: plain(reference, x, model.chunks), x, reference.parameters())
+    runs(model)
+    found = step(model, x, model.parameters())
+    assert torch.equal(found[0], expected[0])
+    assert found[0].requires_grad == expected[0].requires_grad
+    for a, b in zip(found[1], expected[1]):
+        torch.testing.assert_close(a, b)
+    return runs(model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]])
+def test_nothing_to_train(balance, mode):
+    layers = [frozen(linear()), frozen(saving()), frozen(linear())]
+    assert verify(wrap(*layers, balance=balance, mode=mode)) == [CHUNKS] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_to_train_but_the_input(mode):
+    layers = [frozen(linear()), frozen(saving()), frozen(linear())]
+    found = verify(wrap(*layers, mode=mode), requires_grad=True)
+    assert found == [CHUNKS, again(mode), CHUNKS]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_behind_what_is_trained(mode):
+    """The gradient passes through it, of which some layers need nothing but their weights."""
+    layers = [saving(), frozen(linear()), frozen(saving()), frozen(linear())]
+    assert verify(wrap(*layers, mode=mode)) == [again(mode), CHUNKS, again(mode), CHUNKS]
+    # Layers of one partition are computed again together, as far as is needed.
+    for balance, second in (([1, 3], again(mode)), ([1, 1, 2], CHUNKS)):
+        found = verify(wrap(*layers, balance=balance, mode=mode))
+        assert found == [again(mode), second, again(mode), CHUNKS]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [linear, saving])
+def test_frozen_before_what_is_trained(make, mode):
+    """No gradient reaches it."""
+    layers = [frozen(make()), frozen(make()), saving(), saving()]
+    assert verify(wrap(*layers, mode=mode)) == [CHUNKS, CHUNKS, again(mode), again(mode)]
+    found = verify(wrap(*layers, mode=mode), requires_grad=True)
+    assert found == [CHUNKS if make is linear else again(mode)] * 2 + [again(mode)] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_layers_of_many_sorts(mode):
+    """They all save nothing but weights, if anything."""
+    layers = [
+        saving(),
+        frozen(Counted(nn.Linear(3, 4, bias=False), nn.Identity(), nn.Unflatten(1, (2, 2)))),
+        frozen(Counted(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 2))),
+        Counted(nn.ZeroPad1d(1), nn.Flatten()),
+    ]
+    assert verify(wrap(*layers, mode=mode)) == [again(mode), CHUNKS, CHUNKS, CHUNKS]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_embedding(mode):
+    embedding = frozen(Counted(nn.Embedding(5, 3)))
+    model = wrap(embedding, saving(), mode=mode)
+    model(torch.randint(5, (2 * CHUNKS,))).sum().backward()
+    assert runs(model) == [CHUNKS, again(mode)]
+    assert model[0].layers[0].weight.grad is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_batch_norm_in_eval_mode(mode):
+    """As where a model is fine-tuned: its statistics stay, too."""
+    model = wrap(linear(), frozen(Counted(nn.BatchNorm1d(3))), saving(), mode=mode)
+    model[1].eval()
+    before = copy.deepcopy(dict(model[1].named_buffers()))
+    assert verify(model) == [CHUNKS, CHUNKS, again(mode)]
+    for name, buffer in model[1].named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_and_unfrozen_between_steps(mode):
+    model = wrap(saving(), saving(), saving(), mode=mode)
+    ways = [
+        ([True, True, True], [again(mode)] * 3),
+        ([False, True, True], [CHUNKS, again(mode), again(mode)]),
+        ([False, False, True], [CHUNKS, CHUNKS, again(mode)]),
+        ([True, False, False], [again(mode)] * 3),
+        ([False, False, False], [CHUNKS] * 3),
+        ([True, True, True], [again(mode)] * 3),
+    ]
+    for trained, expected in ways:
+        for layer, wanted in zip(model, trained):
+            layer.requires_grad_(wanted)
+        assert verify(model) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_some_gradients_are_asked_for(mode):
+    """What leads to others is not computed again."""
+    model = wrap(saving(), saving(), saving(), mode=mode)
+    x = torch.rand(2 * CHUNKS, 3)
+    for j in range(3):
+        some = list(model[j].parameters())
+        expected = torch.autograd.grad(plain(model.module, x, CHUNKS).sum(), some)
+        runs(model)
+        found = torch.autograd.grad(model(x).sum(), some)
+        for a, b in zip(found, expected):
+            torch.testing.assert_close(a, b)
+        assert runs(model) == [CHUNKS] * j + [again(mode)] * (3 - j)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_weight_changed_before_backward_is_an_error(mode):
+    """It is not computed again, and yet not taken for what it was."""
+    model = wrap(saving(), frozen(linear()), mode=mode)
+    x = torch.rand(2 * CHUNKS, 3)
+    for run in (model, lambda x: plain(model.module, x, CHUNKS)):
+        output = run(x)
+        with torch.no_grad():
+            model[1].layers[0].weight.add_(1)
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            output.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_bias_changed_before_backward(mode):
+    """No gradient needs it."""
+    model = wrap(saving(), frozen(linear()), mode=mode)
+    x = torch.rand(2 * CHUNKS, 3)
+    parameters = list(model[0].parameters())
+    expected = torch.autograd.grad(plain(model.module, x, CHUNKS).sum(), parameters)
+    output = model(x).sum()
+    with torch.no_grad():
+        model[1].layers[0].bias.add_(1)
+    for a, b in zip(torch.autograd.grad(output, parameters), expected):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_weight_replaced_before_backward(mode):
+    model = wrap(saving(), frozen(linear()), mode=mode)
+    x = torch.rand(2 * CHUNKS, 3)
+    parameters = list(model[0].parameters())
+    expected = torch.autograd.grad(plain(model.module, x, CHUNKS).sum(), parameters)
+    output = model(x).sum()
+    model[1].layers[0].weight = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+    for a, b in zip(torch.autograd.grad(output, parameters), expected):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_layers_of_a_structure(mode):
+    """Of which some tensors have a gradient."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trained, self.fixed = nn.Linear(3, 3), frozen(nn.Linear(3, 3))
+
+        def forward(self, x):
+            return {"fixed": self.fixed(x), "n": 3, "trained": self.trained(x).tanh()}
+
+    class Through(nn.Module):
+        def __init__(self, *names):
+            super().__init__()
+            self.names, self.layer = names, frozen(nn.Linear(3, 3))
+
+        def forward(self, value):
+            return value | {name: self.layer(value[name]) for name in self.names}
+
+    class Sum(nn.Module):
+        def forward(self, value):
+            return value["trained"] + value["fixed"]
+
+    layers = [Both(), Through("fixed"), Through("trained"), Through("fixed", "trained"), Sum()]
+    assert verify(wrap(*map(Counted, layers), mode=mode)) == [
+        again(mode),
+        CHUNKS,
+        CHUNKS,
+        CHUNKS,
+        CHUNKS,
+    ]

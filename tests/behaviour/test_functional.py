@@ -1,0 +1,320 @@
+"""torch.func: other parameters for one call, and the transforms that cannot pass a wrapper."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+
+from tests.support.helpers import note_of, plain
+from torchgpipe import GPipe, NoChunk
+
+MODES = ["never", "except_last", "always"]
+M = 3
+
+# Torch compiles decompositions for forward-mode differentiation.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
+class Plain(nn.Module):
+    """The reference: the layers on the micro-batches one after another, under the same names."""
+
+    def __init__(self, partitions):
+        super().__init__()
+        self.partitions = partitions
+
+    def forward(self, x):
+        return plain(lambda x: self.partitions[1](self.partitions[0](x)), x, M)
+
+
+class Count(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Count(), nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
+    ).double()
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    return request.param
+
+
+@pytest.fixture
+def wrapped(device):
+    """Where the mode is of no account, or any is tried."""
+    return GPipe(layers(), [3, 2], devices=[device] * 2, chunks=M)
+
+
+@pytest.fixture
+def model(wrapped, mode):
+    wrapped.checkpoint = mode
+    return wrapped
+
+
+@pytest.fixture
+def models(model):
+    """The plain model and the wrapped one."""
+    return Plain(copy.deepcopy(model.partitions)), model
+
+
+@pytest.fixture
+def input(device):
+    return torch.randn(7, 3, dtype=torch.double, device=device)
+
+
+def replacements(model):
+    torch.manual_seed(1)
+    return {
+        name: torch.rand_like(p.detach()).requires_grad_() for name, p in model.named_parameters()
+    }
+
+
+def same(a, b):
+    torch.testing.assert_close(b, a)
+
+
+# functional_call.
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_replaced_parameters_get_the_gradients(computed, models, input):
+    found = []
+    for model in models:
+        leaves = replacements(model)
+        given = {name: (p * 2).tanh() for name, p in leaves.items()} if computed else leaves
+        x = input.clone().requires_grad_()
+        output = functional_call(model, given, (x,))
+        # Long after the own ones are back in their places.
+        output.square().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        found.append([output.detach(), x.grad, *[leaf.grad for leaf in leaves.values()]])
+    same(*found)
+
+
+def test_some_replaced_parameters(models, input):
+    found = []
+    for model in models:
+        name, leaf = next(iter(replacements(model).items()))
+        functional_call(model, {name: leaf * 2}, (input,)).square().sum().backward()
+        own = dict(model.named_parameters())
+        assert own.pop(name).grad is None
+        found.append([leaf.grad, *[p.grad for p in own.values()]])
+    same(*found)
+
+
+def test_replaced_buffers_are_updated_instead_of_the_own(models, input):
+    found = []
+    for model in models:
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in before.items()}
+        output = functional_call(model, {**replacements(model), **buffers}, (input,))
+        output.square().sum().backward()
+        assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+        assert all(not torch.equal(before[name], buffer) for name, buffer in buffers.items())
+        found.append([*buffers.values()])
+    same(*found)
+
+
+def test_replaced_buffer_with_a_gradient(models, input):
+    """In eval mode a norm differentiates its statistics no more than plain; another layer does."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.zeros(2).double().to(input.device))
+
+        def forward(self, x):
+            return (x * self.shift.exp()).sin()
+
+    found = []
+    for model in models:
+        model.partitions[1].append(Shift())
+        leaf = torch.ones(2, dtype=torch.double, device=input.device, requires_grad=True)
+        name = "partitions.1.2.shift"
+        output = functional_call(model, {name: leaf * 3}, (input,))
+        output.square().sum().backward()
+        found.append([output.detach(), leaf.grad])
+    assert found[1][1].all()
+    same(*found)
+
+
+def test_two_calls_before_their_backwards(models, input):
+    """As in meta learning: the second step takes what the first one computed."""
+    found = []
+    for model in models:
+        leaves = replacements(model)
+        loss = functional_call(model, leaves, (input,)).square().sum()
+        grads = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+        stepped = {name: p - 0.1 * grad for (name, p), grad in zip(leaves.items(), grads)}
+        other = functional_call(model, stepped, (input * 2,))
+        again = functional_call(model, leaves, (input * 3,))
+        (other.square().sum() + again.exp().sum()).backward()
+        found.append([leaf.grad for leaf in leaves.values()])
+    same(*found)
+
+
+def test_replacement_changed_in_place_is_an_error(models, input):
+    for model in models:
+        given = replacements(model)
+        output = functional_call(model, given, (input,))
+        with torch.no_grad():
+            given["partitions.1.4.weight"].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace|not be changed in place"):
+            output.sum().backward()
+
+
+# Transforms.
+
+
+def of_parameters(transform):
+    def apply(model, x):
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        return transform(lambda p: functional_call(model, p, (x,)).sum(), parameters)
+
+    return apply
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+    "grad_and_value": lambda model, x: torch.func.grad_and_value(lambda x: model(x).sum())(x),
+    "grad of parameters": of_parameters(lambda f, p: torch.func.grad(f)(p)),
+    "vjp": lambda model, x: torch.func.vjp(model, x),
+    "vjp of parameters": of_parameters(torch.func.vjp),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "jvp of parameters": of_parameters(lambda f, p: torch.func.jvp(f, (p,), (p,))),
+    "vmap": lambda model, x: torch.func.vmap(model)(torch.stack([x, x])),
+    "vmap of parameters": of_parameters(
+        lambda f, p: torch.func.vmap(f)({name: torch.stack([x, x]) for name, x in p.items()})
+    ),
+    "vmap of nothing": lambda model, x: torch.func.vmap(lambda y: model(x) * y)(torch.ones(2)),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
+    "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).sum())(x),
+    "functionalize": lambda model, x: torch.func.functionalize(model)(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transform_is_an_error(name, wrapped, input):
+    message = "cannot be called within a torch.func transform.*plain"
+    for wrapped.checkpoint in MODES:
+        for training, grad in product([True, False], repeat=2):
+            wrapped.train(training)
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message):
+                TRANSFORMS[name](wrapped, input)
+    assert wrapped[0].calls == 0, "no layer has run"
+    wrapped.train()(input).sum().backward()
+
+
+def test_plain_model_can_be_transformed(wrapped, input):
+    model = wrapped.eval()
+    _, expected = torch.autograd.functional.jvp(model, input, input)
+    _, found = torch.func.jvp(model.module, (input,), (input,))
+    same(expected, found)
+
+
+# Forward-mode differentiation.
+
+NAMED = "cannot be differentiated in forward mode.*plain model"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [lambda x: x, lambda x: {"nested": [x, 1]}, lambda x: {"whole": NoChunk(x), "rows": x * 1}],
+)
+def test_dual_input_is_an_error(place, wrapped, input):
+    for wrapped.checkpoint in MODES:
+        for training, grad in product([True, False], repeat=2):
+            wrapped.train(training)
+            with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+                dual = forward_ad.make_dual(input, torch.ones_like(input))
+                with pytest.raises(RuntimeError, match=NAMED):
+                    wrapped(place(dual))
+    assert wrapped[0].calls == 0, "no layer has run"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["partitions.0.1.weight", "partitions.1.4.bias", "partitions.0.2.running_mean"],
+)
+def test_dual_parameter_or_buffer_is_an_error(name, wrapped, input):
+    own = dict([*wrapped.named_parameters(), *wrapped.named_buffers()])[name].detach().clone()
+    for wrapped.checkpoint in MODES:
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NAMED):
+            dual = forward_ad.make_dual(own, torch.ones_like(own))
+            functional_call(wrapped.eval(), {name: dual}, (input,))
+
+
+def test_dual_level_that_is_not_the_model_s(models, input):
+    found = []
+    for model in models:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+            output = model(input)
+            output.square().sum().backward()
+            assert forward_ad.unpack_dual(output).tangent is None
+            assert forward_ad.unpack_dual(dual * 2).tangent.tolist() == [2, 2]
+        found.append([output.detach(), *[p.grad for p in model.parameters()]])
+    same(*found)
+
+
+# Within a layer.
+
+
+def cube(x):
+    return (x**3).sum()
+
+
+INSIDE = {
+    "vmap": torch.func.vmap(lambda row: row.sin() * row.sum()),
+    "grad": torch.func.grad(cube),
+    "vmap of grad": torch.func.vmap(torch.func.grad(cube)),
+    "jacrev": lambda x: torch.func.jacrev(torch.sin)(x).sum((0, 1)),
+    "vjp": lambda x: torch.func.vjp(torch.sin, x)[1](x)[0],
+    "jvp": lambda x: torch.func.jvp(torch.sin, (x,), (x.cos(),))[1],
+}
+
+
+class Inside(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+#: What saves for a backward of its own, of which torch wants no hooks to know.
+REVERSE = ["grad", "jacrev", "vjp", "vmap of grad"]
+
+
+def step(model, input):
+    x = input.clone().requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    return [output.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_layer_that_transforms_inside(name, mode, models, input):
+    """Where saved tensors are dropped some of them are an error, as in torch.utils.checkpoint."""
+    for model in models:
+        model.partitions[1].append(Inside(INSIDE[name]))
+    reference, model = models
+    if name in REVERSE and mode != "never":
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks") as caught:
+            model(input)
+        assert note_of(caught.value) == "raised in partition 1, micro-batch 0, layer 2 (Inside)"
+        model.checkpoint = "never"
+    same(step(reference, input), step(model, input))

@@ -1,0 +1,459 @@
+"""Views, and layers that change tensors in place, where partitions start and end.
+
+The model computes what the plain one does, or raises what that raises. A layer with
+``inplace=True`` where a partition starts is given a copy if the partition is the first, or might be
+computed again. Others are an error there under checkpointing.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import Apply, plain
+from torchgpipe import GPipe, NoChunk
+
+MODES = ["never", "except_last", "always"]
+CHANGED_INPUT = "under checkpointing, a partition must not change its input in place"
+CASES = pytest.mark.parametrize(
+    ("chunks", "mode"),
+    [(1, "never"), (2, "never"), (2, "except_last"), (2, "always")],
+)
+
+
+class Flagged(Apply):
+    """A layer of one's own that tells as those of torch do."""
+
+    def __init__(self, function, inplace=True):
+        super().__init__(function)
+        self.inplace = inplace
+
+    def forward(self, value):
+        if not self.inplace:
+            value = value.clone()
+        return super().forward(value)
+
+
+class Double(nn.Module):
+    """Changes a part of a structure, and says so."""
+
+    inplace = True
+
+    def __init__(self, key):
+        super().__init__()
+        self.key = key
+
+    def forward(self, value):
+        x = value[self.key].mul_(2) if self.inplace else value[self.key] * 2
+        value = dict(value) if isinstance(value, dict) else list(value)
+        value[self.key] = x
+        return value
+
+
+def set_item(x):
+    x[:, 0] = 0
+    return x
+
+
+#: What tells that it changes its input.
+FLAGGED = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "silu": lambda: nn.SiLU(inplace=True),
+    "within": lambda: nn.Sequential(nn.Sequential(nn.LeakyReLU(inplace=True)), nn.Tanh()),
+    "one's own": lambda: Flagged(torch.tanh_),
+    "an item": lambda: Flagged(set_item),
+}
+
+#: What does not.
+SILENT = {
+    "tanh_": torch.tanh_,
+    "and computes": lambda x: x.mul_(2).sin(),
+    "a view": lambda x: (x[:, 1:].mul_(2), x)[1],
+    "detached": lambda x: (x.detach().mul_(2), x.cos())[1],
+    "its shape": lambda x: x.unsqueeze_(1).flatten(1),
+}
+
+#: What a partition ends with, of a tensor of its own.
+ENDS = {
+    "new": torch.sin,
+    "saved": torch.sigmoid,
+    "in place": torch.tanh_,
+    "view": lambda x: x.unsqueeze(0).squeeze(0),
+    "detached": torch.detach,
+}
+
+#: More that it may end with.
+VIEWS = {
+    "part": lambda x: torch.cat([x, x], 1)[:, 1:4],
+    "of a split": lambda x: torch.cat([x, x], 1).split(3, 1)[1],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: x.sum(1, keepdim=True).expand(-1, 3),
+    "itself": lambda x: x,
+}
+
+
+def out_of_place(module):
+    module = copy.deepcopy(module)
+    for layer in module.modules():
+        if getattr(layer, "inplace", False):
+            layer.inplace = False
+    return module
+
+
+def leaf(requires_grad, rows=4):
+    return torch.randn(rows, 3, requires_grad=requires_grad)
+
+
+def wrap(module, balance, chunks, mode):
+    return GPipe(
+        module, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=mode
+    ).train(module.training)
+
+
+def is_checkpointed(mode, chunks):
+    """Whether any micro-batch is."""
+    return mode == "always" or (mode == "except_last" and chunks > 1)
+
+
+def outcome(run, leaves):
+    """The output and the gradients, or what was raised, without shapes."""
+    try:
+        output = run()
+        wanted = [x for x in leaves if x.requires_grad]
+        if not output.requires_grad:
+            return output, ()
+        loss = output.square().sum()
+        return output, torch.autograd.grad(loss, wanted, allow_unused=True)
+    except RuntimeError as error:
+        return str(error).split("[")[0]
+
+
+def verify(found, expected):
+    if isinstance(found, str) or isinstance(expected, str):
+        assert found == expected
+        return
+    assert torch.equal(found[0], expected[0])
+    assert found[0].requires_grad == expected[0].requires_grad
+    for a, b in zip(found[1], expected[1]):
+        torch.testing.assert_close(a, b)
+
+
+def outcomes(module, balance, chunks, mode, x, reference=None):
+    """What a wrapper does, and what the plain module does."""
+    reference = copy.deepcopy(reference or module)
+    wrapped = wrap(copy.deepcopy(module), balance, chunks, mode)
+    given = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)]
+    found = outcome(lambda: wrapped(given[0]), [given[0], *wrapped.parameters()])
+    expected = outcome(
+        lambda: plain(reference, given[1], chunks), [given[1], *reference.parameters()]
+    )
+    return found, expected, *given
+
+
+def verify_unless_checkpointed(found, expected, chunks, mode):
+    """Under checkpointing the input of a partition must not be changed."""
+    if is_checkpointed(mode, chunks):
+        assert found.startswith(CHANGED_INPUT)
+    else:
+        verify(found, expected)
+
+
+# Where a partition starts.
+
+
+@CASES
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("start", FLAGGED)
+def test_layer_that_tells(start, end, chunks, mode):
+    module = nn.Sequential(nn.Linear(3, 3), Apply(ENDS[end]), FLAGGED[start](), nn.Linear(3, 3))
+    x = leaf(requires_grad=True)
+    copied = is_checkpointed(mode, chunks)
+    reference = out_of_place(module) if copied else module
+    found, expected, *_ = outcomes(module, [2, 2], chunks, mode, x, reference)
+    verify(found, expected)
+    assert isinstance(found, str) == (not copied and end in ("saved", "in place"))
+
+
+@CASES
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("start", SILENT)
+def test_layer_that_does_not_tell(start, end, chunks, mode):
+    module = nn.Sequential(nn.Linear(3, 3), Apply(ENDS[end]), Apply(SILENT[start]), nn.Linear(3, 3))
+    found, expected, *_ = outcomes(module, [2, 2], chunks, mode, leaf(requires_grad=True))
+    verify_unless_checkpointed(found, expected, chunks, mode)
+
+
+@CASES
+def test_layers_behind_the_start(chunks, mode):
+    """What they change is the partition's own."""
+    module = nn.Sequential(
+        nn.Linear(3, 3), nn.Linear(3, 3), Apply(torch.tanh_), nn.Linear(3, 3), nn.ReLU(inplace=True)
+    )
+    for balance in ([5], [1, 4], [3, 2]):
+        found, expected, *_ = outcomes(module, balance, chunks, mode, leaf(requires_grad=True))
+        verify(found, expected)
+        assert not isinstance(found, str)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_without_grad_nothing_is_in_the_way(chunks):
+    starts = [*[make() for make in FLAGGED.values()], *map(Apply, SILENT.values())]
+    for start in starts:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), start, nn.Linear(3, 3))
+        x = leaf(requires_grad=False)
+        for no_grad in (torch.no_grad, torch.inference_mode):
+            with no_grad():
+                expected = plain(module, x, chunks)
+                assert torch.equal(wrap(module, [2, 2], chunks, "always")(x), expected)
+
+
+# The first layer of all.
+
+
+@CASES
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("start", FLAGGED)
+def test_first_layer_that_tells(start, requires_grad, chunks, mode):
+    """It works, and leaves the caller's input alone, also where the plain one would not."""
+    module = nn.Sequential(FLAGGED[start](), nn.Linear(3, 3), nn.Tanh())
+    x = leaf(requires_grad)
+    for training in (True, False):
+        found, expected, given, _ = outcomes(
+            module.train(training), [1, 2], chunks, mode, x, out_of_place(module)
+        )
+        verify(found, expected)
+        assert not isinstance(found, str)
+        assert torch.equal(given, x)
+
+
+@CASES
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("start", SILENT)
+def test_first_layer_that_does_not_tell(start, requires_grad, chunks, mode):
+    module = nn.Sequential(Apply(SILENT[start]), nn.Linear(3, 3), nn.Tanh())
+    found, expected, given, other = outcomes(module, [2, 1], chunks, mode, leaf(requires_grad))
+    if requires_grad and start != "detached":
+        assert found == expected
+        assert "a leaf Variable that requires grad is being used in an in-place" in found
+    elif is_checkpointed(mode, chunks):
+        assert found.startswith(CHANGED_INPUT)
+    else:
+        # Also behind autograd's back, if it is detached.
+        verify(found, expected)
+        assert torch.equal(given, other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_input_that_is_no_leaf(mode):
+    """As behind another model."""
+    module = nn.Sequential(nn.ELU(inplace=True), nn.Linear(3, 3))
+    x = leaf(requires_grad=True)
+    before = x * 2
+    output = wrap(module, [1, 1], 2, mode)(before)
+    expected = out_of_place(module)(x * 2)
+    torch.testing.assert_close(output, expected)
+    assert torch.equal(before, x * 2)
+    (found,) = torch.autograd.grad(output.square().sum(), x)
+    torch.testing.assert_close(found, *torch.autograd.grad(expected.square().sum(), x))
+
+
+# Where a partition ends.
+
+
+@CASES
+@pytest.mark.parametrize("end", [*ENDS, *VIEWS])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_ends(end, requires_grad, chunks, mode):
+    """Of a partition, and of the model."""
+    layers = [
+        nn.Linear(3, 3),
+        Apply((ENDS | VIEWS)[end]),
+        nn.Linear(3, 3),
+        Apply((ENDS | VIEWS)[end]),
+    ]
+    module = nn.Sequential(*layers)
+    for balance in ([2, 2], [4], *([[1, 1, 1, 1]] if end != "in place" else [])):
+        found, expected, *_ = outcomes(module, balance, chunks, mode, leaf(requires_grad))
+        verify(found, expected)
+        assert not isinstance(found, str)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_views_of_one_tensor(mode):
+    """Side by side, they are passed on like others."""
+
+    def views(x):
+        a, b, c = x.unbind(1)
+        return {"a": a, "b": [b, x[:, 1:]], "x": (x, x.t().t(), c)}
+
+    def merged(value):
+        rest = value["b"][1].sum(1) + (value["x"][0] * value["x"][1]).sum(1)
+        return (value["a"] * value["b"][0] + rest) * value["x"][2]
+
+    module = nn.Sequential(nn.Linear(3, 3), Apply(views), nn.Identity(), Apply(merged))
+    for chunks in (1, 2):
+        for balance in ([4], [2, 1, 1], [1, 1, 2]):
+            found, expected, *_ = outcomes(module, balance, chunks, mode, leaf(requires_grad=True))
+            verify(found, expected)
+            assert not isinstance(found, str)
+
+
+#: A tensor, a view of it, and whether one of them is a view that torch keeps from being changed.
+SHARED = {
+    "the same part": lambda x: (x, x[:]),
+    "parts": lambda x: (x[:, :2], x[:, 1:]),
+    "other parts": lambda x: (x[:1], x[1:]),
+    "split": lambda x: x.split(2, 1),
+    "detached": lambda x: (x, x.detach()),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_views_of_one_tensor_of_which_a_later_partition_changes_one(name, told, mode):
+    change = Double(0) if told else Apply(lambda value: (value[0].mul_(2), value[1]))
+    last = Apply(lambda value: value[0].sum(1) + value[1].sum())
+    module = nn.Sequential(nn.Linear(3, 3), Apply(SHARED[name]), change, last)
+    for balance in ([2, 2], [2, 1, 1]):
+        found, *_ = outcomes(module, balance, 2, mode, leaf(requires_grad=True))
+        assert found.startswith(
+            (
+                "what passes between partitions",
+                CHANGED_INPUT,
+                "Output 0 of Split",
+            )
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_part_of_a_split(mode):
+    """The rest of it is gone, and it may be changed; torch keeps it from that, but for a copy."""
+    module = nn.Sequential(
+        nn.Linear(3, 6), Apply(lambda x: x.split(3, 1)[0]), nn.ReLU(inplace=True), nn.Linear(3, 3)
+    )
+    found, expected, *_ = outcomes(
+        module, [2, 2], 2, mode, leaf(requires_grad=True), out_of_place(module)
+    )
+    if mode != "never":
+        verify(found, expected)
+    else:
+        assert found.startswith("Output 0 of Split")
+
+
+# Structures.
+
+
+@CASES
+@pytest.mark.parametrize("key", [0, "x"])
+def test_part_of_a_structure(key, chunks, mode):
+    """In place, by layers that tell, and by those that do not."""
+
+    def made(x):
+        parts = [x.sin(), x.cos(), (x > 0).long()]
+        return parts if key == 0 else dict(zip("xyz", parts))
+
+    def merged(value):
+        a, b, c = value.values() if isinstance(value, dict) else value
+        return a * b + c
+
+    def change(value):
+        value[key].mul_(2)
+        return value
+
+    module = nn.Sequential(nn.Linear(3, 3), Apply(made), Double(key), Apply(merged))
+    x = leaf(requires_grad=True)
+    for reference in (module, out_of_place(module)):
+        found, expected, *_ = outcomes(module, [2, 2], chunks, mode, x, reference)
+        verify(found, expected)
+        assert not isinstance(found, str)
+
+    module[2] = Apply(change)
+    found, expected, *_ = outcomes(module, [2, 2], chunks, mode, x)
+    if is_checkpointed(mode, chunks):
+        assert found.startswith(CHANGED_INPUT)
+    else:
+        verify(found, expected)
+        assert not isinstance(found, str)
+
+
+@CASES
+def test_integers_that_are_changed(chunks, mode):
+    """As a mask that is drawn up on the way; nothing is saved of it."""
+    made = Apply(lambda x: {"x": x.sin(), "mask": (x > 0).long()})
+    change = Apply(lambda value: {"x": value["x"], "mask": value["mask"].bitwise_xor_(1)})
+    module = nn.Sequential(
+        nn.Linear(3, 3), made, change, Apply(lambda value: value["x"] * value["mask"])
+    )
+    found, expected, *_ = outcomes(module, [2, 2], chunks, mode, leaf(requires_grad=True))
+    verify_unless_checkpointed(found, expected, chunks, mode)
+
+
+@CASES
+def test_one_tensor_in_two_places_of_a_structure(chunks, mode):
+    """Both are changed, as they are one."""
+    module = nn.Sequential(
+        nn.Linear(3, 3),
+        Apply(lambda x: {"a": x, "b": [x]}),
+        Apply(lambda value: (value["a"].mul_(2), value["b"][0])),
+        Apply(lambda value: value[0] * value[1].sin()),
+    )
+    found, expected, *_ = outcomes(module, [2, 1, 1], chunks, mode, leaf(requires_grad=True))
+    if is_checkpointed(mode, chunks):
+        assert found.startswith(CHANGED_INPUT)
+    else:
+        verify(found, expected)
+        assert not isinstance(found, str)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("j", [0, 1])
+def test_what_every_micro_batch_gets_is_not_to_be_changed(j, mode):
+    change = Apply(lambda value: (value[0] + value[1].mul_(2), value[1]))
+    layers = [nn.Identity(), Apply(lambda value: value[0] + value[1])]
+    layers.insert(j, change)
+    wrapped = wrap(nn.Sequential(*layers), [1, 1, 1], 2, mode)
+    rule = "what every micro-batch gets whole" if mode == "never" else CHANGED_INPUT
+    with pytest.raises(RuntimeError, match=rule):
+        wrapped((leaf(requires_grad=True), NoChunk(leaf(False, rows=1))))
+
+
+class Give(nn.Module):
+    """Returns a parameter, or a view of it."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.weight, self.view = nn.Parameter(torch.ones(2, 3)), view
+
+    def forward(self, x):
+        return self.weight[:] if self.view else self.weight
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("view", [False, True])
+def test_parameter_that_is_passed_on_is_not_changed(view, chunks, mode):
+    """The next partition changes a copy, or it is an error."""
+    wrapped = wrap(nn.Sequential(Give(view), Apply(lambda x: x.mul_(2))), [1, 1], chunks, mode)
+    found = outcome(lambda: wrapped(torch.ones(2 * chunks, 3)), [wrapped[0].weight])
+    assert torch.equal(wrapped[0].weight, torch.ones(2, 3))
+    if isinstance(found, str):
+        assert "a leaf Variable that requires grad" in found or found.startswith(CHANGED_INPUT)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_output_that_the_caller_changes(mode):
+    for end in (torch.sin, lambda x: x[:, 1:], torch.relu_):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Apply(end))
+        wrapped = wrap(copy.deepcopy(module), [1, 2], 2, mode)
+        x = leaf(requires_grad=True)
+        gradients = []
+        for output, weight in (
+            (plain(module, x, 2), module[0].weight),
+            (wrapped(x), wrapped[0].weight),
+        ):
+            output.mul_(2)
+            gradients.append(torch.autograd.grad(output.sum(), [x, weight]))
+        for a, b in zip(*gradients):
+            torch.testing.assert_close(a, b)

@@ -1,0 +1,276 @@
+"""What comes out is what comes out of the plain model: joined, of the same kind, with gradients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.structures import (
+    CHUNKS,
+    MODES,
+    Partial,
+    Point,
+    integers,
+    model,
+    passed,
+    rows,
+    verify,
+)
+from torchgpipe import NoChunk
+
+# Joining.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_are_stacked(mode):
+    output = verify(
+        model(passed, lambda x: {"loss": x.square().mean(), "n": x.argmax(), "x": x}, mode=mode),
+        rows(),
+    )
+    assert (output["loss"].shape, output["n"].shape, output["x"].shape) == ((2,), (2,), (5, 3))
+    assert output["n"].dtype == torch.int64
+
+
+def test_one_micro_batch_is_stacked_like_many():
+    assert model(lambda x: x.sum(), chunks=1)(rows()).shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "a", "b"),
+    [
+        (lambda x: (x, len(x)), r"\[1\]", "3", "2"),
+        (lambda x: {"x": x, "n": [None, str(len(x))]}, r"\['n'\]\[1\]", "'3'", "'2'"),
+        (lambda x: Point(x, len(x) > 2), "y", "True", "False"),
+        (lambda x: len(x), "the value", "3", "2"),
+    ],
+)
+def test_other_outputs_that_differ_are_an_error(function, name, a, b):
+    wrapped = model(passed, Partial(function))
+    with pytest.raises(
+        ValueError, match=rf"equal for all .*output: {name}, micro-batch 0: {a}, micro-batch 1: {b}"
+    ):
+        wrapped(rows())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: (x,) * len(x), "same structure.*micro-batch 0: .*Tensor.*micro-batch 1: "),
+        (lambda x: (x, x if len(x) > 2 else None), "same structure.*NoneType"),
+        (lambda x: {str(len(x)): x}, r"same structure.*'3'.*'2'"),
+        (lambda x: x.t(), r"same shape but for dimension 0.*\(3, 3\), \(3, 2\)"),
+        (lambda x: x if len(x) > 2 else x.sum(), "same shape but for dimension 0"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_an_error(function, message):
+    with pytest.raises(ValueError, match=message):
+        model(passed, function)(rows())
+
+
+def test_other_outputs_alone():
+    assert model(passed, Partial(lambda x: None))(rows()) is None
+    assert model(passed, Partial(lambda x: {"a": "b"}))(rows()) == {"a": "b"}
+
+
+# What is not differentiable.
+
+
+class Mixed(nn.Module):
+    """Tensors that have no gradient before, between and behind those that have."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+        self.weight = nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        x = x * self.weight
+        value = {
+            "integers": (x * 10).long(),
+            "flags": x > 0.3,
+            "detached": x.detach(),
+            "complex": torch.complex(x, x),
+            "half": x.half(),
+            "bytes": (x * 10).byte(),
+            "x": x.sin(),
+            "y": x.cos(),
+            "count": torch.tensor(3),
+        }
+        return [value[name] for name in self.order]
+
+
+class Unmixed(nn.Module):
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+        self.weight = nn.Parameter(torch.rand(3))
+
+    def forward(self, values):
+        value = dict(zip(self.order, values))
+        y = self.weight * 0.5
+        for name in self.order:
+            x = value[name]
+            y = y + (x.abs() if x.is_complex() else x).to(y.dtype).tanh() * self.weight
+        return y, value[self.order[0]]
+
+
+ORDERS = [
+    ["integers", "x"],
+    ["x", "integers"],
+    ["flags", "x", "integers", "y", "detached"],
+    ["count", "bytes", "complex", "half", "x"],
+    ["integers", "flags"],
+    ["detached", "count"],
+    ["y", "integers", "x"],
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_tensors_without_a_gradient(order, mode):
+    for requires_grad in (False, True):
+        verify(
+            model(Mixed(order), Partial(passed), Unmixed(order), chunks=3, mode=mode),
+            rows(requires_grad=requires_grad),
+        )
+
+
+# Shapes.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shapes_from_step_to_step(mode):
+    wrapped = model(nn.Linear(3, 3), torch.tanh, lambda x: x.cumsum(1), chunks=3, mode=mode)
+    for shape in [(6, 4, 3), (6, 7, 3), (2, 1, 3), (1, 5, 3), (7, 2, 3), (4, 2, 2, 3)]:
+        verify(wrapped, torch.rand(shape, requires_grad=True))
+    value = {"x": torch.rand(4, 3), "n": [torch.rand(4)]}
+    verify(model(passed, passed, mode=mode), value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shapes_from_micro_batch_to_micro_batch(mode):
+    """Each is cut to its own longest sequence."""
+
+    def cut(value):
+        x, lengths = value
+        n = int(lengths.max())
+        return {"x": x[:, :n], "mask": torch.arange(n) < lengths[:, None], "n": n}
+
+    def pooled(value):
+        return (value["x"].tanh() * value["mask"][..., None]).sum(1) / value["n"]
+
+    x = torch.rand(6, 5, 3, requires_grad=True)
+    lengths = torch.tensor([1, 2, 5, 3, 1, 0])
+    verify(model(cut, passed, pooled, chunks=3, mode=mode), (x, lengths), steps=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_structures_from_micro_batch_to_micro_batch(mode):
+    """They may differ between layers, if not at the end."""
+
+    def differ(x):
+        return x if len(x) > 1 else [x.sin(), {"y": x.cos()}, integers(len(x))]
+
+    def same(value):
+        return value if isinstance(value, Tensor) else value[0] * value[1]["y"]
+
+    verify(model(differ, passed, same, chunks=3, mode=mode), rows(4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_empty_mini_batches(mode):
+    value = {"x": torch.rand(0, 3, requires_grad=True), "n": [integers(0)], "w": NoChunk(rows(2))}
+    for chunks in CHUNKS:
+        output = verify(model(passed, passed, chunks=chunks, mode=mode), value)
+        assert output["x"].shape == (0, 3)
+
+
+def test_no_rows_but_values():
+    verify(model(nn.Linear(3, 2), lambda x: {"loss": x.sum(), "x": x}), torch.rand(0, 3))
+
+
+# What outputs are like.
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("frozen", [[], [0], [1], [2], [0, 1], [1, 2], [0, 1, 2]])
+def test_requires_grad(frozen, mode):
+    for requires_grad in (False, True):
+        layers = [nn.Linear(3, 3), Partial(lambda x: (x, x > 0, x.detach())), nn.Linear(3, 3)]
+        layers[2] = First(layers[2])
+        for k in frozen:
+            layers[k].requires_grad_(False)
+        wrapped = model(*layers, mode=mode)
+        output = verify(wrapped, rows(requires_grad=requires_grad))
+        expected = len(set(frozen) & {0, 2}) < 2 or requires_grad
+        assert [x.requires_grad for x in output] == [expected, False, False]
+
+
+class First(nn.Module):
+    """A layer for the first of several."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value):
+        first, *rest = value
+        return (self.layer(first), *rest)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_integer_outputs(mode):
+    wrapped = model(nn.Linear(3, 3), Partial(lambda x: x.argmax(-1)), mode=mode)
+    output = verify(wrapped, rows())
+    assert (output.dtype, output.requires_grad) == (torch.int64, False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.uint8, torch.bool]
+)
+def test_dtypes(dtype, mode):
+    x = torch.ones(4, 2).to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        x.requires_grad_()
+    output = verify(model(Partial(lambda x: [x]), Partial(lambda x: x[0]), mode=mode), x)
+    assert (output.dtype, output.requires_grad) == (dtype, x.requires_grad)
+
+
+#: Strides other than those of a new tensor.
+FORMATS = {
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 2),
+    "transposed twice": lambda x: x.permute(0, 3, 2, 1),
+    "expanded": lambda x: x[:, :1].expand(-1, 4, -1, -1),
+    "strided": lambda x: x[:, ::2, :, 1:],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory_formats(name, mode):
+    x = torch.rand(4, 2, 3, 5, requires_grad=True)
+    for chunks in (1, 2):
+        for layers in (
+            [FORMATS[name], passed],
+            [passed, Partial(FORMATS[name])],
+            [Partial(FORMATS[name]), Partial(passed), torch.sin],
+        ):
+            verify(model(*layers, chunks=chunks, mode=mode), x)
+
+
+def test_channels_last_through_convolutions():
+    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    wrapped = model(*module.to(memory_format=torch.channels_last))
+    x = torch.rand(4, 2, 6, 6).to(memory_format=torch.channels_last)
+    output = verify(wrapped, x)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_classes_that_are_no_containers():
+    """What is in them is nobody's business but the layers'."""
+    thing = SimpleNamespace(x=torch.rand(2))
+    output = model(passed)((rows(), thing))
+    assert output[1] is thing

@@ -1,0 +1,51 @@
+"""The code of the README and of the guide runs, block after block."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.rst"
+#: What is about virtual accelerators is run in their process, and what prints in tests/schedule.
+GUIDE = {*(ROOT / "docs").glob("*.rst")}
+GUIDE = sorted(GUIDE - {ROOT / "docs/testing.rst", ROOT / "docs/schedule.rst"})
+
+
+@pytest.fixture(autouse=True)
+def no_accelerators(monkeypatch):
+    """Those of a machine may be fewer than the partitions of the examples."""
+    monkeypatch.setattr("torchgpipe.partition.arguments.accelerators", list)
+
+
+def test_readme(run, tmp_path):
+    assert "GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)" in README.read_text("utf-8")
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    names = run(
+        README,
+        layers=layers,
+        sample=torch.rand(2, 4),
+        path=tmp_path / "model.pt",
+        loader=[(torch.rand(16, 4), torch.randint(4, (16,)))] * 2,
+        **dict(zip("abcd", layers)),
+    )
+    assert all(p.grad is not None for p in layers.parameters())
+    assert torch.load(names["path"]).keys() == names["model"].module.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "file", [x for x in GUIDE if "code-block" in x.read_text("utf-8")], ids=lambda file: file.stem
+)
+# PyTorch's compiler asks every input for its gradient, whatever it is an input of.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_guide(run, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(file)
+
+
+def test_links():
+    for file in [README, *GUIDE]:
+        for link in re.findall(r"<(docs/[^>]*)>", file.read_text("utf-8")):
+            assert (ROOT / link).exists()

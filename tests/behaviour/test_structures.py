@@ -1,0 +1,376 @@
+"""Values of any structure: into the model, between its layers, and out of it.
+
+The reference is the plain module, run on the micro-batches one after another.
+"""
+
+from collections import OrderedDict, defaultdict
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
+
+from tests.support.structures import (
+    CHUNKS,
+    MODES,
+    Custom,
+    Partial,
+    Point,
+    Registered,
+    integers,
+    model,
+    passed,
+    rows,
+    verify,
+)
+from torchgpipe import NoChunk
+
+VALUES = {
+    "tuple": lambda: (rows(), integers()),
+    "list": lambda: [rows(), integers()],
+    "dict": lambda: {"x": rows(), "mask": integers() > 2},
+    "ordered dict": lambda: OrderedDict(b=rows(), a=integers()),
+    "default dict": lambda: defaultdict(list, x=rows()),
+    "named tuple": lambda: Point(rows(), integers()),
+    "structseq": lambda: rows().max(dim=1),
+    "registered dataclass": lambda: Registered(rows(), integers() > 1),
+    "a dataclass with None": lambda: Registered(rows(), None, scale=3.0),
+    "custom": lambda: Custom([rows(), integers()], "label"),
+    "None": lambda: (None, rows(), None),
+    "ints, floats and flags": lambda: (1, rows(), 2.5, True),
+    "strings": lambda: {"name": "x", "x": rows()},
+    "others": lambda: (rows(), torch.float16, torch.device("cpu"), slice(2), int),
+    "0-dim": lambda: (rows(), torch.tensor(2.0, requires_grad=True), torch.tensor(3)),
+    "NoChunk": lambda: (rows(), NoChunk(rows(7)), NoChunk(integers(2))),
+    "NoChunk of a structure": lambda: [rows(), NoChunk({"a": rows(1), "b": (rows(2), None, 3)})],
+    "NoChunk of no tensor": lambda: [rows(), NoChunk(None), NoChunk("a")],
+    "empty containers": lambda: (rows(), (), [], {}),
+    "deep": lambda: {"a": [(rows(), Point({"b": rows()}, [integers()])), None], "c": ((rows(),),)},
+    "alone in a tuple": lambda: (rows(),),
+    "alone": rows,
+    "integers alone": integers,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name, mode):
+    """In, between layers, and out."""
+    for chunks in CHUNKS:
+        verify(model(passed, passed, passed, chunks=chunks, mode=mode), VALUES[name]())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_tensor_between_layers(mode):
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3))
+
+        def forward(self, n=2):
+            return self.weight * n
+
+    for nothing in (lambda x: None, lambda x: 3, lambda x: {"a": ["b"]}):
+        forget = Partial(lambda n: 3)
+        verify(model(passed, Partial(nothing), forget, Made(), mode=mode), rows())
+    assert torch.equal(model(wrapped := Made(), chunks=1, mode=mode)(), wrapped.weight * 2)
+
+
+def test_containers_that_come_out():
+    value = {
+        "list": [integers()],
+        "tuple": (integers(),),
+        "ordered": OrderedDict(b=integers(), a=1),
+        "point": Point(integers(), None),
+        "data": Registered(integers(), None),
+        "custom": Custom([integers()], "label"),
+        "default": defaultdict(list, x=integers()),
+    }
+    output = model(passed, passed)(value)
+    assert [*map(type, output.values())] == [*map(type, value.values())]
+    assert list(output) == list(value)
+    assert list(output["ordered"]) == ["b", "a"]
+    assert output["custom"].label == "label"
+    assert output["default"].default_factory is list
+
+
+# What the first layer is called with.
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, mask=None, *more, scale=1.0, bias=None):
+        x = x * self.weight * scale
+        if mask is not None:
+            x = x.masked_fill(mask[:, None], 0)
+        if bias is not None:
+            x = x + bias["bias"]
+        return sum(more, x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ([rows()], {}),
+        ([rows(), integers() > 1], {}),
+        ([rows(), None, rows(), rows()], {}),
+        ([rows()], {"mask": integers() > 1, "scale": 2.0}),
+        ([rows()], {"scale": torch.tensor(2.0), "bias": {"bias": rows()}}),
+        ([rows()], {"bias": {"bias": NoChunk(rows(1))}}),
+        ([], {"x": rows(), "mask": integers() > 1}),
+        ([], {"x": rows()}),
+    ],
+)
+def test_arguments(args, kwargs, mode):
+    for balance in ([1, 1], [2]):
+        verify(model(Attention(), passed, balance=balance, mode=mode), *args, **kwargs)
+
+
+def test_input_by_the_name_that_a_sequential_gives_it():
+    x = rows()
+    wrapped = model(Attention(), passed)
+    expected = wrapped.module(input=x)
+    torch.testing.assert_close(wrapped(input=x), expected)
+
+    class Named(nn.Module):
+        def forward(self, input, scale):
+            return input * scale
+
+    assert torch.equal(model(Named())(input=x, scale=2), x * 2)
+
+
+def test_a_tuple_is_one_argument():
+    x, y = rows(), rows()
+    swapped = model(lambda value: (value[1], value[0]))((x, y))
+    assert torch.equal(swapped[0], y * 1.5)
+
+
+def test_wrong_arguments_are_the_layers_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        model(Attention())(rows(), other=1)
+
+
+# Splitting.
+
+
+def test_what_a_layer_sees():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, *args, **kwargs):
+            seen.append((args, kwargs))
+            return args[0]
+
+    whole, scalar, thing = torch.rand(7, 2), torch.tensor(1.0), object()
+    model(Look(), chunks=2, mode="never")(
+        torch.arange(3), scalar, thing, None, whole=NoChunk(whole), nested=[NoChunk({"a": whole})]
+    )
+    assert [args[0].tolist() for args, _ in seen] == [[0, 1], [2]]
+    for args, kwargs in seen:
+        assert torch.equal(args[1], scalar)
+        assert args[2] is thing
+        assert args[3] is None
+        assert torch.equal(kwargs["whole"], whole)
+        assert torch.equal(kwargs["nested"][0]["a"], whole)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_may_change_containers(mode):
+    """Each run is given its own."""
+
+    def change(value):
+        value["x"] = value.pop("y") + value.pop("z")[0].tanh()
+        return value
+
+    value = {"x": rows(), "y": rows(), "z": [rows()]}
+    wrapped = model(passed, change, mode=mode)
+    expected = (value["y"] * 1.5 + (value["z"][0] * 1.5).tanh()) * 1.5
+    output = wrapped(value)
+    torch.testing.assert_close(output["x"], expected)
+    expected.sum().backward()
+    gradients = [value[key].grad.clone() if key == "y" else None for key in value]
+    value["y"].grad = None
+    output["x"].sum().backward()
+    torch.testing.assert_close(value["y"].grad, gradients[1])
+    assert set(value) == {"x", "y", "z"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_gradient_of_what_is_not_split(mode, chunks):
+    whole = torch.rand(3, 3, requires_grad=True)
+    scale = torch.tensor(2.0, requires_grad=True)
+    x = rows()
+    wrapped = model(
+        lambda v: (v[0] @ v[1] * v[2], v[1]), lambda v: v[0].sin() @ v[1], chunks=chunks
+    )
+    wrapped.checkpoint = mode
+    wrapped((x, NoChunk(whole), scale)).square().sum().backward()
+    found = [t.grad for t in (x, whole, scale)]
+    w, v = (p.detach() for p in wrapped.parameters())
+    expected = ((x @ whole * scale * w).sin() @ (whole * w) * v).square().sum()
+    for a, b in zip(found, torch.autograd.grad(expected, (x, whole, scale))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_one_tensor_split_and_whole(mode, chunks):
+    """As self-attention over a whole that is a batch, too."""
+    x = rows()
+
+    def attend(value):
+        return (value[0] @ value[1].t()).softmax(-1) @ value[1]
+
+    verify(model(attend, passed, chunks=chunks, mode=mode), (x, NoChunk(x)))
+    verify(model(passed, attend, passed, chunks=chunks, mode=mode), [x, NoChunk(x), x])
+
+
+def test_different_numbers_of_rows_are_an_error():
+    with pytest.raises(ValueError, match=r"kwargs\['mask'\]\": \(4,\).*torchgpipe.NoChunk"):
+        model(Attention())(rows(5), mask=torch.zeros(4).bool())
+    with pytest.raises(ValueError, match=r"\['x'\]\[1\]\": \(4, 3\)"):
+        model(passed)({"x": [rows(5), rows(4)]})
+
+
+def test_containers_without_names():
+    """Those of a class that was registered without them are counted."""
+    with pytest.raises(ValueError, match=r"'leaf 0': \(5, 3\), 'leaf 1': \(4, 3\)"):
+        model(passed)(Custom([rows(5), rows(4)], "label"))
+    with pytest.raises(ValueError, match="output: leaf 1, micro-batch 0: 3, micro-batch 1: 2"):
+        model(Partial(lambda x: Custom([x, len(x)], "label")))(rows())
+    with pytest.raises(ValueError, match="same structure"):
+        model(Partial(lambda x: Custom([x], len(x))))(rows())
+
+
+def test_one_tensor_in_several_places_comes_out_as_one():
+    a, b = model(Partial(lambda x: {"a": [x], "b": x}), Partial(lambda v: (v["a"][0], v["b"])))(
+        rows()
+    )
+    assert a is b
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)],
+    ids=["sparse", "nested"],
+)
+def test_what_is_not_dense_is_not_split(make):
+    x = make(rows(4))
+    with pytest.raises(ValueError, match="only dense tensors.*the value, layout: .*NoChunk"):
+        model(passed)(x)
+    output, size = model(Partial(lambda x: [x, x.shape[0]]), chunks=1)(x)
+    assert (output.layout, size) == (x.layout, x.shape[0])
+
+
+def test_nothing_to_split():
+    with pytest.raises(ValueError, match="must be an input tensor to split.*chunks: 2"):
+        model(passed)({"x": torch.tensor(1.0), "n": 3})
+    assert verify(model(passed, chunks=1), {"x": torch.tensor(1.0), "n": 3})["x"].shape == (1,)
+
+
+# Any structure.
+
+
+class Scale(nn.Module):
+    """Maps over the tensors, in another way for each sort."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(()) + 0.5)
+
+    def forward(self, value):
+        def scale(x):
+            return (x * self.weight).sin() if x.is_floating_point() else x + 1
+
+        return tree_map_only(Tensor, scale, value)
+
+
+class Nest(nn.Module):
+    """Puts what it is given deeper, beside what it makes of it."""
+
+    def forward(self, value):
+        found = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.dim()]
+        x = found[-1]
+        return {"b": [value, x.double().tanh().sum()], "a": Point(x.argmax(), (None, 7, "seven"))}
+
+
+class Stop(nn.Module):
+    def forward(self, value):
+        tensors = iter(range(len(tree_leaves(value))))
+        return tree_map_only(Tensor, lambda x: x.detach() if next(tensors) % 2 else x, value)
+
+
+class Reverse(nn.Module):
+    """Of lists and tuples."""
+
+    def forward(self, value):
+        return value[::-1] if type(value) in (list, tuple) else [value, value]
+
+
+LAYERS = {"scale": Scale, "nest": Nest, "stop": Stop, "reverse": Reverse, "nothing": nn.Identity}
+
+
+def tensors_of(n):
+    """Makers of leaves, for mini-batches of n rows."""
+    return st.sampled_from(
+        [
+            lambda: torch.rand(n, 2, requires_grad=True),
+            lambda: torch.rand(n),
+            lambda: torch.rand(n, 1, 2, dtype=torch.float64, requires_grad=True),
+            lambda: torch.arange(n),
+            lambda: torch.tensor(0.5, requires_grad=True),
+            lambda: torch.tensor(3),
+            lambda: NoChunk(torch.rand(3, 2, requires_grad=True)),
+            lambda: NoChunk([torch.arange(2), None]),
+            lambda: None,
+            lambda: 3,
+            lambda: "three",
+        ]
+    )
+
+
+def containers(children):
+    some = st.lists(children, max_size=3)
+    keys = st.sampled_from("xyz")
+    return st.one_of(
+        some,
+        some.map(tuple),
+        st.dictionaries(keys, children, max_size=3),
+        st.dictionaries(keys, children, max_size=2).map(OrderedDict),
+        st.tuples(children, children).map(lambda pair: Point(*pair)),
+        st.tuples(children, children).map(lambda pair: Registered(*pair, scale=lambda: 2.0)),
+        some.map(lambda children: Custom(children, "label")),
+    )
+
+
+@st.composite
+def cases(draw):
+    """A value with rows, and layers with their balance."""
+    n = draw(st.integers(1, 5))
+    tree = draw(st.recursive(tensors_of(n), containers, max_leaves=6))
+    names = draw(st.lists(st.sampled_from(sorted(LAYERS)), max_size=4))
+    layers = [LAYERS[name]() for name in ["scale", *names, "scale"]]
+    cuts = draw(st.sets(st.integers(1, len(layers) - 1)))
+    balance = [b - a for a, b in pairwise([0, *sorted(cuts), len(layers)])]
+    value = tree_map(lambda make: make(), (tree, lambda: torch.rand(n, 2)))
+    return value, layers, balance
+
+
+@settings(max_examples=50)
+@given(cases(), st.integers(1, 4), st.sampled_from(MODES))
+def test_any_structure(case, chunks, mode):
+    value, layers, balance = case
+    torch.manual_seed(0)
+    verify(model(*layers, balance=balance, chunks=chunks, mode=mode), value)

@@ -1,0 +1,207 @@
+"""Several wrappers: in several threads, within each other, and one after another."""
+
+import copy
+import itertools
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import Apply
+from tests.support.long_runs import (
+    MODES,
+    WAYS,
+    Piped,
+    eventually,
+    run_in_threads,
+    uncollected,
+    verify_nothing_stays,
+)
+from torchgpipe import GPipe, is_recomputing
+
+WIDTH = 4
+
+
+@pytest.fixture(params=WAYS)
+def wrap(request):
+    return partial(WAYS[request.param], balance=[2, 2], chunks=2, devices=["cpu"] * 2)
+
+
+def by_worker(*args, **options):
+    """A wrapper on the CPU whose cells its one worker issues: the generator is one, too."""
+    model = GPipe(*args, **options)
+    model._workers._way = lambda: "workers"
+    return model
+
+
+#: How cells are issued where one wrapper is within another.
+NESTED = {"caller": GPipe, "worker": by_worker}
+
+
+def layers(between=None):
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), between or nn.Tanh(), nn.Linear(WIDTH, 2)
+    ).double()
+
+
+def square(between=None):
+    """Layers whose output is as wide as their input."""
+    between = between or nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), between, nn.Tanh()).double()
+
+
+def batch():
+    return torch.rand(6, WIDTH, dtype=torch.double, requires_grad=True)
+
+
+def found(model, input):
+    """What a model gives, and its gradients."""
+    output = model(input)
+    leaves = [input, *model.parameters()]
+    return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def expected(module, input):
+    return found(copy.deepcopy(module), input)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_wrappers_in_several_threads(wrap, mode):
+    def train(module, input, right):
+        model = wrap(module, checkpoint=mode)
+        for _ in range(5):
+            torch.testing.assert_close(found(model, input), right)
+
+    cases = [(layers(), batch()) for _ in range(4)]
+    run_in_threads([partial(train, *case, expected(*case)) for case in cases])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_wrapper_in_several_threads(wrap, mode):
+    """Which may run it at once, but while a backward recomputes."""
+    model = wrap(layers(), checkpoint=mode)
+    inputs = [batch() for _ in range(4)]
+    right = [found(model, x) for x in inputs]
+    steps = threading.Lock() if mode != "never" else threading.Semaphore(4)
+
+    def use(input, right):
+        for _ in range(5):
+            with steps:
+                torch.testing.assert_close(found(model, input), right)
+            with torch.no_grad():
+                torch.testing.assert_close(model(input), right[0])
+
+    run_in_threads([partial(use, *case) for case in zip(inputs, right)])
+
+
+def test_nothing_runs_beside_a_recomputation_of_its_layers():
+    """Which has exchanged what they are made of."""
+    begun, end, runs = threading.Event(), threading.Event(), []
+
+    def wait(x):
+        runs.append("again" if is_recomputing() else "forward")
+        if is_recomputing():
+            begun.set()
+            assert end.wait(10)
+            runs.append("over")
+        return x.tanh()
+
+    model = GPipe(layers(Apply(wait)), [2, 2], devices=["cpu"] * 2, checkpoint="always")
+    loss = model(batch()).sum()
+
+    def use():
+        assert begun.wait(10)
+        threading.Timer(0.1, end.set).start()
+        with torch.no_grad():
+            model(batch())
+
+    run_in_threads([loss.backward, use])
+    assert runs == ["forward", "again", "over", "forward"]
+
+
+def test_one_wrapper_in_threads_of_which_one_fails(wrap):
+    failing = threading.local()
+
+    def fail(x):
+        if getattr(failing, "wanted", False) or x.isnan().any():
+            raise KeyError
+        return x
+
+    model = wrap(layers(Apply(fail)))
+    good = batch()
+    bad, right = torch.full_like(good, torch.nan), found(model, good)
+
+    def use(input, error):
+        for _ in range(10):
+            if error:
+                with pytest.raises(KeyError), torch.no_grad():
+                    model(input)
+            else:
+                torch.testing.assert_close(model(input), right[0])
+
+    run_in_threads([partial(use, good, False), partial(use, bad, True)] * 2)
+
+
+@pytest.mark.parametrize("inner", ["never", "always"])
+@pytest.mark.parametrize("outer", ["never", "always"])
+@pytest.mark.parametrize(
+    "ways", [*itertools.product(NESTED, NESTED)], ids=lambda ways: " in ".join(ways)
+)
+def test_wrapper_within_a_wrapper(ways, outer, inner):
+    input, module = batch(), layers(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    right = expected(module, input)
+    within, around = [NESTED[way] for way in ways]
+    options = {"chunks": 2, "devices": ["cpu"] * 2}
+    module[2] = within(module[2], [1, 1], checkpoint=inner, **options)
+    model = around(module, [2, 2], checkpoint=outer, **options)
+    for _ in range(2):
+        torch.testing.assert_close(found(model, input), right)
+
+
+@pytest.mark.parametrize("way", NESTED)
+def test_wrappers_within_wrappers_in_several_threads(way):
+    wrap = partial(NESTED[way], balance=[2, 2], chunks=2, devices=["cpu"] * 2)
+
+    def train(module, input, right):
+        for mode in MODES:
+            inmost = wrap(copy.deepcopy(module[2][2]), checkpoint=mode)
+            between = wrap(nn.Sequential(*copy.deepcopy(module[2][:2]), inmost, nn.Tanh()))
+            model = wrap(nn.Sequential(*copy.deepcopy(module[:2]), between, module[3]))
+            for _ in range(3):
+                torch.testing.assert_close(found(model, input), right)
+
+    modules = [layers(square(square())) for _ in range(3)]
+    inputs = [batch() for _ in modules]
+    run_in_threads([partial(train, m, x, expected(m, x)) for m, x in zip(modules, inputs)])
+
+
+def test_wrappers_that_come_and_go_leave_nothing_behind(wrap):
+    def live(k):
+        model = wrap(layers(Apply(raising) if k % 3 == 0 else None), checkpoint="always")
+        try:
+            output = model(batch())
+        except KeyError:
+            return
+        if k % 3 == 1:
+            output.sum().backward()
+
+    verify_nothing_stays(live)
+
+
+def raising(x):
+    raise KeyError
+
+
+def test_threads_end_with_a_wrapper_that_is_dropped():
+    before = {*threading.enumerate()}
+    with uncollected():
+        model = Piped(layers(), [1, 1, 1, 1])
+        output = model(batch())
+        started = {*threading.enumerate()} - before
+        assert len(started) == 4
+        del model
+        # What it has given can be differentiated all the same.
+        output.sum().backward()
+        assert eventually(lambda: not started & {*threading.enumerate()})

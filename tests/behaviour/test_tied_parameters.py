@@ -1,0 +1,335 @@
+"""Tied parameters, and modules that are used several times, are what they are without a wrapper."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from tests.support.helpers import CPUS, plain
+from torchgpipe import GPipe
+from torchgpipe.partition.split import split_module, tensors, verify_sharing
+
+MODES = ["never", "except_last", "always"]
+WORDS, WIDTH = 7, 4
+
+
+class Decoder(nn.Module):
+    """Computes with the weight of an embedding, which may be in another partition."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+class Buffered(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.table.add_(1)
+        return x * 1
+
+
+def language_model():
+    """The first and the last layer are tied, as are two within, which differ in their biases."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(WORDS, WIDTH)
+    one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    two.weight = one.weight
+    return nn.Sequential(embedding, one, nn.Tanh(), two, Decoder(embedding)).double()
+
+
+def reused():
+    """A block that comes three times, as in a universal transformer, and its activation."""
+    torch.manual_seed(0)
+    block, act = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), nn.GELU()
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), block, act, block, act, nn.Linear(WIDTH, 2), nn.Tanh()
+    ).double()
+
+
+def with_a_norm():
+    """A batch norm that comes twice."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(WIDTH)
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), norm, nn.Tanh(), norm, nn.Linear(WIDTH, 3)
+    ).double()
+
+
+MODELS = [language_model, reused, with_a_norm]
+
+
+@pytest.fixture
+def input(device):
+    return torch.randint(WORDS, (8,), device=device)
+
+
+def wrap(module, device, *, cuts=None, mode="except_last", chunks=3):
+    n = len(module)
+    balance = {None: [n], "two": [2, n - 2], "each": [1] * n}[cuts]
+    return GPipe(module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=mode)
+
+
+def train(model, forward, input):
+    """Three steps with an optimizer that remembers, and what comes of them."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        output = forward(input)
+        output.square().sum().backward()
+        found += [output.detach(), *[p.grad for p in model.parameters()]]
+        optimizer.step()
+    return [*found, *model.parameters()]
+
+
+def ties(model):
+    """The names that parameters and buffers have, those of each together."""
+    model = getattr(model, "module", model)
+    names = {}
+    for name, tensor in tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+    return sorted(names.values())
+
+
+# On one device.
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cuts", [None, "two", "each"])
+@pytest.mark.parametrize("make", MODELS)
+def test_training(make, cuts, mode, device, input):
+    """Within a partition and across them."""
+    reference = make().to(device)
+    model = wrap(make(), device, cuts=cuts, mode=mode)
+    assert len(list(model.parameters())) == len(list(reference.parameters()))
+    expected = train(reference, lambda x: plain(reference, x, 3), input)
+    for a, b in zip(expected, train(model, model, input), strict=True):
+        torch.testing.assert_close(b, a)
+    assert ties(model) == ties(reference)
+    # Across partitions it is no longer the same order in which a norm sees micro-batches.
+    ordered = cuts is None or make is not with_a_norm
+    for a, b in zip(reference.buffers(), model.buffers(), strict=True):
+        assert torch.equal(a, b) or not (ordered or a.dim() == 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_gradients(mode, device, input):
+    found = []
+    module = language_model().to(device)
+    model = wrap(copy.deepcopy(module), device, cuts="each", mode=mode)
+    for owner, forward in ((module, lambda x: plain(module, x, 3)), (model, model)):
+        parameters = list(owner.parameters())
+        grads = torch.autograd.grad(forward(input).exp().sum(), parameters, create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+        found.append([*grads, *[p.grad for p in parameters]])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hook_runs_once_for_all_uses(mode, device, input):
+    model = wrap(language_model(), device, cuts="each", mode=mode)
+    calls = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: calls.append(id(p)))
+    model(input).square().sum().backward()
+    assert sorted(calls) == sorted(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_optimizer_in_backward(mode, device, input):
+    """Not before the last use of a parameter has been computed again."""
+    found = []
+    module = language_model().to(device)
+    model = wrap(copy.deepcopy(module), device, cuts="each", mode=mode)
+    for owner, forward in ((module, lambda x: plain(module, x, 3)), (model, model)):
+        for parameter in owner.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda p, step=optimizer.step: step())
+        for _ in range(2):
+            owner.zero_grad()
+            forward(input).square().sum().backward()
+        found.append([p.detach() for p in owner.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_functional_call_replaces_all_uses(mode, device, input):
+    model = wrap(language_model(), device, cuts="two", mode=mode)
+    reference = model.module
+    torch.manual_seed(1)
+    found = []
+    replaced = torch.rand(WORDS, WIDTH, dtype=torch.double, device=device)
+    for owner, name, call in (
+        (
+            reference,
+            "0.weight",
+            lambda p: plain(lambda x: functional_call(reference, p, x), input, 3),
+        ),
+        (model, "partitions.0.0.weight", lambda p: functional_call(model, p, input)),
+    ):
+        leaf = replaced.clone().requires_grad_()
+        output = call({name: leaf})
+        output.square().sum().backward()
+        assert owner.get_parameter(name).grad is None
+        found.append([output.detach(), leaf.grad])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cuts", [None, "each"])
+def test_shared_buffer(cuts, mode, device):
+    table = torch.zeros(1)
+    module = nn.Sequential(Buffered(table), nn.Linear(2, 2), Buffered(table)).to(device)
+    model = wrap(module, device, cuts=cuts and "each", mode=mode, chunks=2)
+    assert model[0].table is model[2].table
+    with torch.no_grad():
+        model(torch.rand(4, 2, device=device))
+    assert model[2].table.item() == 4
+
+
+# Across devices.
+
+
+def on_devices(module, balance, devices):
+    verify_sharing(split_module(module, balance), [CPUS[k] for k in devices])
+
+
+def proposals(message):
+    """The balance and the devices that an error proposes."""
+    balance, devices = re.search(r"balance=(\[.*?\]).*devices=(\[.*?\])", message).groups()
+    devices = [int(name.removeprefix("cpu:")) for name in re.findall(r"cpu:\d", devices)]
+    return [int(size) for size in re.findall(r"\d+", balance)], devices
+
+
+def two_pairs():
+    """Ties that overlap, the one in the other."""
+    a, b, c, d = (nn.Linear(2, 2) for _ in range(4))
+    c.weight, d.weight = a.weight, b.weight
+    return nn.Sequential(a, b, nn.ReLU(), c, d, nn.Linear(2, 2))
+
+
+def chain_of_ties():
+    """The first with the third in their weights, the third with the fifth in their biases."""
+    a, b, c = (nn.Linear(2, 2) for _ in range(3))
+    b.weight, c.bias = a.weight, b.bias
+    return nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), c, nn.ReLU())
+
+
+def tied_twice():
+    """The first with the second, and with the last, which is on its device already."""
+    a, b, c, d = (nn.Linear(2, 2) for _ in range(4))
+    b.weight, d.bias = a.weight, a.bias
+    return nn.Sequential(a, b, c, d)
+
+
+def buffers():
+    table = torch.ones(3)
+    return nn.Sequential(nn.ReLU(), Buffered(table), nn.ReLU(), Buffered(table), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("make", "balance", "devices", "found", "proposed"),
+    [
+        (language_model, [3, 2], [0, 1], "0.weight: cpu:0, 4.weight: cpu:1", ([5], [0, 0])),
+        (language_model, [2, 1, 2], [0, 1, 2], "4.weight: cpu:2", ([5], [0, 1, 0])),
+        (
+            reused,
+            [2, 2, 3],
+            [0, 1, 2],
+            r"1.0.weight: cpu:0, 3.0.weight: cpu:1",
+            ([4, 3], [0, 0, 2]),
+        ),
+        (
+            two_pairs,
+            [1] * 6,
+            [0, 1, 2, 3, 0, 1],
+            "0.weight: cpu:0, 3",
+            ([5, 1], [0, 1, 2, 0, 1, 1]),
+        ),
+        (chain_of_ties, [1, 2, 3], [0, 1, 2], "0.weight.*2.bias", ([6], [0, 0, 0])),
+        (tied_twice, [1] * 4, [0, 1, 2, 0], "0.weight: cpu:0, 1.weight", ([4], [0, 0, 2, 0])),
+        (buffers, [1, 1, 1, 2], [0, 1, 2, 3], "1.table: cpu:1, 3.table", ([1, 4], [0, 1, 2, 1])),
+    ],
+)
+def test_on_two_devices_is_an_error_that_proposes(make, balance, devices, found, proposed):
+    module = make()
+    with pytest.raises(ValueError, match="shared only by layers on one device") as caught:
+        on_devices(module, balance, devices)
+    assert re.search(found, str(caught.value))
+    assert proposals(str(caught.value)) == proposed
+    # And the proposals hold what they promise.
+    on_devices(module, proposed[0], devices[: len(proposed[0])])
+    on_devices(module, balance, proposed[1])
+
+
+def test_wrapper_is_not_made_and_nothing_moved():
+    module = language_model()
+    with pytest.raises(ValueError, match=r"balance=\[5\].*devices=\['cpu', 'meta', 'cpu'\]"):
+        GPipe(module, [2, 1, 2], devices=["cpu", "meta", "meta"])
+    assert {x.device.type for _, x in tensors(module)} == {"cpu"}
+
+
+# Saved, loaded and copied.
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("source", ["own", "plain", "other balance"])
+@pytest.mark.parametrize("make", [language_model, with_a_norm])
+def test_loading(make, source, assign, device, input):
+    """All names are in the file, and what was tied is tied after loading."""
+    trained = wrap(make(), device, cuts="two")
+    train(trained, trained, input)
+    other = {
+        "own": lambda: trained,
+        "plain": lambda: trained.module,
+        "other balance": lambda: wrap(copy.deepcopy(trained.module), device, cuts="each"),
+    }[source]()
+    stored = io.BytesIO()
+    torch.save(other.state_dict(), stored)
+    stored.seek(0)
+    state = torch.load(stored)
+    assert len(state) == len(tensors(make()))
+
+    reference, model = make().to(device), wrap(make(), device, cuts="two")
+    reference.load_state_dict(trained.module.state_dict(), assign=assign)
+    assert model.load_state_dict(state, assign=assign) == ([], [])
+    if assign:
+        # It replaces what is there by what is in the file, name by name.
+        assert [len(names) for names in ties(model)] == [len(names) for names in ties(reference)]
+    else:
+        assert ties(model) == ties(make())
+    model.eval(), trained.eval()
+    assert torch.equal(model(input), trained(input))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_own_keys_are_those_of_the_plain_module(make, device):
+    model = wrap(make(), device, cuts="two")
+    assert list(model.module.state_dict()) == list(make().state_dict())
+    assert [name.split(".", 2)[2] for name in model.state_dict()] == list(make().state_dict())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("make", MODELS)
+def test_copies_are_tied(make, duplicate, device, input):
+    model = wrap(make(), device, cuts="each")
+    twin = duplicate(model)
+    assert ties(twin) == ties(make())
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+    for a, b in zip(train(model, model, input), train(twin, twin, input), strict=True):
+        assert torch.equal(a, b)

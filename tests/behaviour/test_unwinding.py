@@ -1,0 +1,143 @@
+"""Ctrl-C may come anywhere: what was set in the caller's thread is put back."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.behaviour.test_failures import WIDTH, Tricky
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.ambient.context import Entered
+from torchgpipe.ambient.modes import Modes, autocast_nesting, current_hooks
+from torchgpipe.ambient.random_numbers import Carried, Restored
+from torchgpipe.ambient.running import running
+from torchgpipe.devices.streams import current_streams, use_stream
+from torchgpipe.recompute.checkpoint import _flag
+from torchgpipe.skip.tracker import use_skip_tracker
+
+
+@pytest.fixture
+def places(device):
+    """Where two partitions sit."""
+    return [device] * 2
+
+
+#: Between what sets something and the block that it is set for; or after that, before it is unset.
+WINDOWS = {
+    "a skip tracker": (use_skip_tracker, "__exit__"),
+    "hooks": (saved_tensors_hooks, "__enter__"),
+    "hooks, afterwards": (saved_tensors_hooks, "__exit__"),
+    "a flag": (_flag, "__enter__"),
+    "modes": (Entered, "__enter__"),
+    "modes, afterwards": (Entered, "__exit__"),
+    "a stream": (use_stream, "__enter__"),
+    "a stream, afterwards": (use_stream, "__exit__"),
+    "a micro-batch's numbers": (Carried, "__enter__"),
+    "a micro-batch's numbers, afterwards": (Carried, "__exit__"),
+    "recomputed numbers": (Restored, "__enter__"),
+    "recomputed numbers, afterwards": (Restored, "__exit__"),
+}
+
+
+def made(places):
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Tanh()) for _ in range(2)]
+    return GPipe(nn.Sequential(*layers), [1, 1], devices=places, chunks=2, checkpoint="always")
+
+
+def step(model):
+    torch.manual_seed(0)
+    x = torch.ones(4, WIDTH, device=model.devices[0])
+    with torch.autocast(model.devices[-1].type, torch.bfloat16):
+        output = model(x)
+    output.float().sum().backward()
+    grads = [parameter.grad.cpu() for parameter in model.parameters()]
+    model.zero_grad()
+    return grads
+
+
+def state(model):
+    """What this thread has set."""
+    own = (is_checkpointing(), is_recomputing(), running.depth, running.layer, running.tracker)
+    streams = current_streams(model.devices)
+    return (Modes.current(), autocast_nesting(), current_hooks(), own, streams)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_interrupted_where_something_was_set(places, window, monkeypatch):
+    model = made(places)
+    # Backward in this thread, which alone is interrupted.
+    with torch.autograd.set_multithreading_enabled(False):
+        model._workers._way = lambda: "caller"
+        expected, before = step(model), state(model)
+        owner, name = WINDOWS[window]
+        original = getattr(owner, name)
+        for k in range(3):
+            left = [k]
+
+            def interrupted(*args, left=left):
+                left[0] -= 1
+                if left[0] >= 0:
+                    return original(*args)
+                if left[0] == -1:
+                    if name == "__enter__":
+                        original(*args)
+                    raise KeyboardInterrupt
+                return original(*args)
+
+            monkeypatch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step(model)
+            monkeypatch.undo()
+            assert state(model) == before
+            model.zero_grad()
+            assert all(map(torch.equal, step(model), expected))
+
+
+class Interrupt(Tricky):
+    """Presses Ctrl-C in its second run of a kind."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.seen = where, None
+
+    def count(self, kind):
+        if kind == self.where and self.seen is not None:
+            self.seen += 1
+            if self.seen == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                # Where this is not the caller's thread, that one now has Python.
+                time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
+def test_ctrl_c(places, where):
+    """Accelerators run backward in other threads; Python hears it when that is over."""
+    layer = Interrupt(where)
+    model = GPipe(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), layer),
+        [1, 1],
+        devices=places,
+        chunks=8,
+        checkpoint="always",
+    )
+    x = torch.ones(8, WIDTH, device=model.devices[0])
+
+    def train():
+        model.zero_grad()
+        model(x).sum().backward()
+        return [parameter.grad.cpu() for parameter in model.parameters()]
+
+    expected, before = train(), state(model)
+    layer.seen = 0
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    runs, layer.seen = layer.seen, None
+    own = where == "forward" or all(device.type == "cpu" for device in model.devices)
+    assert runs in ((2, 3) if own else range(2, 9))
+    assert state(model) == before
+    assert all(map(torch.equal, train(), expected))

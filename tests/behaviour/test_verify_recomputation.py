@@ -1,0 +1,121 @@
+"""verify_recomputation() finds other values than those of the forward, and no others."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import Apply, note_of
+from tests.support.recomputation import MODES, Differs, numbered, wrap
+from torchgpipe import verify_recomputation
+
+VALUES = {
+    "other values": (lambda x: (x + 1).sin(), lambda x: (x + 2).sin()),
+    "NaN": (lambda x: (x + 1).sin(), lambda x: (x + torch.nan).sin()),
+    "an integer": (
+        lambda x: x.gather(1, torch.zeros(len(x), 1, dtype=torch.long)) * x,
+        lambda x: x.gather(1, torch.ones(len(x), 1, dtype=torch.long)) * x,
+    ),
+    "a mask": (lambda x: x.where(x > 0, x * 2), lambda x: x.where(x > 9, x * 2)),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_other_values_are_found(name):
+    model = wrap(nn.Identity(), Differs(*VALUES[name], rows=1), balance=[1, 1])
+    with verify_recomputation():
+        loss = model(numbered()).sum()
+    with pytest.raises(RuntimeError, match=r"compute the same values as .*layer: 1, ") as caught:
+        loss.backward()
+    assert note_of(caught.value) == "raised in partition 1, micro-batch 1, layer 1 (Differs)"
+    # It is looked for where it is asked for.
+    model(numbered()).sum().backward()
+
+
+def test_counter_that_is_not_held_back_is_found():
+    class Noise(nn.Module):
+        step = 0
+
+        def forward(self, x):
+            self.step += 1
+            return (x + self.step).exp()
+
+    model = wrap(Noise(), mode="always")
+    with verify_recomputation(), pytest.raises(RuntimeError, match="must compute the same values"):
+        model(numbered()).sum().backward()
+
+
+class NaN(nn.Module):
+    def forward(self, x):
+        return (x + torch.tensor([torch.nan, torch.inf], device=x.device)).sin() + x.exp()
+
+
+EQUAL = {
+    "NaN": lambda: [NaN(), nn.Linear(2, 2)],
+    "dropout": lambda: [nn.Dropout(0.5), nn.Linear(2, 2), nn.AlphaDropout(0.3)],
+    "batch norm": lambda: [nn.BatchNorm1d(2), nn.Tanh(), nn.BatchNorm1d(2, momentum=None)],
+    "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ELU(inplace=True)],
+    "attention": lambda: [Attention(), nn.GRU(2, 2), First()],
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(2, 1, dropout=0.2)
+
+    def forward(self, x):
+        return self.layer(x, x, x)[0]
+
+
+class First(nn.Module):
+    def forward(self, value):
+        return value[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_values_pass(name, autocast, mode, device):
+    layers = EQUAL[name]()
+    model = wrap(*layers, balance=[1, len(layers) - 1], device=device, mode=mode)
+    x = torch.randn(6, 2, device=device, requires_grad=True)
+    found = []
+    for verification in (verify_recomputation(), nullcontext()):
+        torch.manual_seed(1)
+        with verification, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            output = model(x)
+        found.append(torch.autograd.grad(output.float().sum(), [x, *model.parameters()]))
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64), First()]])
+def test_value_that_is_written_after_it_was_saved_passes(make):
+    """As the noise of the one layer; or never, as some bytes in the workspace of the other."""
+    layers = make()
+    model = wrap(*layers, balance=[len(layers)], mode="always")
+    junk = [torch.full((2, 64), 7.0) for _ in range(9)]
+    del junk
+    with verify_recomputation():
+        model(torch.randn(6, 64, requires_grad=True)).sum().backward()
+
+
+def test_value_that_is_changed_after_the_forward_passes():
+    model = wrap(nn.Linear(2, 2), Apply(torch.exp), mode="always")
+    with verify_recomputation():
+        output = model(torch.rand(6, 2))
+    with torch.no_grad():
+        output.mul_(2)
+    output.sum().backward()
+
+
+def test_double_backward_and_two_graphs_pass():
+    model = wrap(nn.Linear(2, 2), nn.Tanh(), balance=[1, 1])
+    x = torch.randn(6, 2, requires_grad=True)
+    with verify_recomputation():
+        outputs = [model(x), model(x * 2)]
+    for output in outputs:
+        (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        grad.square().sum().backward()

@@ -1,0 +1,160 @@
+"""Programs that end while there are wrappers, and while these are in the middle of something.
+
+``python -m tests.support.exits NAME...`` runs each program in a process of its own and prints how
+it ended. The processes are forked from one that has imported torch, which takes long.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.support.forks import wait
+from tests.support.long_runs import Piped
+from torchgpipe import GPipe, testing
+
+#: In how many seconds a process that ends is taken to hang. What it is amid takes far longer.
+HANGS, FOREVER = 15, 300
+
+
+class Endless(nn.Module):
+    """Does something again and again."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.started = threading.Event()
+
+    def forward(self, x):
+        end = time.monotonic() + FOREVER
+        while time.monotonic() < end:
+            self.function(x)
+            self.started.set()
+        return x
+
+
+def sleep(x):
+    time.sleep(FOREVER)
+
+
+def compute(x):
+    """Stays in torch for long, and comes to Python now and then."""
+    matrix = torch.ones(256, 256, device=x.device)
+    for _ in range(10):
+        matrix @ matrix
+
+
+def place(where):
+    """Devices, and what makes a wrapper there whose cells are issued by workers."""
+    if where == "cpu":
+        return ["cpu"] * 2, Piped
+    # Beside the CPU an accelerator's cells are always issued by workers.
+    return [testing.load(2)[0], "cpu"], GPipe
+
+
+def step(model, device):
+    model(torch.ones(4, 2, device=device)).sum().backward()
+
+
+def live(where):
+    """Many wrappers are there, each of whose workers has started."""
+    devices, wrap = place(where)
+    # What they belong to is freed at the very end, with the module.
+    global wrappers
+    wrappers = [
+        wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, devices=devices)
+        for _ in range(50)
+    ]
+    for model in wrappers:
+        step(model, devices[0])
+    assert threading.active_count() == 101
+    print("end")
+
+
+def amid(end, function, where):
+    """The main thread ends while a cell is amid something.
+
+    Args:
+        end: "interrupted" by Ctrl-C in its step, or "left" to another thread by an exit.
+        function: what the cell does.
+        where: on what.
+    """
+    devices, wrap = place(where)
+    endless = Endless(function)
+    model = wrap(nn.Sequential(nn.Linear(2, 2), endless), [1, 1], chunks=2, devices=devices)
+    if function is sleep:
+        endless.function = lambda x: (endless.started.set(), sleep(x))
+
+    def interrupt():
+        endless.started.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    own = partial(step, model, devices[0])
+    others = interrupt if end == "interrupted" else own
+    # Also where the tests run in the background, and Ctrl-C would be ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=others, daemon=True).start()
+    if end == "interrupted":
+        own()
+    endless.started.wait()
+    sys.exit(3)
+
+
+#: By the name of each what runs in it.
+PROGRAMS = {f"live, {where}": partial(live, where) for where in ("cpu", "virtual")} | {
+    f"{end} amid {function.__name__}, {where}": partial(amid, end, function, where)
+    for end, function, where in (
+        ("interrupted", sleep, "cpu"),
+        ("interrupted", compute, "cpu"),
+        ("interrupted", compute, "virtual"),
+        ("left", compute, "cpu"),
+    )
+}
+
+
+def endings(names):
+    """How programs end: of each, by name, its exit status, and what it has printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.exits", *names],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60 + HANGS * len(names),
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return json.loads(done.stdout)
+
+
+def main():
+    """The program to be, in a child; None in the parent, when all have ended."""
+    torch.set_num_threads(1)
+    ended = {}
+    for name in sys.argv[1:]:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = os.fork()
+            if child == 0:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                return PROGRAMS[name]
+            status = wait(child, HANGS)
+            printed = [file.seek(0) or file.read() for file in (out, err)]
+            ended[name] = [status, *printed]
+    print(json.dumps(ended))
+    return None
+
+
+if __name__ == "__main__":
+    program = main()
+    if program is not None:
+        # It is the process's main program, and ends as it does.
+        program()

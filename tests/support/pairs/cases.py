@@ -1,0 +1,142 @@
+"""What two processes compute together.
+
+``run()`` has one pair do all of it, since torch takes long to import. A case is a function of the
+process's rank, which raises if something is not as it should be.
+"""
+
+import datetime
+import os
+import tempfile
+import traceback
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from tests.behaviour.test_sharding import GATHERS_AGAIN
+from tests.support.fresh import METHOD
+from tests.support.pairs.models import (
+    RANKS,
+    plain,
+    skips,
+    tied,
+    unused,
+)
+from tests.support.pairs.parallel import (
+    SETTINGS,
+    batch_norm,
+    clipped,
+    communicating,
+    failing,
+    forking_loader,
+    hooked,
+    parallel,
+    random_numbers,
+    uneven_batches,
+    uneven_shards,
+    unused_by_default,
+    within_parent,
+)
+from tests.support.pairs.shards import sharded, tensor_parallel
+from tests.support.recomputation import MODES
+
+
+def _named(function, **how):
+    words = [x.__name__ if callable(x) else str(x) for x in how.values()]
+    return " ".join([function.__name__, *words]), partial(function, **how)
+
+
+CASES = dict(
+    [
+        *[
+            _named(parallel, make=make, mode=mode, setting=setting)
+            for make, mode, setting in [
+                *product([plain], MODES, SETTINGS),
+                *product([skips], MODES, ["default", "find unused", "static graph"]),
+                *product([unused, tied], ["never", "always"], ["default", "static graph"]),
+            ]
+        ],
+        *[_named(parallel, make=plain, mode=mode, setting="default", cap=25) for mode in MODES],
+        *[
+            _named(function, mode=mode)
+            for function, mode in product(
+                [
+                    random_numbers,
+                    unused_by_default,
+                    communicating,
+                    uneven_shards,
+                    uneven_batches,
+                    clipped,
+                    within_parent,
+                ],
+                MODES,
+            )
+        ],
+        *[
+            _named(batch_norm, mode=mode, deferred=deferred)
+            for mode, deferred in product(MODES, [False, True])
+        ],
+        *[
+            _named(hooked, mode=mode, hook=hook)
+            for mode, hook in product(
+                MODES, [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook]
+            )
+        ],
+        _named(failing, mode="always"),
+        _named(forking_loader, mode="always"),
+        _named(tensor_parallel, mode="always"),
+        _named(sharded, mode="always", what="all"),
+        *[
+            _named(sharded, mode=mode, what=what, reshard_after_forward=reshard)
+            for mode, (what, reshard) in product(
+                # What is gathered for all of the model has to stay until backward is over.
+                MODES,
+                [("layers", True), ("partitions and all", None), ("parent", None)],
+            )
+            if mode == "never" or what != "layers" or GATHERS_AGAIN
+        ],
+    ]
+)
+
+
+def work(rank, names, folder):
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder}/outcomes", RANKS)
+    outcomes = {}
+    failed = 0
+    for k, name in enumerate(names):
+        if k == 0 or failed:
+            if k:
+                distributed.destroy_process_group()
+            distributed.init_process_group(
+                "gloo",
+                store=distributed.PrefixStore(str(k), store),
+                rank=rank,
+                world_size=RANKS,
+                timeout=datetime.timedelta(seconds=20),
+            )
+        torch.manual_seed(0)
+        outcome = ""
+        try:
+            CASES[name](rank)
+        except BaseException:
+            outcome = traceback.format_exc()
+        outcomes[name] = outcome
+        # Also where a process has left a case before the other one.
+        store.set(f"{k} {rank}", outcome)
+        found = [store.get(f"{k} {other}") for other in range(RANKS)]
+        failed = any(found)
+    torch.save(outcomes, f"{folder}/{rank}.pt")
+    # Without waiting for threads of a group that failed.
+    os._exit(0)
+
+
+def run(names):
+    """Of each case the tracebacks of both processes, empty if all is as it should be."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(work, (names, folder), RANKS, start_method=METHOD)
+        both = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(RANKS)]
+    return {name: [outcomes[name] for outcomes in both] for name in names}

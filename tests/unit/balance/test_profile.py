@@ -1,0 +1,324 @@
+"""Profiling: what is measured, that it is left as found, and the table."""
+
+import builtins
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import note_of
+from torchgpipe.balance import profile
+from torchgpipe.balance.profile import LayerProfile, Profile, layerwise_sandbox, profile_layers
+from torchgpipe.skip import pop, skippable, stash
+
+
+def rows(module, sample, **options):
+    return profile_layers(module, sample, timeout=0, device="cpu", **options).layers
+
+
+class Merge(nn.Module):
+    def forward(self, value):
+        x, y = value
+        return x + y
+
+
+class Split(nn.Module):
+    def forward(self, x):
+        return x * 2, x.exp()
+
+
+@skippable(stash=["x"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("x", x * 2)
+        return x * 3
+
+
+@skippable(pop=["x"])
+class Add(nn.Module):
+    def forward(self, x):
+        y = yield pop("x")
+        return x + y
+
+
+def test_sizes():
+    module = nn.Sequential(
+        nn.Linear(4, 6, bias=False), nn.ReLU(inplace=True), nn.Tanh(), nn.Identity(), nn.Dropout()
+    )
+    found = rows(module, torch.rand(10, 4))
+    assert [layer.parameters for layer in found] == [4 * 6 * 4, 0, 0, 0, 0]
+    assert [layer.output for layer in found] == [10 * 6 * 4] * 5
+    # In place nothing is made, nor where the input is passed on; dropout keeps a mask besides.
+    assert [layer.activations for layer in found[:4]] == [240, 0, 240, 0]
+    assert found[4].activations > 240
+    assert [layer.name for layer in found][:2] == ["0 (Linear)", "1 (ReLU)"]
+
+
+def test_what_is_kept_but_not_saved_is_counted():
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x.double()
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Keep.apply(x)
+
+    (found,) = rows(nn.Sequential(Layer()), torch.rand(10, requires_grad=True))
+    assert found.activations == 10 * 4 + 10 * 8
+
+
+@pytest.mark.parametrize(
+    ("layers", "sample"),
+    [
+        ([nn.Embedding(5, 3), nn.Linear(3, 2)], torch.tensor([[1, 2], [3, 4]])),
+        ([Split(), nn.Identity(), Merge()], torch.rand(4, 3)),
+        ([Merge(), nn.Linear(3, 3)], (torch.rand(2, 3), torch.rand(2, 3))),
+        ([Stash(), nn.ReLU(inplace=True), Add()], torch.rand(4, 3)),
+        ([nn.Sequential(Stash(), nn.Sequential(Add()))], torch.rand(4, 3)),
+        ([nn.ReLU(inplace=True), nn.Linear(3, 3)], torch.rand(4, 3, requires_grad=True)),
+        ([nn.BatchNorm1d(3), nn.Linear(3, 3).requires_grad_(False)], torch.rand(4, 3)),
+    ],
+)
+def test_layers_that_users_have(layers, sample, device):
+    module = nn.Sequential(*layers)
+    found = profile_layers(module, sample, timeout=0, device=device).layers
+    assert len(found) == len(module)
+    assert all(layer.forward > 0 for layer in found)
+
+
+def test_what_is_freed_within_a_layer_is_not_counted():
+    class Layer(nn.Module):
+        def forward(self, x):
+            big = torch.zeros(1000)
+            del big
+            return x + 1
+
+    (found,) = rows(nn.Sequential(Layer()), torch.rand(10))
+    assert found.activations == 40
+
+
+def test_sparse_tensors():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return torch.sparse.mm(torch.eye(4).to_sparse(), x)
+
+    (found,) = rows(nn.Sequential(Layer()), torch.rand(4, 3))
+    assert found.output == 48
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        (found,) = rows(nn.Sequential(nn.Linear(3, 3)), torch.rand(2, 3))
+    assert found.backward > 0
+
+
+def test_skips_that_pass_by_cost_nothing(clock):
+    """Nor are they differentiated, which would be the work of the layer that stashed them."""
+
+    @skippable(stash=["y"])
+    class StashSlow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slow = clock.layer(1.0)
+
+        def forward(self, x):
+            yield stash("y", self.slow(x))
+            return x * 1
+
+    @skippable(pop=["y"])
+    class Pop(nn.Module):
+        def forward(self, x):
+            y = yield pop("y")
+            return x + y
+
+    module = nn.Sequential(StashSlow(), clock.layer(2.0), Pop())
+    found = rows(module, torch.rand(3, requires_grad=True))
+    assert [(layer.forward, layer.backward) for layer in found] == [(1, 3), (2, 6), (0, 0)]
+    assert [layer.activations for layer in found] == [24, 12, 12]
+
+
+def test_error_names_the_layer():
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise KeyError("x")
+
+    with pytest.raises(KeyError) as caught:
+        rows(nn.Sequential(nn.ReLU(), Fail()), torch.rand(1))
+    assert note_of(caught.value) == "raised while layer 1 (Fail) was profiled"
+
+
+def test_layer_that_needs_no_gradient():
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    first, second, third = rows(nn.Sequential(frozen, nn.Linear(3, 3), frozen), torch.rand(2, 3))
+    assert first.backward == 0
+    assert second.backward > 0
+    # It has none of its own, but lets one through.
+    assert third.backward > 0
+
+
+def test_without_grad():
+    with torch.no_grad():
+        (found,) = rows(nn.Sequential(nn.Linear(3, 3)), torch.rand(2, 3))
+    assert found.backward > 0
+
+
+def test_all_is_left_as_found(device):
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout()).to(device)
+    module[0].weight.grad = kept = torch.ones(3, 3, device=device)
+    state = copy.deepcopy(module.state_dict())
+    sample = torch.rand(4, 3, device=device, requires_grad=True)
+    torch.manual_seed(3)
+    expected = torch.rand(2), torch.rand(2, device=device)
+    torch.manual_seed(3)
+    profile_layers(module, sample, timeout=0, device=device)
+    assert all(map(torch.equal, expected, (torch.rand(2), torch.rand(2, device=device))))
+    assert module[0].weight.grad is kept
+    assert torch.equal(kept, torch.ones(3, 3, device=device))
+    assert module[0].bias.grad is sample.grad is None
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_one_layer_at_a_time_is_on_the_device():
+    """So the model may be larger than it."""
+    alive = []
+
+    class Watched(nn.Linear):
+        count = 0
+
+        def __deepcopy__(self, memo):
+            Watched.count += 1
+            alive.append(Watched.count)
+            return Watched(2, 2)
+
+        def __del__(self):
+            Watched.count -= 1
+
+    module = nn.Sequential(*[Watched(2, 2) for _ in range(3)])
+    Watched.count = 0
+    rows(module, torch.rand(1, 2))
+    assert max(alive) == 1
+    Watched.count = 3
+
+
+def test_meta_model():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    first, _ = rows(module, torch.rand(2, 3))
+    assert first.parameters == 48
+    assert module[0].weight.is_meta
+
+
+class Clock:
+    """A clock on which each layer takes what it says, and nothing else takes any time."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("torchgpipe.balance.profile.monotonic", lambda: self.now)
+        monkeypatch.setattr("torchgpipe.devices.streams.perf_counter", lambda: self.now)
+
+    def layer(self, *seconds):
+        """A layer that takes these times in turn, and three times as long for backward."""
+        clock = self
+        times = list(seconds)
+
+        class Tick(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.time = times.pop(0) if len(times) > 1 else times[0]
+                clock.now += ctx.time
+                return x * 1
+
+            @staticmethod
+            def backward(ctx, grad):
+                clock.now += 3 * ctx.time
+                return grad
+
+        class Layer(nn.Module):
+            def forward(self, x):
+                return Tick.apply(x)
+
+        return Layer()
+
+    def layers(self, *costs):
+        module = nn.Sequential(*[self.layer(cost) for cost in costs])
+        object.__setattr__(module, "clock", self)
+        return module
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock(monkeypatch)
+    # Layers are copied, the clock is not.
+    monkeypatch.setattr(profile, "deepcopy", lambda layer: layer)
+    return clock
+
+
+def test_medians_after_a_warm_up(clock):
+    layer = clock.layer(100, 100, 5, 5, 7, 30, 5)
+    (found,) = profile_layers(
+        nn.Sequential(layer), torch.rand(1, requires_grad=True), timeout=1000, device="cpu"
+    ).layers
+    assert (found.forward, found.backward) == (5, 15)
+
+
+@pytest.mark.parametrize("timeout", [0, 10, 100])
+def test_timeout_is_kept(clock, timeout):
+    """But for a warm-up of each layer, the look at its memory, and one run that is measured."""
+    module = nn.Sequential(*[clock.layer(cost) for cost in (1.0, 0.25, 0.5)])
+    found = profile_layers(module, torch.rand(1, requires_grad=True), timeout=timeout, device="cpu")
+    assert [layer.forward for layer in found.layers] == [1, 0.25, 0.5]
+    warm_up, memory, once = 4 * 1.75, 1.75, 4 * 1.75
+    assert timeout <= clock.now <= timeout + warm_up + memory + once
+
+
+def test_table():
+    table = Profile(
+        "cpu",
+        (
+            LayerProfile("0 (Linear)", 0.0012345, 0.002, 1536, 10, 0),
+            LayerProfile("head", 1.0, 0.0, 3 * 1024**3, 5 * 1024**2, 1023),
+        ),
+    )
+    assert str(table).split("\n") == [
+        "layer       forward ms  backward ms  parameters  activations  output",
+        "0 (Linear)       1.234        2.000     1.5 KiB         10 B     0 B",
+        "head          1000.000        0.000     3.0 GiB      5.0 MiB  1023 B",
+    ]
+    assert Profile.from_json(table.to_json()) == table
+
+
+def test_progress(capsys, monkeypatch):
+    pytest.importorskip("tqdm")
+    found = rows(nn.Sequential(nn.ReLU(), nn.Tanh()), torch.rand(1), progress=True)
+    assert len(found) == 2
+    assert "2/2" in capsys.readouterr().err
+
+    load = builtins.__import__
+
+    def without_tqdm(name, *args, **kwargs):
+        if name == "tqdm":
+            raise ImportError(name)
+        return load(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_tqdm)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        rows(nn.Sequential(nn.ReLU()), torch.rand(1), progress=True)
+
+
+def test_sandbox(device):
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    module[0].weight.grad = torch.ones(2, 2)
+    copies = dict(layerwise_sandbox(module, device))
+    assert list(copies) == ["0", "1"]
+    assert copies["0"].weight.device == device
+    assert copies["0"].weight is not module[0].weight
+    assert copies["0"].weight.grad is None
+    assert torch.equal(copies["0"].weight.cpu(), module[0].weight.cpu())

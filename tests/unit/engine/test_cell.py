@@ -1,0 +1,347 @@
+"""A cell: its lanes, its copies, its checkpoint, and what it says of an error."""
+
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import note_of
+from torchgpipe import is_checkpointing, is_recomputing
+from torchgpipe.ambient import notes as note
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.notes import add_note
+from torchgpipe.autograd import copy as copy_module
+from torchgpipe.autograd.copy import Copy, Wait
+from torchgpipe.autograd.fork_join import Join, fork
+from torchgpipe.devices.streams import CPUStream
+from torchgpipe.engine import cell as cell_module
+from torchgpipe.engine.cell import Cell
+from torchgpipe.recompute import checkpoint as checkpoint_module
+from torchgpipe.recompute.checkpoint import Recompute
+from torchgpipe.recompute.layers import LayersState
+from torchgpipe.skip import skippable, stash
+from torchgpipe.values.microbatch import VALUE, Batch
+
+CPU = torch.device("cpu")
+
+
+def make(layers, **changes):
+    arguments = {
+        "i": 1,
+        "j": 2,
+        "layers": nn.Sequential(layers),
+        "stream": CPUStream(CPU),
+        "lanes": {VALUE: CPUStream(CPU)},
+        "arriving": {},
+        "departing": [],
+        "context": Context(),
+        "lock": nullcontext(),
+        "numbers": nullcontext(),
+        "checkpoint": False,
+        "starts_in_place": False,
+    }
+    arguments.update(changes)
+    arguments["state"] = LayersState(arguments["layers"]) if arguments["checkpoint"] else None
+    return Cell(**arguments)
+
+
+def names(tensor):
+    """The names of the autograd functions behind a tensor, the last one first."""
+    found, node = [], tensor.grad_fn
+    while node is not None:
+        found.append(node.name().removesuffix("Backward"))
+        node = next((edge for edge, _ in node.next_functions if edge is not None), None)
+    return found
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        # What it saves for backward would be dropped under checkpointing.
+        return x.mul(torch.full_like(x, 2))
+
+
+@pytest.mark.parametrize("arriving", [{}, {VALUE: CPUStream(CPU)}])
+@pytest.mark.parametrize("departing", [[], [VALUE]])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_graph(arriving, departing, checkpoint):
+    x = torch.ones(2, requires_grad=True)
+    cell = make(Double(), arriving=arriving, departing=departing, checkpoint=checkpoint)
+    batch, _ = cell.fork(cell.compute(cell.arrive(Batch(x))), False)
+    arrival = ["Copy", "Wait"] if arriving else []
+    departure = ["Recompute"] if checkpoint and departing else ["ExpandBackward0"]
+    assert [*arrival, "MulBackward0", *departure] == [
+        name for name in reversed(names(batch[0])) if "AccumulateGrad" not in name
+    ]
+    batch[0].sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_fork_and_join():
+    x = torch.ones(2, requires_grad=True)
+    cell = make(Double())
+    assert cell.join(Batch(x), [])[0] is x
+    batch, phonies = cell.fork(Batch(x * 1), False)
+    assert names(cell.join(batch, phonies)[0])[0] == "Join"
+    assert names(cell.arrive(batch, phonies)[0])[0] == "Join"
+    cell = make(Double(), arriving={VALUE: CPUStream(CPU)})
+    assert names(cell.arrive(batch, phonies)[0])[0] == "Copy"
+
+
+def test_structure_is_kept():
+    crossing = {"arriving": {VALUE: CPUStream(CPU)}, "departing": [VALUE]}
+    cell = make(nn.Identity(), **crossing, checkpoint=True)
+    x = torch.ones(2, requires_grad=True)
+    for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
+        output, phonies = cell.fork(cell.compute(cell.arrive(batch)), False)
+        output = cell.join(output, phonies)
+        assert (output.atomic, len(output)) == (batch.atomic, len(batch))
+        assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
+
+
+class Flags(nn.Module):
+    def forward(self, x):
+        self.seen = is_checkpointing(), is_recomputing()
+        return x.exp()
+
+
+def test_checkpoint():
+    layer = Flags()
+    x = torch.ones(1, requires_grad=True)
+    make(layer, checkpoint=True).compute(Batch(x))[0].backward()
+    assert layer.seen == (False, True)
+    make(layer, checkpoint=False).compute(Batch(x))[0].backward()
+    assert layer.seen == (False, False)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("kind", [KeyError, StopIteration, SystemExit, KeyboardInterrupt])
+def test_error_names_the_cell(kind, checkpoint):
+    error = kind("x")
+
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(kind) as caught:
+        make(Fail(), checkpoint=checkpoint).compute(Batch(torch.ones(1)))
+    assert caught.value is error
+    assert note_of(error) == "raised in partition 2, micro-batch 1"
+
+
+def test_error_in_recomputation_names_the_cell():
+    class Fail(nn.Module):
+        def forward(self, x):
+            if is_recomputing():
+                raise KeyError
+            return x.exp()
+
+    batch = make(Fail(), checkpoint=True).compute(Batch(torch.ones(1, requires_grad=True)))
+    with pytest.raises(KeyError) as caught:
+        batch[0].backward()
+    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
+
+
+def test_output_that_cannot_pass_names_the_cell():
+    @dataclass
+    class Pair:
+        x: torch.Tensor
+
+    class Make(nn.Module):
+        def forward(self, x):
+            return Pair(x)
+
+    with pytest.raises(TypeError, match="class: Pair") as caught:
+        make(Make()).compute(Batch(torch.ones(1)))
+    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
+
+
+def test_exception_that_takes_no_note():
+    @dataclass(frozen=True)
+    class FrozenError(Exception):
+        code: int
+
+    error = FrozenError(3)
+
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(FrozenError) as caught:
+        make(Fail()).compute(Batch(torch.ones(1)))
+    assert caught.value is error
+
+
+def test_exception_that_is_raised_again_bears_one_note():
+    error = KeyError("x")
+    for _ in range(3):
+        add_note(error, "where")
+    assert note_of(error) == "where"
+
+
+@pytest.mark.parametrize("change", ["shape", "in place"])
+def test_our_own_errors_name_the_cell(change):
+    class Change(nn.Module):
+        def forward(self, x):
+            if change == "in place":
+                return x.mul_(2)
+            return x.sum().exp() if is_recomputing() else x.exp()
+
+    with pytest.raises(RuntimeError) as caught:
+        make(Change(), checkpoint=True).compute(Batch(torch.ones(2, requires_grad=True) * 1))[
+            0
+        ].sum().backward()
+    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
+
+
+def test_note_before_python_3_11(monkeypatch):
+    monkeypatch.setattr(note.sys, "version_info", (3, 10, 0))
+    error = KeyError("x")
+    error.__cause__ = cause = ValueError("why")
+    error.__context__ = context = TypeError("while")
+    add_note(error, "where")
+    add_note(error, "where")
+    assert error.__cause__.args == ("where",)
+    assert error.__cause__.__cause__ is cause
+    assert error.__cause__.__context__ is context
+
+
+class Lane(CPUStream):
+    """A stream that can be told from others, of a device that has none."""
+
+    def __init__(self, name):
+        super().__init__(torch.device("cpu"))
+        object.__setattr__(self, "name", name)
+
+
+class Lanes(threading.local):
+    """Plays that the CPU has streams: which one is current, and who used which."""
+
+    def __init__(self):
+        self.current = ["caller"]
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    lanes = Lanes()
+
+    class UseLane:
+        def __init__(self, lane):
+            self.lane = lane
+
+        def __enter__(self):
+            lanes.current.append(self.lane.name)
+
+        def __exit__(self, *error):
+            lanes.current.pop()
+
+    for module in (cell_module, checkpoint_module, copy_module):
+        monkeypatch.setattr(module, "use_stream", UseLane)
+    return lanes
+
+
+@pytest.fixture
+def applied(lanes, monkeypatch):
+    """Which stream was current when each autograd function was applied."""
+    log = []
+
+    def spy(function):
+        apply = function.apply
+
+        def logged(*arguments):
+            log.append((function.__name__, lanes.current[-1]))
+            return apply(*arguments)
+
+        monkeypatch.setattr(function, "apply", logged)
+
+    for function in (Copy, Wait, Recompute, Join):
+        spy(function)
+
+    def logged_fork(tensors):
+        log.append(("fork", lanes.current[-1]))
+        return fork(tensors)
+
+    for module in (cell_module, checkpoint_module):
+        monkeypatch.setattr(module, "fork", logged_fork)
+    return log
+
+
+def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
+    """Layers may add to its gradient in place there."""
+    cell = make(Double(), stream=Lane("compute"), checkpoint=True)
+    phony = torch.empty(0, requires_grad=True)
+    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
+    cell.fork(cell.compute(batch), False)
+    assert applied == [("Join", "compute"), ("fork", "compute")]
+
+
+def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
+    @skippable(stash=["x"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("x", x * 3)
+            return x.mul(torch.full_like(x, 2))
+
+    cell = make(
+        Stash(),
+        stream=Lane("compute"),
+        lanes={VALUE: Lane("copy")},
+        departing=[VALUE],
+        checkpoint=True,
+    )
+    batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
+    batch, phonies = cell.fork(batch, False)
+    assert applied == [("Recompute", "copy"), ("fork", "compute")]
+    assert len(phonies) == 2
+    assert list(batch.parts) == [VALUE, (None, "x")]
+
+
+def test_a_skip_has_a_lane_of_its_own(lanes, applied):
+    @skippable(stash=["x"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("x", x * 3)
+            return x.mul(torch.full_like(x, 2))
+
+    cell = make(
+        Stash(),
+        stream=Lane("compute"),
+        lanes={VALUE: Lane("copy"), (None, "x"): Lane("skip")},
+        departing=[VALUE, (None, "x")],
+        checkpoint=True,
+    )
+    batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
+    cell.fork(batch, False)
+    assert applied == [("Recompute", "copy"), ("Recompute", "skip")]
+
+
+def test_lanes(lanes, applied):
+    """An autograd function belongs to the stream that was current when it was applied.
+
+    Were all on the compute stream, it would wait for each gradient when it arrives at the device.
+    """
+    seen = []
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            seen.append(lanes.current[-1])
+            return x.exp()
+
+    cell = make(
+        Layer(),
+        stream=Lane("compute"),
+        lanes={VALUE: Lane("copy")},
+        arriving={VALUE: Lane("prev")},
+        departing=[VALUE],
+        checkpoint=True,
+    )
+    phony = torch.empty(0, requires_grad=True)
+    batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
+    batch, _ = cell.fork(cell.compute(batch), False)
+    assert applied == [("Copy", "copy"), ("Wait", "compute"), ("Recompute", "copy")]
+    # The layers compute on the compute stream, and so they do again.
+    batch[0].backward()
+    assert seen == ["compute", "compute"]
+    assert lanes.current == ["caller"]

@@ -1,0 +1,337 @@
+"""The pipeline: the order of its cells, in forward and in backward, and what they compute."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support.helpers import CPUS, Apply, Log, nodes, plain, reaches, run_pipeline
+from torchgpipe.devices.streams import Streams
+from torchgpipe.engine.pipeline import clock_cycles
+from torchgpipe.engine.workers import Workers
+from torchgpipe.skip import pop, skippable, stash
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_clock_cycles(m, n):
+    cycles = list(clock_cycles(m, n))
+    when = {cell: k for k, cycle in enumerate(cycles) for cell in cycle}
+    assert sum(map(len, cycles)) == len(when) == m * n
+    assert set(when) == {(i, j) for i in range(m) for j in range(n)}
+    assert all(when[i, j] == i + j for i, j in when)
+
+
+def test_clock_cycles_of_the_picture():
+    assert list(clock_cycles(3, 3)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1), (0, 2)],
+        [(2, 1), (1, 2)],
+        [(2, 2)],
+    ]
+
+
+def test_cells_of_a_cycle_run_at_once():
+    """The two cells of the middle cycle wait for each other."""
+    barrier = threading.Barrier(2, timeout=10)
+
+    class Meet(nn.Module):
+        def __init__(self, j):
+            super().__init__()
+            self.j, self.i = j, -1
+
+        def forward(self, x):
+            self.i += 1
+            if self.i + self.j == 1:
+                barrier.wait()
+            return x
+
+    partitions = [nn.Sequential(Meet(0)), nn.Sequential(Meet(1))]
+    x = torch.rand(2, 1)
+    assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=2), x)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_slow_cell_holds_up_only_those_that_need_its_output(slow, monkeypatch):
+    """It goes on when all others have been computed, as far as there are copy streams for them."""
+    n, m, turns = 3, 8, 4
+    monkeypatch.setattr(Streams, "COPIES", turns)
+    others = {(i, j) for j in range(slow) for i in range((turns - 1) * (slow - j))}
+    done, all_done = set(), threading.Event()
+
+    class Layer(nn.Module):
+        def __init__(self, j):
+            super().__init__()
+            self.j, self.i = j, -1
+
+        def forward(self, x):
+            self.i += 1
+            if (self.i, self.j) == (0, slow):
+                assert not others or all_done.wait(10), others - done
+                assert done == others
+            done.add((self.i, self.j))
+            if done == others:
+                all_done.set()
+            return x
+
+    run_pipeline([nn.Sequential(Layer(j)) for j in range(n)], CPUS[:n], torch.rand(m, 1), chunks=m)
+    assert len(done) == n * m
+
+
+devices = st.sampled_from([[CPU] * 3, CPUS[:3], [CPUS[0], CPUS[0], CPUS[1]], CPUS[:2] + CPUS[:1]])
+
+
+@given(devices, st.integers(1, 5), st.integers(0, 5), st.booleans())
+def test_backward_takes_the_micro_batches_in_reverse(devices, m, checkpointed, requires_grad):
+    log = []
+    partitions = [nn.Sequential(nn.Linear(1, 1), Log(j, log)) for j in range(3)]
+    for (linear, _), k in zip(partitions, range(3)):
+        nn.init.constant_(linear.weight, 1)
+        nn.init.constant_(linear.bias, k)
+    x = torch.arange(0.0, 10 * m, 10)[:, None].requires_grad_(requires_grad)
+    output = run_pipeline(partitions, devices, x, chunks=m, checkpointed=checkpointed)
+    output.sum().backward()
+    for j in range(3):
+        forward = [int(v // 10) for kind, name, v in log if (kind, name) == ("forward", j)]
+        backward = [int(v // 10) for kind, name, v in log if (kind, name) == ("backward", j)]
+        assert forward[:m] == list(range(m))
+        # Recomputation.
+        assert forward[m:] == list(reversed(range(min(m, checkpointed))))
+        assert backward == list(reversed(range(m)))
+
+
+def graph_of(devices, m, checkpointed, requires_grad, partitions=None):
+    """The autograd graph of a step, and in it the node of the last layer of each cell."""
+    partitions = partitions or [nn.Sequential(nn.Linear(1, 1)) for _ in devices]
+    layers = {}
+    for j, partition in enumerate(partitions):
+
+        def hook(module, inputs, output, j=j):
+            layers[len([i for i, k in layers if k == j]), j] = output.grad_fn
+
+        partition.register_forward_hook(hook)
+    x = torch.rand(m, 1, requires_grad=requires_grad)
+    output = run_pipeline(partitions, devices, x, chunks=m, checkpointed=checkpointed)
+    return nodes(output), layers
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("checkpointed", [0, 3])
+def test_fence(checkpointed, requires_grad):
+    """The graph itself orders backward, whatever autograd would do of its own accord."""
+    graph, layers = graph_of(CPUS[:2], 3, checkpointed, requires_grad)
+    for i in (1, 2):
+        # [1] The gradient that leaves the layers leads to the micro-batch before.
+        assert reaches(graph, layers[i, 1], layers[i - 1, 1])
+        assert reaches(graph, layers[i, 0], layers[i - 1, 0]) == requires_grad
+        # [1'] Where none leaves the layers, the one that comes to them leads there, too.
+        joins = [
+            node
+            for node in graph
+            if node.name() == "JoinBackward"
+            and reaches(graph, node, layers[i, 0])
+            and not any(reaches(graph, node, layers[k, 1]) for k in range(3))
+        ]
+        assert requires_grad or any(reaches(graph, join, layers[i - 1, 0]) for join in joins)
+
+
+@pytest.mark.parametrize("checkpointed", [0, 3])
+def test_nothing_but_the_layers_on_one_device(checkpointed):
+    """There autograd takes what was recorded last first, which is the order that is wanted."""
+    graph, layers = graph_of([CPU] * 2, 3, checkpointed, requires_grad=True)
+    assert {node.name() for node in graph if node not in layers.values()} <= {
+        "TBackward0",
+        "torch::autograd::AccumulateGrad",
+        "NarrowBackward0",
+        "SliceBackward0",
+        "CatBackward0",
+    }
+
+
+@pytest.mark.parametrize("checkpointed", [0, 5])
+def test_no_device_is_ahead_by_as_many_as_there_are_copy_streams(checkpointed, monkeypatch):
+    monkeypatch.setattr(Streams, "COPIES", 4)
+    graph, layers = graph_of(CPUS[:3], 6, checkpointed, requires_grad=True)
+    for i in range(6):
+        for j in (1, 2):
+            for later in range(6):
+                leads = reaches(graph, layers[later, j - 1], layers[i, j])
+                assert leads == (later >= i + 3), (i, j, later)
+
+
+def test_nor_is_one_that_pops_from_far_away(monkeypatch):
+    @skippable(stash=["x"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("x", x * 2)
+            return x * 3
+
+    @skippable(pop=["x"])
+    class Pop(nn.Module):
+        def forward(self, x):
+            return x + (yield pop("x"))
+
+    monkeypatch.setattr(Streams, "COPIES", 5)
+    partitions = [nn.Sequential(x) for x in (Stash(), nn.Tanh(), nn.Tanh(), Pop())]
+    graph, layers = graph_of(CPUS, 9, 0, True, partitions)
+    for i in range(9):
+        for later in range(9):
+            leads = reaches(graph, layers[later, 0], layers[i, 3])
+            assert leads == (later >= i + 4), (i, later)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_parameter_that_is_passed_on_is_not_changed(view):
+    """On another device it is a copy; on the same one torch does not let it be changed."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    calls = []
+
+    def change(x):
+        calls.append(1)
+        # The fence of the first micro-batch is another one.
+        return x * 2 if len(calls) % 2 else x.mul_(2)
+
+    layers = [lambda x: weight[:] if view else weight, change, lambda x: x * 1]
+    partitions = [nn.Sequential(Apply(layer)) for layer in layers]
+    for devices in ([CPUS[0], CPUS[0], CPUS[1]], CPUS[:3]):
+        with suppress(RuntimeError):
+            run_pipeline(partitions, devices, torch.ones(2, 3), chunks=2)
+        assert torch.equal(weight, torch.ones(2, 3))
+
+
+def mlp(j):
+    torch.manual_seed(j)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+
+@given(devices, st.integers(1, 4), st.integers(0, 4))
+def test_parity_on_threads(devices, chunks, checkpointed):
+    partitions = [mlp(j) for j in range(3)]
+    parameters = [p for partition in partitions for p in partition.parameters()]
+    x = torch.rand(5, 3, requires_grad=True)
+    leaves = [x, *parameters]
+
+    expected = plain(nn.Sequential(*partitions), x, chunks)
+    output = run_pipeline(partitions, devices, x, chunks=chunks, checkpointed=checkpointed)
+    assert torch.equal(expected, output)
+    for a, b in zip(
+        torch.autograd.grad(expected.square().sum(), leaves),
+        torch.autograd.grad(output.square().sum(), leaves),
+    ):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_frozen_partition_takes_no_part_in_backward():
+    log = []
+    partitions = [nn.Sequential(Log(0, log)), nn.Sequential(nn.Linear(1, 1), Log(1, log))]
+    run_pipeline(partitions, CPUS[:2], torch.rand(4, 1), chunks=4, checkpointed=4).sum().backward()
+    assert [kind for kind, name, _ in log if name == 0] == ["forward"] * 4
+    assert partitions[1][0].weight.grad is not None
+
+
+class Scale(nn.Module):
+    """Saves a buffer for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Calls(nn.Module):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x):
+        self.calls.append(x)
+        return x
+
+
+def with_frozen_layers():
+    frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), Scale())
+    return [nn.Sequential(nn.Linear(2, 2), nn.Tanh()), frozen, nn.Sequential(nn.Tanh())]
+
+
+def test_frozen_partition_is_not_recomputed():
+    """Backward needs nothing of it but its weights, which are there anyway."""
+    calls = []
+    partitions = with_frozen_layers()
+    partitions[1].append(Calls(calls))
+    x = torch.rand(3, 2)
+    output = run_pipeline(partitions, CPUS[:3], x, chunks=3, checkpointed=3)
+    recomputed = [node for node in nodes(output) if node.name() == "RecomputeBackward"]
+    # Where an output stays, its recomputation waits for nobody.
+    assert len(recomputed) == 3
+    leaves = list(partitions[0].parameters())
+    expected = torch.autograd.grad(plain(nn.Sequential(*partitions), x, 3).sum(), leaves)
+    calls.clear()
+    assert all(map(torch.allclose, torch.autograd.grad(output.sum(), leaves), expected))
+    assert calls == []
+
+
+@pytest.mark.parametrize("checkpointed", [0, 3])
+@pytest.mark.parametrize("name", ["0.weight", "1.scale"])
+def test_frozen_tensor_changed_before_backward_is_an_error(name, checkpointed):
+    """As it is in plain PyTorch."""
+    partitions = with_frozen_layers()
+    output = run_pipeline(
+        partitions, CPUS[:3], torch.rand(3, 2), chunks=3, checkpointed=checkpointed
+    )
+    partitions[1].state_dict()[name].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("devices", [[CPU] * 2, CPUS[:2]], ids=["one device", "two devices"])
+def test_exception_of_the_earliest_micro_batch(devices):
+    """Both cells of a cycle fail; the plain module would have come to micro-batch 0 first."""
+    barrier = threading.Barrier(len(set(devices)), timeout=10)
+
+    class Fail(nn.Module):
+        def __init__(self, name, at):
+            super().__init__()
+            self.name, self.at, self.calls = name, at, 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > self.at:
+                barrier.wait()
+                raise KeyError(self.name)
+            return x
+
+    partitions = [nn.Sequential(Fail("second", at=1)), nn.Sequential(Fail("first", at=0))]
+    expected = "first" if len(set(devices)) == 2 else "second"
+    with pytest.raises(KeyError, match=expected):
+        run_pipeline(partitions, devices, torch.rand(3, 1), chunks=3)
+    # The cells of the next cycle did not start.
+    assert [partition[0].calls for partition in partitions] == [2, 1 if expected == "first" else 0]
+
+
+def test_next_run_after_an_exception():
+    class Fail(nn.Module):
+        fail = True
+
+        def forward(self, x):
+            if self.fail:
+                raise KeyError
+            return x
+
+    layer = Fail()
+    partitions = [nn.Sequential(nn.Identity()), nn.Sequential(layer)]
+    workers = Workers(CPUS[:2])
+    x = torch.rand(3, 1)
+    for _ in range(3):
+        layer.fail = True
+        with pytest.raises(KeyError):
+            run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers)
+        layer.fail = False
+        assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers), x)

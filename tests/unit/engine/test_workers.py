@@ -1,0 +1,383 @@
+"""Workers: what they carry over, what comes back from them, and when they end."""
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.helpers import CPUS
+from torchgpipe.ambient.context import Context
+from torchgpipe.engine.workers import PATIENCE, Task, Worker, Workers
+
+A, B, C = CPUS[:3]
+
+
+class SpecialError(Exception):
+    """An exception that cannot be made again from its arguments."""
+
+    def __init__(self, *, reason):
+        super().__init__()
+        self.reason = reason
+
+
+def threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("torchgpipe")}
+
+
+def run(workers, *tasks):
+    workers.run([Task(k, *task) for k, task in enumerate(tasks)], Context())
+
+
+def raiser(error):
+    def task():
+        raise error
+
+    return task
+
+
+@pytest.fixture(params=[1, 2], ids=["caller", "threads"])
+def workers(request):
+    return Workers(CPUS[: request.param])
+
+
+def test_runs_everything(workers):
+    done = []
+    run(workers, (A, partial(done.append, 1)), (A, partial(done.append, 2)))
+    assert done == [1, 2]
+
+
+def test_caller_is_the_worker_of_a_single_device():
+    seen = []
+    run(Workers([A, A]), (A, lambda: seen.append(threading.current_thread())))
+    assert seen == [threading.current_thread()]
+
+
+def test_devices_run_at_once_each_on_its_own_thread():
+    workers = Workers(CPUS)
+    barrier = threading.Barrier(3, timeout=10)
+    seen = {}
+
+    def task(device):
+        barrier.wait()
+        seen.setdefault(device, set()).add(threading.current_thread())
+
+    for _ in range(3):
+        run(workers, *[(device, partial(task, device)) for device in (A, B, C)])
+    assert len(set.union(*seen.values())) == 3
+    assert all(len(used) == 1 for used in seen.values())
+
+
+class Clock:
+    """The host's clock, of which each way to run tasks takes what it is told."""
+
+    def __init__(self, monkeypatch):
+        self.passed = 0.0
+        monkeypatch.setattr("torchgpipe.engine.workers.perf_counter", lambda: self.passed)
+
+    def run(self, runner, /, **seconds):
+        """Runs two tasks, and tells who has."""
+        seen = []
+        run(runner, *[(device, lambda: seen.append(self._run(seconds))) for device in (A, B)])
+        (way,) = {*seen}
+        return way
+
+    def _run(self, seconds):
+        own = threading.current_thread() is threading.main_thread()
+        way = "caller" if own else "workers"
+        self.passed += seconds[way]
+        return way
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """It is the accelerators' that tasks are issued for."""
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
+    return Clock(monkeypatch)
+
+
+TRIALS = [2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize(("faster", "slower"), [("caller", "workers"), ("workers", "caller")])
+def test_whoever_is_faster_and_now_and_then_the_other(clock, faster, slower):
+    workers = Workers(CPUS)
+    ways = [clock.run(workers, **{faster: 1, slower: 2}) for _ in range(33)]
+    assert ways[0] == "caller"
+    assert [k for k, way in enumerate(ways, 1) if way == slower and k > 1] == [
+        k for k in TRIALS if slower == "workers" or k > 2
+    ]
+
+
+def test_first_run_takes_longer(clock):
+    """It does not decide for good."""
+    workers = Workers(CPUS)
+    assert clock.run(workers, caller=100) == "caller"
+    ways = [clock.run(workers, caller=1, workers=2) for _ in range(6)]
+    assert ways == ["workers", "workers", "caller", "caller", "caller", "caller"]
+
+
+def test_who_is_faster_changes(clock):
+    workers = Workers(CPUS)
+    for _ in range(5):
+        clock.run(workers, caller=1, workers=2)
+    ways = [clock.run(workers, caller=3, workers=2) for _ in range(4)]
+    assert ways == ["caller", "workers", "caller", "workers"]
+
+
+def test_caller_runs_nothing_beside_the_cpu(clock, monkeypatch):
+    """Its cells would hold up those of the accelerators."""
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: device != B)
+    workers = Workers([A, B])
+    assert {clock.run(workers, workers=1) for _ in range(9)} == {"workers"}
+
+
+def test_caller_runs_all_of_a_single_device(clock):
+    workers, seen = Workers([A]), set()
+    for _ in range(9):
+        run(workers, (A, lambda: seen.add(threading.current_thread())))
+    assert seen == {threading.current_thread()}
+    assert not workers._workers
+
+
+def test_exceptions_and_modes_of_the_caller_that_issues(clock):
+    workers, done = Workers(CPUS), []
+    with pytest.raises(KeyError):
+        run(workers, (A, list), (B, raiser(KeyError())), (A, partial(done.append, "late")))
+    assert not done
+    with torch.no_grad():
+        run(workers, (A, lambda: done.append(torch.is_grad_enabled())))
+    assert done == [False]
+
+
+def test_caller_s_modes_are_carried_over():
+    workers = Workers(CPUS)
+    seen = []
+
+    def look():
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    run(workers, (A, look))
+    with torch.no_grad(), torch.autocast("cpu"):
+        run(workers, (A, look))
+    run(workers, (A, look))
+    assert seen == [(True, False), (False, True), (True, False)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), SpecialError(reason="x"), StopIteration(1), SystemExit(3), KeyboardInterrupt()],
+    ids=lambda error: type(error).__name__,
+)
+def test_exception_is_the_same_object(workers, error):
+    with pytest.raises(type(error)) as caught:
+        run(workers, (A, raiser(error)))
+    assert caught.value is error
+    assert "task" in [entry.name for entry in caught.traceback]
+    # The next tasks run as ever.
+    done = []
+    run(workers, (A, partial(done.append, 1)))
+    assert done == [1]
+
+
+def test_exception_that_is_false(workers):
+    class NoError(Exception):
+        def __len__(self):
+            return 0
+
+    with pytest.raises(NoError):
+        run(workers, (A, raiser(NoError())))
+
+
+@pytest.mark.parametrize("places", [(A, B), (B, A)])
+def test_of_several_exceptions_the_first_by_name_is_raised(places):
+    barrier = threading.Barrier(2, timeout=10)
+
+    def fail(error):
+        barrier.wait()
+        raise error
+
+    tasks = [
+        Task((1, 0), places[0], partial(fail, KeyError("second"))),
+        Task((0, 1), places[1], partial(fail, KeyError("first"))),
+    ]
+    with pytest.raises(KeyError, match="first"):
+        Workers(CPUS).run(tasks, Context())
+
+
+def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
+    """Whoever is slow is waited for by those that need it; the others go on."""
+    slow, log = threading.Event(), []
+
+    def wait():
+        assert slow.wait(10)
+        log.append("slow")
+
+    def last():
+        log.append("last of A")
+        slow.set()
+
+    Workers(CPUS).run(
+        [
+            Task("a0", A, partial(log.append, "first of A")),
+            Task("b0", B, wait, ["a0"]),
+            Task("c0", C, partial(log.append, "behind slow"), ["b0"]),
+            Task("a1", A, last),
+            Task("c1", C, partial(log.append, "end"), ["a1"]),
+        ],
+        Context(),
+    )
+    assert log == ["first of A", "last of A", "slow", "behind slow", "end"]
+
+
+def test_whoever_waits_for_a_task_that_fails_does_not_start():
+    workers, done = Workers(CPUS), []
+    with pytest.raises(KeyError):
+        workers.run(
+            [
+                Task(0, A, raiser(KeyError())),
+                Task(1, B, partial(done.append, "needs it"), [0]),
+                Task(2, C, partial(done.append, "needs that"), [1]),
+            ],
+            Context(),
+        )
+    assert done == []
+    run(workers, *[(device, partial(done.append, device)) for device in (A, B, C)])
+    assert sorted(done, key=str) == [A, B, C]
+
+
+def test_nothing_starts_or_runs_after_an_exception():
+    workers = Workers(CPUS)
+    started, release = threading.Event(), threading.Event()
+    done = []
+
+    def fail():
+        started.wait(10)
+        threading.Timer(0.05, release.set).start()
+        raise KeyError
+
+    def slow():
+        started.set()
+        release.wait(10)
+        done.append("slow")
+
+    with pytest.raises(KeyError):
+        run(workers, (A, slow), (A, partial(done.append, "late")), (B, fail))
+    # What was running has ended; what was waiting has not started, and never will.
+    assert done == ["slow"]
+    run(workers, (A, partial(done.append, "next")))
+    assert done == ["slow", "next"]
+
+
+def test_exception_does_not_wait_for_what_takes_long():
+    workers = Workers(CPUS)
+    started, release, done = threading.Event(), threading.Event(), []
+
+    def slow():
+        started.set()
+        assert release.wait(30)
+        done.append("slow")
+
+    def fail():
+        assert started.wait(10)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        run(workers, (A, slow), (A, partial(done.append, "late")), (B, fail))
+    assert done == []
+    # A second is promised.
+    assert PATIENCE <= 0.5
+    release.set()
+    run(workers, (A, partial(done.append, "next")))
+    assert done == ["slow", "next"]
+
+
+def test_exception_leaves_no_cycle(workers):
+    class Held:
+        pass
+
+    def fail():
+        held = Held()
+        refs.append(weakref.ref(held))
+        raise KeyError
+
+    refs = []
+    gc.disable()
+    try:
+        with pytest.raises(KeyError):
+            run(workers, (A, fail))
+        # pytest itself holds the exception until here.
+        assert [ref() for ref in refs] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_caller_that_is_interrupted():
+    workers = Workers(CPUS)
+    started, release = threading.Event(), threading.Event()
+    done = []
+
+    def interrupt():
+        started.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def slow():
+        started.set()
+        release.wait(10)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, (A, slow), (A, partial(done.append, "late")), (B, lambda: None))
+    release.set()
+    run(workers, (A, partial(done.append, "next")))
+    assert done == ["next"]
+
+
+def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
+    workers = Workers(CPUS)
+    release, done = threading.Event(), []
+    run(workers, (A, lambda: None), (B, lambda: None))
+    workers._workers[A].submit(release.wait)
+
+    def submit(function):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers._workers[B], "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, (A, partial(done.append, "late")), (B, lambda: None))
+    release.set()
+    run(workers, (A, partial(done.append, "next")))
+    assert done == ["next"]
+
+
+def test_threads_end_with_their_workers():
+    before = threads()
+    workers = Workers(CPUS)
+    assert threads() <= before, "threads start when they are needed"
+    run(workers, (A, lambda: None), (B, lambda: None))
+    started = threads() - before
+    assert len(started) == 2
+    del workers
+    for thread in started:
+        thread.join(10)
+    assert threads() <= before
+
+
+def test_worker_holds_no_task_after_it():
+    class Task:
+        def __call__(self):
+            pass
+
+    worker, task = Worker("torchgpipe-test"), Task()
+    ref = weakref.ref(task)
+    done = threading.Event()
+    worker.submit(task)
+    del task
+    worker.submit(done.set)
+    assert done.wait(10)
+    assert ref() is None

@@ -1,0 +1,537 @@
+"""The wrapper: its arguments, its attributes, and that it stays where it is."""
+
+import copy
+import io
+import pickle
+import threading
+import weakref
+from collections import OrderedDict
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import CPUS, plain
+from torchgpipe import GPipe, is_checkpointing
+from torchgpipe.ambient.context import Context
+from torchgpipe.engine.workers import Task, Workers
+from torchgpipe.partition import arguments as options
+
+
+def layers(*sizes):
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
+
+
+@pytest.fixture
+def model(device):
+    return GPipe(layers(3, 4, 5, 2), [2, 1], devices=[device] * 2, chunks=2)
+
+
+@pytest.fixture
+def input(device):
+    return torch.rand(5, 3, device=device)
+
+
+# Arguments.
+
+
+def test_defaults(device):
+    model = GPipe(layers(1, 1), [1])
+    assert (model.chunks, model.checkpoint, model.balance) == (1, "except_last", [1])
+
+
+@pytest.mark.parametrize("balance", [[0, 3], [-1, 4], [1.5, 1.5], [True, 2], ["3"], [None]])
+def test_balance_of_other_numbers(balance):
+    with pytest.raises(ValueError, match=r"must be positive integers.*balance: \["):
+        GPipe(layers(1, 1, 1, 1), balance)
+
+
+@pytest.mark.parametrize("balance", [[], [1], [2, 2]])
+def test_balance_that_does_not_add_up(balance):
+    with pytest.raises(ValueError, match=rf"sum: {sum(balance)}, layers: 3.*every layer"):
+        GPipe(layers(1, 1, 1, 1), balance)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", None, True])
+def test_chunks(model, chunks):
+    for change in (
+        lambda: GPipe(layers(1, 1), [1], chunks=chunks),
+        lambda: setattr(model, "chunks", chunks),
+    ):
+        with pytest.raises(ValueError, match=rf"positive integer.*chunks: {chunks!r}"):
+            change()
+    assert model.chunks == 2
+
+
+@pytest.mark.parametrize("checkpoint", ["sometimes", None, True])
+def test_checkpoint(model, checkpoint):
+    for change in (
+        lambda: GPipe(layers(1, 1), [1], checkpoint=checkpoint),
+        lambda: setattr(model, "checkpoint", checkpoint),
+    ):
+        with pytest.raises(ValueError, match=rf"one of 'always'.*checkpoint: {checkpoint!r}"):
+            change()
+    assert model.checkpoint == "except_last"
+
+
+def test_too_few_devices():
+    with pytest.raises(IndexError, match=r"partitions: 2, devices: \['cpu'\].*several times"):
+        GPipe(layers(1, 1, 1), [1, 1], devices=["cpu"])
+
+
+@pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), 0])
+def test_devices_that_are_not_a_sequence(devices):
+    with pytest.raises(TypeError, match=rf"devices: .*pass \['{devices}'\] \* 2"):
+        GPipe(layers(1, 1, 1), [1, 1], devices=devices)
+
+
+@pytest.mark.parametrize("balance", [3, None])
+def test_balance_that_is_not_a_sequence(balance):
+    with pytest.raises(TypeError, match=rf"balance: {balance}\); for one partition, pass \[3\]"):
+        GPipe(layers(1, 1, 1, 1), balance)
+
+
+def test_device_that_is_not_there():
+    with pytest.raises(ValueError, match=r"device: cuda:99, there are: cpu.*several times"):
+        GPipe(layers(1, 1), [1], devices=["cuda:99"])
+
+
+def test_numbers_of_numpy():
+    np = pytest.importorskip("numpy")
+    model = GPipe(layers(1, 1, 1), np.array([1, 1]), devices=["cpu"] * 2, chunks=np.int64(2))
+    assert (model.balance, model.chunks) == ([1, 1], 2)
+    assert {type(x) for x in [*model.balance, model.chunks]} == {int}
+
+
+def test_further_devices_are_left_alone():
+    model = GPipe(layers(1, 1), [1], devices=["cpu", "cpu", "meta"])
+    assert model.devices == [torch.device("cpu")]
+
+
+def test_default_devices(monkeypatch):
+    monkeypatch.setattr(options, "accelerators", list)
+    assert GPipe(layers(1, 1, 1), [1, 1]).devices == [torch.device("cpu")] * 2
+    monkeypatch.setattr(options, "accelerators", lambda: [torch.device("meta")] * 3)
+    assert GPipe(layers(1, 1, 1), [1, 1]).devices == [torch.device("meta")] * 2
+    with pytest.raises(IndexError):
+        GPipe(layers(1, 1, 1, 1, 1), [1] * 4)
+
+
+def test_arguments_are_checked_before_anything_is_moved():
+    module = layers(1, 1, 1)
+    module[1].weight = module[0].weight
+    with pytest.raises(ValueError, match="can be shared only"):
+        GPipe(module, [1, 1], devices=["meta", "cpu"])
+    assert not module[0].weight.is_meta
+
+
+def test_other_module():
+    with pytest.raises(TypeError, match="module: Linear"):
+        GPipe(nn.Linear(1, 1), [1])
+
+
+# Attributes.
+
+
+def test_attributes(model, device):
+    assert model.balance == [2, 1]
+    assert model.devices == [device, device]
+    assert isinstance(model.partitions, nn.ModuleList)
+    assert all(isinstance(partition, nn.Sequential) for partition in model.partitions)
+    assert [len(partition) for partition in model.partitions] == [2, 1]
+
+
+def test_map_for_trainers(device):
+    module = nn.Sequential(OrderedDict(first=nn.Linear(1, 1), second=nn.ReLU(), third=nn.ReLU()))
+    model = GPipe(module, [2, 1], devices=["meta", device])
+    assert model.hf_device_map == {
+        "partitions.0.first": torch.device("meta"),
+        "partitions.0.second": torch.device("meta"),
+        "partitions.1.third": device,
+    }
+    # The names are those of the layers.
+    assert all(model.get_submodule(name) is not None for name in model.hf_device_map)
+
+
+def test_layers_by_index(device):
+    module = layers(1, 2, 3, 4)
+    first, second, third = module
+    model = GPipe(module, [2, 1], devices=[device] * 2)
+    assert len(model) == 3
+    assert list(model) == [first, second, third]
+    assert [model[0], model[2], model[-1], model[-3]] == [first, third, third, first]
+    assert list(model[1:]) == [second, third]
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            model[index]
+
+
+def test_module_is_the_plain_module(device, input):
+    torch.manual_seed(0)
+    module = layers(3, 4, 2).to(device)
+    keys, expected = list(module.state_dict()), module(input)
+    model = GPipe(module, [1, 1], devices=[device] * 2)
+    assert type(model.module) is nn.Sequential
+    assert model.module is model.module
+    assert list(model.module.state_dict()) == keys
+    assert torch.equal(model.module(input), expected)
+    assert set(model._modules) == {"partitions"}
+    assert len(list(model.parameters())) == 4
+
+
+def test_module_follows_the_wrapper(model):
+    module = model.module
+    assert module.training
+    assert model.eval() is model
+    assert not module.training
+    assert not model.module.training
+    model.train()
+    assert module.training
+    module.eval()
+    assert not model.module.training
+    model.partitions[1]._modules["2"] = replaced = nn.Linear(5, 2)
+    assert model.module[2] is replaced
+
+
+def test_wrapped_in_eval_mode():
+    model = GPipe(layers(1, 1, 1).eval(), [1, 1])
+    assert not any(module.training for module in model.modules())
+    assert not model.module.training
+
+
+# Forward.
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_forward(model, input, checkpoint):
+    model.checkpoint = checkpoint
+    expected = plain(model.module, input, 2)
+    output = model(input)
+    assert torch.equal(output, expected)
+    expected.sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    output.sum().backward()
+    for a, p in zip(gradients, model.parameters()):
+        assert torch.allclose(a, p.grad)
+
+
+def test_empty_module():
+    model = GPipe(nn.Sequential(), [])
+    x = torch.rand(2)
+    assert model(x) is x
+    assert (len(model), model.devices, list(model.module)) == (0, [], [])
+
+
+def test_empty_batch(model, device):
+    output = model(torch.empty(0, 3, device=device))
+    assert output.shape == (0, 2)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_fewer_rows_than_chunks(model, device, rows):
+    model.chunks = 4
+    sizes = []
+    model[0].register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    assert model(torch.rand(rows, 3, device=device)).shape == (rows, 2)
+    assert len(sizes) == min(rows, 4)
+    assert sum(sizes) == rows
+
+
+class Count(nn.Module):
+    runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return x.exp()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "rows", "runs"),
+    [("always", 5, 8), ("except_last", 5, 7), ("never", 5, 4)]
+    # The last micro-batch that exists is spared, not the last of those asked for.
+    + [("always", 3, 6), ("except_last", 3, 5), ("except_last", 1, 1), ("never", 3, 3)],
+)
+def test_what_is_recomputed(checkpoint, rows, runs):
+    count = Count()
+    model = GPipe(nn.Sequential(count), [1], chunks=4, checkpoint=checkpoint, devices=["cpu"])
+    model(torch.rand(rows, 1, requires_grad=True)).sum().backward()
+    assert count.runs == runs
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
+def test_nothing_is_checkpointed(mode, model, input):
+    seen = []
+    model.checkpoint = "always"
+    model[0].register_forward_hook(lambda *args: seen.append(is_checkpointing()))
+    model.train(mode != "eval")
+    with getattr(torch, mode)() if mode != "eval" else torch.enable_grad():
+        output = model(input)
+    assert seen == [False, False]
+    assert output.requires_grad == (mode == "eval")
+
+
+def test_changed_between_steps(model, input):
+    model.chunks, model.checkpoint = 5, "always"
+    sizes = []
+    model[0].register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    model(input).sum().backward()
+    assert sizes == [1] * 10
+
+
+def test_input_on_another_device(model, device):
+    with pytest.raises(
+        ValueError, match=rf"first partition: {device}, input: meta\).*devices\[0\]"
+    ):
+        model(torch.empty(4, 3, device="meta"))
+
+
+def test_tuple_in_and_out(device):
+    class Swap(nn.Module):
+        def forward(self, value):
+            a, b = value
+            return b, a
+
+    model = GPipe(nn.Sequential(Swap(), Swap(), Swap()), [1, 1, 1], devices=[device] * 3, chunks=2)
+    a = torch.rand(4, 2, device=device, requires_grad=True)
+    b = torch.arange(4, device=device)
+    x, y = model((a, b))
+    assert torch.equal(x, b)
+    assert torch.equal(y, a)
+    assert (x.requires_grad, y.requires_grad) == (False, True)
+    y.sum().backward()
+    assert torch.equal(a.grad, torch.ones_like(a))
+
+
+class AddOne(nn.Module):
+    def forward(self, x):
+        return x.add_(1)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_partition_that_starts_in_place(device, checkpoint):
+    def model(layer):
+        layers = nn.Sequential(nn.Linear(3, 3), layer, nn.Linear(3, 3))
+        return GPipe(layers, [1, 2], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
+
+    x = torch.rand(4, 3, device=device)
+    in_place = model(nn.ELU(inplace=True))
+    reference = copy.deepcopy(in_place.module)
+    reference[1].inplace = False
+    output, expected = in_place(x), plain(reference, x, 2)
+    assert torch.equal(output, expected)
+    expected.sum().backward()
+    output.sum().backward()
+    for p, q in zip(in_place.parameters(), reference.parameters()):
+        assert torch.allclose(p.grad, q.grad)
+
+    # A layer that does not say so is found out, where it could not be computed again.
+    if checkpoint == "never":
+        model(AddOne())(x).sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match="must not change its input in place"):
+            model(AddOne())(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_input_is_left_alone_by_a_first_layer_in_place(device, checkpoint):
+    """The micro-batches are views of it, and a change of one would count as one of all."""
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh())
+    model = GPipe(layers, [2, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 3, device=device)
+    before = x.clone()
+    model(x).sum().backward()
+    assert torch.equal(x, before)
+    reference = torch.autograd.grad(model.module[1:](x.relu()).sum(), model[1].weight)
+    assert torch.allclose(model[1].weight.grad, *reference)
+
+
+class Twice(nn.Module):
+    """One tensor in two places, or one and a view of it."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.view = view
+
+    def forward(self, x):
+        return x, x[:, :1] if self.view else x
+
+
+class Double(nn.Module):
+    def forward(self, value):
+        a, b = value
+        a = a.mul_(2)
+        return a + b
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_one_tensor_in_two_places_stays_one(device, chunks):
+    module = nn.Sequential(nn.Linear(3, 3), Twice(view=False), nn.Identity(), Double())
+    model = GPipe(
+        module.to(device), [2, 1, 1], devices=[device] * 3, chunks=chunks, checkpoint="never"
+    )
+    x = torch.rand(4, 3, device=device)
+    expected = plain(model.module, x, chunks)
+    reference = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    output = model(x)
+    assert torch.equal(output, expected)
+    for a, b in zip(reference, torch.autograd.grad(output.sum(), list(model.parameters()))):
+        assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_shared_memory_that_is_changed_in_place_is_an_error(device, checkpoint):
+    """Autograd no longer knows of it, and on two devices it is no longer shared."""
+    module = nn.Sequential(nn.Linear(3, 3), Twice(view=True), Double())
+    model = GPipe(module, [2, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
+    with pytest.raises(
+        RuntimeError, match="must not be views of one tensor|must not change its input"
+    ):
+        model(torch.rand(4, 3, device=device))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_lazy_layers(device, checkpoint):
+    module = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(2))
+    model = GPipe(module, [2, 2], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
+    model(torch.rand(4, 3, device=device)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[1].num_batches_tracked.item() == 2
+
+
+# It stays where it is.
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.cuda(),
+        lambda m: m.cuda(0),
+        lambda m: m.cpu(),
+        lambda m: m.to("cpu"),
+        lambda m: m.to(torch.device("meta")),
+        lambda m: m.to(device="cpu", dtype=torch.float64),
+        lambda m: m.to(torch.empty(1)),
+        lambda m: m.to_empty(device="meta"),
+        lambda m: nn.Sequential(m).to("meta"),
+        lambda m: nn.ModuleDict({"x": m}).to("meta", torch.float64),
+    ],
+)
+def test_moving_is_denied(move, model, device):
+    with pytest.raises(TypeError, match="must stay on their devices"):
+        move(model)
+    for parameter in model.parameters():
+        assert (parameter.device, parameter.dtype) == (device, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.double(),
+        lambda m: m.to(torch.float64),
+        lambda m: m.to(dtype=torch.float64),
+        lambda m: nn.Sequential(m).to(torch.float64),
+        lambda m: nn.Sequential(m).to(m.devices[0], torch.float64),
+    ],
+)
+def test_changing_the_dtype_is_not(change, model, input):
+    change(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model(input.double()).dtype == torch.float64
+
+
+def test_every_device_is_asked():
+    """What is no move for one partition is one for another."""
+    model = GPipe(layers(1, 1, 1), [1, 1], devices=["meta", "cpu"])
+    with pytest.raises(TypeError, match="must stay on their devices"):
+        nn.Sequential(model).to("meta")
+
+
+def test_layer_that_was_moved_is_found(model, input):
+    model[2].to("meta")
+    with pytest.raises(RuntimeError, match=r"partition 1: .*, 2\.weight: meta"):
+        model(input)
+
+
+def test_meta_model_is_made_and_loaded(device, input):
+    torch.manual_seed(0)
+    module = layers(3, 4, 2).to(device)
+    with torch.device("meta"):
+        meta = layers(3, 4, 2)
+    model = GPipe(meta, [1, 1], devices=[device] * 2)
+    assert {p.device for p in model.parameters()} == {device}
+    assert model(input).isnan().all(), "weights that were not loaded show"
+    model.load_state_dict(module.state_dict())
+    assert torch.equal(model(input), module(input))
+
+
+# Copies.
+
+
+def through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies(duplicate, stepped, model, input):
+    module = model.module
+    if stepped:
+        model(input).sum().backward()
+    twin = duplicate(model)
+    assert torch.equal(twin(input), model(input))
+    assert (twin.balance, twin.devices, twin.chunks) == (model.balance, model.devices, model.chunks)
+    assert list(twin.module.state_dict()) == list(module.state_dict())
+    # What is trained of the one is not trained of the other.
+    before = [p.clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1)
+        twin.module[0].weight.add_(1)
+    assert torch.equal(twin.module[0].weight, twin[0].weight)
+    for a, b in zip(before, model.parameters()):
+        assert torch.equal(a, b)
+    twin(input).sum().backward()
+    twin.chunks = 1
+    assert model.chunks == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_workers_and_streams_of_their_own(duplicate):
+    model = GPipe(layers(1, 1), [1], devices=["cpu"])
+    model._workers = Workers(CPUS)
+    model._workers.run([Task(k, device, list) for k, device in enumerate(CPUS)], Context())
+    twin = duplicate(model)
+    assert twin._workers is not model._workers
+    assert twin._streams is not model._streams
+
+
+def test_nothing_holds_a_wrapper():
+    before = set(threading.enumerate())
+    model = GPipe(layers(1, 1, 1), [1, 1], devices=["cpu"] * 2, chunks=2)
+    model(torch.rand(2, 1)).sum().backward()
+    model.module  # noqa: B018 - is made when it is asked for
+    ref = weakref.ref(model)
+    del model
+    assert ref() is None
+    assert set(threading.enumerate()) <= before
+
+
+def test_ordered_dict_names(device):
+    module = nn.Sequential(OrderedDict(first=nn.Linear(1, 1), second=nn.Linear(1, 1)))
+    model = GPipe(module, [1, 1], devices=[device] * 2)
+    assert list(model.state_dict()) == [
+        "partitions.0.first.weight",
+        "partitions.0.first.bias",
+        "partitions.1.second.weight",
+        "partitions.1.second.bias",
+    ]

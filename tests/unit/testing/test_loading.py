@@ -1,0 +1,257 @@
+"""How virtual accelerators come into a process, and why they cannot.
+
+This process must not get them, for the other tests are about torch as it is. Whatever loads them
+runs in one of its own.
+"""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from torchgpipe import testing
+from torchgpipe.testing import build
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def python():
+    """Runs a program that loads virtual accelerators."""
+    try:
+        build.build()
+    except testing.UnavailableError as error:
+        if os.environ.get("TORCHGPIPE_REQUIRE_VIRTUAL") == "1":
+            raise
+        pytest.skip(str(error))
+
+    def python(program):
+        done = run("-c", program)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return python
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "torchgpipe"
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Makes a program that takes the place of the compiler."""
+
+    def program(body):
+        path = tmp_path / "compiler"
+        path.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\n{body}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        return lambda: len((tmp_path / "calls").read_text().splitlines())
+
+    return program
+
+
+#: A program that makes the file that it is told to.
+COMPILES = 'while [ "$1" != "-o" ]; do shift; done; echo library > "$2"'
+
+
+def test_two_devices(python):
+    python("""
+import torch
+from torch import nn
+from torchgpipe import GPipe
+from torchgpipe.testing import Busy, load, observe
+
+devices = load(2)
+assert devices == load(2) == [torch.device("virtual", 0), torch.device("virtual", 1)]
+assert torch.accelerator.device_count() == 2
+for other in 1, 3:
+    try:
+        load(other)
+    except ValueError as error:
+        assert f"(devices: {other}, loaded: 2); load as many as are needed at first" in str(error)
+    else:
+        raise AssertionError("it loaded")
+
+model = GPipe(nn.Sequential(Busy(), Busy()), [1, 1], devices=devices, chunks=2)
+with observe(jitter=0) as seen:
+    model(torch.ones(2, 1, device=devices[0], requires_grad=True)).sum().backward()
+assert not seen.races
+assert {span.stream.device for span in seen.spans} == {0, 1}
+""")
+
+
+def test_too_late(python):
+    python("""
+import torch
+from torch import nn
+from torchgpipe import GPipe
+from torchgpipe.testing import UnavailableError, load
+
+def train(**arguments):
+    model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [1, 1], chunks=2, **arguments)
+    model(torch.ones(4, 2, requires_grad=True)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+train(devices=["cpu", "cpu"])
+for _ in range(2):
+    try:
+        load(2)
+    except UnavailableError as error:
+        message = str(error)
+    else:
+        raise AssertionError("it loaded")
+    assert "before the first backward" in message
+    assert "call torchgpipe.testing.load() at the start of the process" in message
+assert not torch.accelerator.is_available() and torch.accelerator.device_count() == 0
+assert not hasattr(torch, "virtual")
+train(devices=["cpu", "cpu"])
+train()
+""")
+
+
+def test_importing_loads_nothing():
+    assert not hasattr(torch.ops.virtual_accelerator, "observe")
+    assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+
+
+def test_observing_before_loading():
+    with pytest.raises(RuntimeError, match="no virtual .* yet; call torchgpipe.testing.load()"):
+        testing.observe().__enter__()
+
+
+@pytest.mark.parametrize("devices", [0, 65, -1, 2.0, "2", True, None])
+def test_counts_of_devices(devices):
+    with pytest.raises(ValueError, match="1 to 64 virtual devices"):
+        testing.load(devices)
+
+
+def test_the_place_is_taken(monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    with pytest.raises(testing.UnavailableError, match=r"is taken \(backend: npu\); use a process"):
+        testing.load()
+
+
+def test_library_that_cannot_be_loaded(cache, program):
+    program(COMPILES)
+    with pytest.raises(testing.UnavailableError, match=r"\(library: .*\); delete it, or set XDG_"):
+        testing.load()
+
+
+def test_compiled_once(cache, program, monkeypatch, tmp_path):
+    calls = program(COMPILES)
+    first = build.build()
+    assert first.parent == cache
+    assert first.read_text() == "library\n"
+    # Nothing else is left there.
+    assert list(cache.iterdir()) == [first]
+    assert build.build() == first
+    assert calls() == 1
+    # But again when the source has changed.
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "virtual.cpp").write_text("")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "source")
+    assert build.build() != first
+    assert calls() == 2
+
+
+def test_compiler_that_fails(cache, program):
+    calls = program('echo "virtual.cpp:1: error: no such thing" >&2; exit 3')
+    for _ in range(2):
+        with pytest.raises(testing.UnavailableError, match="status: 3.*; use another") as caught:
+            build.build()
+        assert str(caught.value).endswith("\nvirtual.cpp:1: error: no such thing")
+    assert calls() == 2
+    assert list(cache.iterdir()) == []
+
+
+def test_compiler_that_dies_without_a_word_of_errors(cache, program):
+    program('echo "out of memory" >&2; exit 1')
+    with pytest.raises(testing.UnavailableError, match="out of memory"):
+        build.build()
+
+
+def test_cache_that_cannot_be_written(program, monkeypatch, tmp_path):
+    program(COMPILES)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(testing.UnavailableError, match=r"\(cache: .*\); set XDG_CACHE_HOME to a"):
+        build.build()
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(testing.UnavailableError, match=r"\(looked for: g\+\+, .*\); install one"):
+        build.compiler()
+
+
+def test_compiler_in_the_environment(program, monkeypatch):
+    program("")
+    monkeypatch.setenv("CXX", f"{os.environ['CXX']} -m64")
+    assert build.compiler()[1:] == ["-m64"]
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    with pytest.raises(testing.UnavailableError, match=r"\(CXX: '/nonexistent/g\+\+'\); unset"):
+        build.compiler()
+
+
+def test_no_compiler_on_windows(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(testing.UnavailableError, match="Subsystem for Linux"):
+        build.compiler()
+
+
+@pytest.mark.parametrize("version", ["2.8.1", "1.13.0+cu117"])
+def test_old_torch(version):
+    with pytest.raises(testing.UnavailableError, match="need PyTorch 2.9 or newer .*; install a"):
+        build.verify_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.13.0+cpu", "2.14.0a0+git1234", "3.0"])
+def test_new_torch(version):
+    build.verify_torch(version)
+
+
+def test_skipped_where_unavailable(tmp_path):
+    """By the tests of this project, and by the conftest of the guide."""
+    text = (ROOT / "docs" / "testing.rst").read_text("utf-8")
+    block = text.partition("``conftest.py`` such as:")[2].partition("The message of the error")[0]
+    code = block.partition(".. code-block:: python")[2]
+    (tmp_path / "conftest.py").write_text(dedent(code))
+    (tmp_path / "test_it.py").write_text("def test_it(devices): pass\n")
+    tests = "tests/virtual/test_observe.py", str(tmp_path)
+    arguments = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *tests)
+    done = run(*arguments, CXX="/nonexistent", TORCHGPIPE_REQUIRE_VIRTUAL="")
+    assert done.returncode == 0, done.stdout
+    assert "passed" not in done.stdout
+    reason = "need the C++ compiler that the environment names (CXX: '/nonexistent')"
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    for file in ("test_observe.py", "test_it.py"):
+        assert any(file in line and reason in line for line in skipped), done.stdout
+
+
+def test_fails_where_required(monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("TORCHGPIPE_REQUIRE_VIRTUAL", "1")
+    # The seeds leave this process on all of its cores.
+    monkeypatch.setenv("TORCHGPIPE_SEEDS", "2")
+    with pytest.raises(testing.UnavailableError, match="CXX: '/nonexistent'"):
+        runpy.run_path(str(ROOT / "tests" / "virtual" / "conftest.py"))
