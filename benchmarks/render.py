@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import PAGE, RESULTS, render, render_into
+from benchmarks.report.files import PAGE, RESULTS, render, render_into
 
 
 def main(argv: Sequence[str]) -> None:

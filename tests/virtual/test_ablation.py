@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ablation
 from benchmarks.__main__ import main
-from benchmarks.standins import StageCosts
-from benchmarks.switches import SWITCHES, switched_off
+from benchmarks.rivals.switches import SWITCHES, switched_off
+from benchmarks.simulate.standins import StageCosts
+from benchmarks.suites import ablation
 from torchgpipe import GPipe, testing
 from torchgpipe.autograd.copy import Copy
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import one_gpu, virtual_speed
-from benchmarks.overhead import main
+from benchmarks.simulate import virtual_speed
+from benchmarks.suites import one_gpu
+from benchmarks.suites.overhead import main
 
 
 def test_overhead(tmp_path):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.experiments import MEMORY, Experiment, unet
-from benchmarks.library import Library
-from benchmarks.memory import cut, main, measure, report, settings
-from benchmarks.memory import parser as options
-from benchmarks.report import markdown
-from benchmarks.rivals import UnavailableError
-from benchmarks.training import Training
+from benchmarks.models.experiments import MEMORY, Experiment, unet
+from benchmarks.report.files import markdown
+from benchmarks.rivals.library import Library
+from benchmarks.rivals.processes import UnavailableError
+from benchmarks.rivals.training import Training
+from benchmarks.suites.memory import cut, main, measure, report, settings
+from benchmarks.suites.memory import parser as options
 from torchgpipe import GPipe
 
 MODEL = {"name": "known"}
