@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from benchmarks.report.files import Chart
+from benchmarks.report.summary import Chart
 
 #: Of rivals, the same in all pictures; others take what is left.
 COLOURS = {

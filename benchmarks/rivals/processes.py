@@ -17,13 +17,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.report.machine import ROOT, commit
 
 #: Where libraries of PyPI are unpacked.
-RIVALS = ROOT / ".venv" / "rivals"
+INSTALLED = ROOT / ".venv" / "rivals"
 
 #: Those that can be had there, by the name of the rival.
 REQUIREMENTS = {"0.0.7": "torchgpipe==0.0.7", "fairscale": "fairscale==0.4.13"}
@@ -74,7 +73,7 @@ def installed(name: str) -> Rival:
         UnavailableError: it could not be installed.
     """
     requirement = REQUIREMENTS[name]
-    folder = RIVALS / requirement
+    folder = INSTALLED / requirement
     if not folder.exists():
         unfinished = folder.with_name(f"{requirement}.{os.getpid()}")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
@@ -156,12 +155,7 @@ class Running:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ask(self, **request: Any) -> Any:

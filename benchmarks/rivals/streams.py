@@ -8,7 +8,6 @@ made to look slow.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TypeAlias
 
 import torch
@@ -51,12 +50,7 @@ class use_stream:
             self.previous = torch.accelerator.current_stream(self.stream.device)
             torch.accelerator.set_stream(self.stream)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if isinstance(self.stream, torch.Stream):
             torch.accelerator.set_stream(self.previous)
             torch.accelerator.set_device_index(self.index)

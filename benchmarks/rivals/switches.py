@@ -1,15 +1,20 @@
-"""Parts of the method, each of which can be switched off to see what it brings.
+"""Switches for the four parts of the method, to see what each of them brings.
 
 dependency
-    Fork and join, which hold backward to the order of the schedule, and have a recomputation
+    Fork and join, which hold backward to the order of the schedule, and which make a recomputation
     begin before its gradient comes.
 streams
-    The copy streams. Without them, copies are made on the streams of the layers.
+    Copy streams. Without them, copies run on the compute streams.
+portals
+    Skips that go straight from device to device. Without portals, each partition between hands a
+    skip on (:mod:`benchmarks.rivals.carried`).
 lanes
-    Copies and forks belong to the copy streams in autograd's eyes. Without that they belong to the
-    streams of the layers, as those of torchgpipe 0.0.7 do, and autograd ties these to each other.
+    Copies and forks that belong to copy streams in autograd's eyes. Without lanes they belong to
+    the compute streams, as in torchgpipe 0.0.7, and autograd makes compute streams wait for each
+    other.
 
-The fourth part, portals, is no affair of the package: see :mod:`benchmarks.rivals.carried`.
+Portals are switched off outside of the package. The three others patch private functions of the
+engine, all of them in this file.
 """
 
 from __future__ import annotations
@@ -20,23 +25,43 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.rivals.carried import carried
+from torchgpipe import GPipe
 from torchgpipe.autograd import copy
 from torchgpipe.devices.streams import AbstractStream, PartitionStreams, Streams, use_stream
 from torchgpipe.engine import cell
 from torchgpipe.engine.lanes import Routes
 from torchgpipe.engine.pipeline import Pipeline
 
-__all__ = ["SWITCHES", "switched_off"]
+__all__ = ["PARTS", "switched_off"]
 
-#: The stream of the layers that a copy stream belongs to, while lanes are switched off.
-_compute: dict[AbstractStream, AbstractStream] = {}
+PARTS = ("dependency", "streams", "portals", "lanes")
+
+
+@contextmanager
+def switched_off(parts: Collection[str]) -> Iterator[Callable[..., GPipe]]:
+    """Switch parts off within a ``with`` block, for wrappers that are made in it.
+
+    Yields:
+        The class to wrap layers with, or a function that stands in for it.
+    """
+    with ExitStack() as stack:
+        for part in parts:
+            if part in PATCHES:
+                stack.enter_context(PATCHES[part]())
+        yield wrapped_without_portals if "portals" in parts else GPipe
+
+
+def wrapped_without_portals(layers: nn.Sequential, balance: list[int], **options: Any) -> GPipe:
+    """A wrapper whose partitions hand skips on."""
+    return GPipe(carried(layers, balance), [1] * len(balance), **options)
 
 
 @contextmanager
 def without_dependency() -> Iterator[None]:
-    """Leaves the order of backward to autograd."""
+    """Leave the order of backward to autograd."""
     original = Pipeline.__init__
 
     def init(self: Pipeline, *arguments: Any, **options: Any) -> None:
@@ -49,7 +74,7 @@ def without_dependency() -> Iterator[None]:
 
 @contextmanager
 def without_streams() -> Iterator[None]:
-    """Makes copies on the stream of the layers."""
+    """Run copies on the compute streams."""
     original = Streams.get
 
     def get(self: Streams, *arguments: Any, **options: Any) -> list[PartitionStreams]:
@@ -60,11 +85,16 @@ def without_streams() -> Iterator[None]:
         yield
 
 
+#: The compute stream that each copy stream belongs to, while lanes are switched off.
+_compute: dict[AbstractStream, AbstractStream] = {}
+
+
 @contextmanager
 def without_lanes() -> Iterator[None]:
-    """Has copies and forks belong to the streams of the layers.
+    """Make copies and forks belong to the compute streams.
 
-    Whatever the copy streams and they have to wait for is then to be said, as in 0.0.7.
+    Autograd then no longer makes copy streams and compute streams wait for each other, so the
+    patched functions do, as 0.0.7 does.
     """
     init, moved = Routes.__init__, copy._moved
 
@@ -83,7 +113,7 @@ def without_lanes() -> Iterator[None]:
         if torch._C._current_autograd_node() is None:
             with use_stream(target):
                 return moved(tensors, source, target, other=other)
-        # In backward, which runs on the stream of the layers then.
+        # In backward, autograd has made the compute stream current.
         copy._hand_over(defined(tensors), _compute.get(source, source), source)
         with use_stream(source):
             found = moved(tensors, source, target, other=other)
@@ -100,22 +130,13 @@ def without_lanes() -> Iterator[None]:
 
 
 def defined(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Those that are there."""
+    """The gradients that are not None."""
     return [gradient for gradient in gradients if gradient is not None]
 
 
-#: What switches a part off within a ``with`` block. It acts upon wrappers, and until they are gone.
-SWITCHES: dict[str, Callable[[], Any]] = {
+#: A context manager for each part that patches the engine.
+PATCHES: dict[str, Callable[[], Any]] = {
     "dependency": without_dependency,
     "streams": without_streams,
     "lanes": without_lanes,
 }
-
-
-@contextmanager
-def switched_off(parts: Collection[str]) -> Iterator[None]:
-    """Switches several parts off within a ``with`` block."""
-    with ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(SWITCHES[part]())
-        yield

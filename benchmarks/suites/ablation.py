@@ -1,13 +1,13 @@
-"""What each part of the method brings: a U-Net with parts switched off, one by one and together.
+"""Ablation: a U-Net with parts of the method switched off, one by one and together.
 
 The parts are the dependency (fork and join, which order backward), the copy streams, the portals
 (skips go straight from device to device) and the lanes (copies belong to copy streams in autograd's
-eyes, too). torchgpipe 0.0.7, which has no lanes, is measured as it is. The setting is that of the
-torchgpipe paper's ablation: U-Net (5, 64), images of 192 pixels, a mini-batch of 128, n=4, m=8.
+eyes, too). torchgpipe 0.0.7, which has no lanes, takes part unchanged. The setting is the one of
+the torchgpipe paper's ablation: U-Net (5, 64), images of 192 pixels, a mini-batch of 128, n=4, m=8.
 
-With `--device virtual` a step takes virtual time: layers cost what they would on a Tesla P40, and
-the host's threads are delayed at random, by a seed. With `--device cuda` the U-Net itself is
-trained, in real time; partitions share GPUs in turn where there are fewer than four.
+With `--device virtual` a step takes virtual time: a layer takes the time that it would on a Tesla
+P40, and a seed delays the host's threads at random. With `--device cuda` the U-Net itself trains,
+in real time; partitions share GPUs in turn where there are fewer than four.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.models.experiments import ABLATION
 from benchmarks.progress import progress
-from benchmarks.report.files import Chart, Report, Result, Table, head, publish
-from benchmarks.rivals.carried import carried
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Chart, Summary, Table
 from benchmarks.rivals.library import Library
 from benchmarks.rivals.processes import start
 from benchmarks.rivals.switches import switched_off
@@ -35,14 +34,14 @@ from benchmarks.rivals.training import Training
 from benchmarks.simulate.costs import P40, balance, count
 from benchmarks.simulate.critical import MODES
 from benchmarks.simulate.standins import StageCosts, Steps, cut
-from torchgpipe import GPipe, testing
+from torchgpipe import testing
 
 Row = dict[str, Any]
 
-#: What has no such switches, and is measured as it is.
+#: A rival without such switches.
 RIVAL = "0.0.7"
 
-#: What is switched off: nothing, each part, the paper's other two steps, and everything.
+#: Parts to switch off: none, each one, the paper's other two steps, and all.
 VARIANTS: tuple[tuple[str, ...], ...] = (
     (),
     ("dependency",),
@@ -54,7 +53,7 @@ VARIANTS: tuple[tuple[str, ...], ...] = (
     ("dependency", "streams", "portals", "lanes"),
 )
 
-#: Samples per second that torchgpipe 0.0.5 was published to reach, which had no lanes.
+#: Published samples per second of torchgpipe 0.0.5, which had no lanes.
 PUBLISHED = {
     ("lanes",): 58.477,
     ("portals", "lanes"): 55.191,
@@ -63,44 +62,37 @@ PUBLISHED = {
 }
 
 
-def wrap(parts: Sequence[str], layers: nn.Sequential, cuts: list[int], **options: Any) -> GPipe:
-    """A wrapper with or without portals."""
-    if "portals" in parts:
-        layers, cuts = carried(layers, cuts), [1] * len(cuts)
-    return GPipe(layers, cuts, **options)
-
-
 def in_virtual_time(
     stages: StageCosts, parts: Sequence[str], mode: str, devices: list[torch.device], seeds: int
 ) -> Row:
-    """Milliseconds of steps, each with other delays of the host's threads."""
-    library = Library(lambda *a, **options: wrap(parts, *a, **options), devices, testing)
-    steps = Steps(library, asdict(stages), ABLATION.m or 1, mode)
-    return listed([steps.measure(seed) for seed in range(seeds)])
+    """Milliseconds of steps without some parts, each with other delays of the host's threads."""
+    with switched_off(parts) as wrap:
+        steps = Steps(Library(wrap, devices, testing), asdict(stages), ABLATION.m or 1, mode)
+        return listed([steps.measure(seed) for seed in range(seeds)])
 
 
 def listed(steps: Sequence[dict[str, float]]) -> Row:
-    """The figures of some steps."""
+    """The figures of several steps, as lists."""
     return {key: [step[key] for step in steps] for key in ("ms", "busy")}
 
 
 def in_real_time(
     cuts: list[int], parts: Sequence[str], mode: str, devices: list[torch.device], steps: int
 ) -> Row:
-    """Milliseconds of steps, after two others; none if they do not fit."""
-    library = Library(lambda *a, **options: wrap(parts, *a, **options), devices)
+    """Milliseconds of steps without some parts, after two warm-up steps; none if out of memory."""
     model, size, batch, m = ABLATION.model, ABLATION.size, ABLATION.batch, ABLATION.m
-    try:
-        training = Training(library, model, size, batch, cuts, m, mode)
-        return {"ms": [1e3 * seconds for seconds in training.seconds(steps + 2)[2:]]}
-    except torch.OutOfMemoryError:
-        return {"ms": []}
+    with switched_off(parts) as wrap:
+        try:
+            training = Training(Library(wrap, devices), model, size, batch, cuts, m, mode)
+            return {"ms": [1e3 * seconds for seconds in training.seconds(steps + 2)[2:]]}
+        except torch.OutOfMemoryError:
+            return {"ms": []}
 
 
 def of_rival(
     stages: StageCosts, modes: Sequence[str], seeds: int
 ) -> tuple[list[Row], dict[str, str]]:
-    """The same of torchgpipe 0.0.7 itself in virtual time, or why not."""
+    """Rows of torchgpipe 0.0.7 in virtual time, or the reason why there are none."""
     rows = []
     with ExitStack() as stack:
         running, left_out = start(stack, [RIVAL], [], "virtual", ABLATION.n)
@@ -114,9 +106,9 @@ def of_rival(
 
 
 def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """A row for each mode and variant, and what else there is to know."""
+    """A row for each mode and variant, and the entries that hold for all of them."""
     m = ABLATION.m or 1
-    # Before the costs are counted, which takes a backward.
+    # Virtual accelerators must be loaded before the first backward, and counting costs runs one.
     if options.device == "virtual":
         devices = testing.load()[: ABLATION.n]
     else:
@@ -128,12 +120,11 @@ def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     for mode, parts in progress([*product(options.modes, VARIANTS)], "ablation", "variant"):
-        with switched_off([part for part in parts if part != "portals"]):
-            found = (
-                in_virtual_time(stages, parts, mode, devices, options.steps)
-                if options.device == "virtual"
-                else in_real_time(cuts, parts, mode, devices, options.steps)
-            )
+        found = (
+            in_virtual_time(stages, parts, mode, devices, options.steps)
+            if options.device == "virtual"
+            else in_real_time(cuts, parts, mode, devices, options.steps)
+        )
         rows.append({"mode": mode, "off": parts, **found})
     if options.device == "virtual" and not options.ours_alone:
         more, left_out = of_rival(stages, options.modes, options.steps)
@@ -148,7 +139,7 @@ def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     }
 
 
-def report(result: Result) -> Report:
+def summarise(result: Result) -> Summary:
     """A line for each mode and variant."""
     virtual = result["device"] == "virtual"
     rows = [line(row, result) for row in result["rows"]]
@@ -161,26 +152,27 @@ def report(result: Result) -> Report:
     columns = ["mode", "without", "ms", "samples/s"]
     columns += ["time / limit", "busy"] if virtual else []
     notes = (
-        "Median (maximum) of steps. `published` is what torchgpipe 0.0.5, which had no lanes, was "
-        "published to reach on four Tesla P40, in its repository, with cuts of its own. Without "
-        "lanes, ours is much as 0.0.7 is, but not the same: that is the last row of each mode."
+        "Median (maximum) of steps. `published` is the published figure of torchgpipe 0.0.5, which "
+        "had no lanes, on four Tesla P40, from its repository, with cuts of its own. Without "
+        "lanes, ours resembles 0.0.7 but is not the same; the last row of each mode is 0.0.7."
     )
     if virtual:
         notes = (
-            f"**Virtual time**: no GPU was measured. Layers cost what they would on a {P40.name}, "
-            "links likewise, which carry any number of copies at once, and the host nothing, but "
-            "that its threads are delayed at random, which orders what nothing else does. The "
-            "limit is the step in which each task starts as soon as it may, and `busy` the share "
-            "of its time that a device computes, recomputation included. Nothing raced. "
+            f"**Virtual time**: no GPU was measured. Layers and copies take the time that they "
+            f"would on a {P40.name}; a link carries any number of copies at once. The host takes "
+            "no time, but its threads are delayed at random, which decides the order of whatever "
+            "nothing else orders. The limit is the time of a step in which each task starts as "
+            "soon as its inputs are there, and `busy` the share of its time that a device "
+            "computes, recomputation included. Nothing raced. "
         ) + notes
     chart = Chart(
         f"U-Net (5, 64), n=4, m=8, {result['device']}, without", "samples/s", labels, series
     )
-    return Report("What each part brings", [Table([*columns, "published"], rows)], [chart], notes)
+    return Summary("What each part brings", [Table([*columns, "published"], rows)], [chart], notes)
 
 
 def line(row: Row, result: Result) -> list[str | int | None]:
-    """A row of the table."""
+    """A line of the table."""
     ms, off, mode = row["ms"], tuple(row["off"]), row["mode"]
     if not ms:
         return [mode, name(off), "out of memory", "-", "-"]
@@ -196,14 +188,14 @@ def line(row: Row, result: Result) -> list[str | int | None]:
 
 
 def name(parts: Sequence[str]) -> str:
-    """What is switched off, in a word."""
+    """The parts that are switched off, in a word."""
     if [*parts] == [RIVAL]:
         return f"({RIVAL} itself)"
     return "all four" if len(parts) == 4 else ", ".join(parts) or "nothing"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures and publishes."""
+    """Measure and publish."""
     options = parser("ablation", __doc__)
     add_device(options, "virtual", "cuda")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
@@ -213,4 +205,4 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     result = head("ablation", argv)
     rows, more = measure(chosen)
-    publish(output(chosen, f"ablation_{chosen.device}"), result | more, rows)
+    publish(output(chosen, f"ablation_{chosen.device}"), result | more, rows, summarise)

@@ -31,9 +31,9 @@ from benchmarks.report.files import head, publish
 from benchmarks.rivals.processes import Running, UnavailableError, add_options, start
 from benchmarks.simulate import costs
 from benchmarks.simulate.critical import MODES
-from benchmarks.suites.tables.memory import report
+from benchmarks.suites.tables.memory import summarise
 
-__all__ = ["main", "report"]
+__all__ = ["main", "summarise"]
 
 RIVALS = ("plain", "ours", "0.0.7")
 
@@ -181,4 +181,4 @@ def main(argv: Sequence[str]) -> None:
         "left_out": left_out,
     }
     path = command.output(options, f"memory_{options.device}")
-    publish(path, head("memory", argv, **more), found)
+    publish(path, head("memory", argv, **more), found, summarise)

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.command import add_device, at_least, output, parse, parser
-from benchmarks.report.files import Chart, Report, Result, Table, head, publish
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Chart, Summary, Table
 from benchmarks.simulate.critical import MODES, step_path
 from torchgpipe import GPipe, testing
 
@@ -161,7 +162,7 @@ def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
     return measure("busy", lambda: busy(time).to(device), x, repeat)
 
 
-def report(result: Result) -> Report:
+def summarise(result: Result) -> Summary:
     """A line for each kind of stages and each mode."""
     times = ("forward_ms", "backward_ms", "makespan_ms", "ideal_ms", "ratio", "without_overlap")
     rows = [
@@ -182,7 +183,7 @@ def report(result: Result) -> Report:
         f"n={result['partitions']}, m={result['micro_batches']}, times in {where}; `no overlap` is "
         "what one partition after the other would take, over the ideal."
     )
-    return Report("Partitions that share one device", [Table(columns, rows)], [chart], notes)
+    return Summary("Partitions that share one device", [Table(columns, rows)], [chart], notes)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -197,4 +198,4 @@ def main(argv: Sequence[str]) -> None:
     result["connections"] = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     measured = on_virtual if chosen.device == "virtual" else on_gpu
     rows = measured(chosen.milliseconds, chosen.repeat)
-    publish(output(chosen, f"one_gpu_{chosen.device}"), result, rows)
+    publish(output(chosen, f"one_gpu_{chosen.device}"), result, rows, summarise)

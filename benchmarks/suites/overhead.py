@@ -26,7 +26,8 @@ import torch
 
 from benchmarks.command import add_device, at_least, output, parser
 from benchmarks.progress import progress
-from benchmarks.report.files import Chart, Report, Result, Table, head, publish
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Chart, Summary, Table
 from benchmarks.rivals.processes import REQUIREMENTS, Running, UnavailableError, add_options, start
 from benchmarks.simulate.critical import MODES
 
@@ -92,10 +93,10 @@ def measure(
             except UnavailableError as error:
                 failed[name] = error.reason
                 found.pop(name, None)
-    return {**setting, "rivals": {name: summary(x) for name, x in found.items()}}, failed
+    return {**setting, "rivals": {name: figures(x) for name, x in found.items()}}, failed
 
 
-def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Microseconds per cell of all rounds together, and what each round found."""
     least = {name: min(x[name]["min"] for x in rounds) for name in ("plain", "pipeline")}
     middle = [x["pipeline"]["median"] - x["plain"]["median"] for x in rounds]
@@ -108,7 +109,7 @@ def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def report(result: Result) -> Report:
+def summarise(result: Result) -> Summary:
     """A line for each setting; the ratio is that of ours to 0.0.7, of least times (medians)."""
     names = list(result["rivals"])
     rows = []
@@ -139,7 +140,7 @@ def report(result: Result) -> Report:
     notes = "Microseconds per cell above the plain loop: least (median); one thread."
     if device == "virtual":
         notes += " Virtual accelerators, and the host's real time."
-    return Report(f"Overhead per cell, {device} devices", [Table(columns, rows)], [chart], notes)
+    return Summary(f"Overhead per cell, {device} devices", [Table(columns, rows)], [chart], notes)
 
 
 def ratio(rivals: dict[str, Any]) -> str | None:
@@ -172,4 +173,4 @@ def main(argv: Sequence[str]) -> None:
     result |= {"rivals": rivals, "left_out": left_out}
     result |= {"rounds": options.rounds, "seconds": options.seconds}
     name = "overhead" if options.device == "cpu" else f"overhead_{options.device}"
-    publish(output(options, name), result, rows)
+    publish(output(options, name), result, rows, summarise)

@@ -19,7 +19,8 @@ import torch
 import torchgpipe
 from benchmarks.command import at_least, output, parser
 from benchmarks.progress import progress
-from benchmarks.report.files import Chart, Report, Result, Table, head, publish
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Chart, Summary, Table
 from benchmarks.rivals.cells import Cells
 from benchmarks.rivals.library import Library
 
@@ -89,21 +90,23 @@ def columns() -> list[str]:
     return [LAYERS, ENGINE, *PARTS, REST]
 
 
-def report(result: Result) -> Report:
+def summarise(result: Result) -> Summary:
     """A column for each mode."""
     rows = result["rows"]
     modes = [row["mode"] for row in rows]
-    lines = [[part, *[f"{row['shares'][part]:.1%}" for row in rows]] for part in columns()]
+    # The parts that the package had when this was measured.
+    parts = [*rows[0]["shares"]]
+    lines = [[part, *[f"{row['shares'][part]:.1%}" for row in rows]] for part in parts]
     lines.append(["µs per cell", *[f"{row['cell_us']:.1f}" for row in rows]])
-    return Report(
+    return Summary(
         "Where a cell's time on the host goes",
         [Table(["part", *modes], lines)],
         [
             Chart(
                 "Where a cell's time goes (CPU, n={n}, m={m})".format(**result),
                 "share of a step",
-                columns(),
-                {row["mode"]: [row["shares"][part] for part in columns()] for row in rows},
+                parts,
+                {row["mode"]: [row["shares"][part] for part in parts] for row in rows},
             )
         ],
         "CPU, n={n}, m={m}. Shares under Python's profiler, which makes parts of many small "
@@ -123,4 +126,4 @@ def main(argv: Sequence[str]) -> None:
     result = head("parts", argv, n=chosen.n, m=chosen.m)
     modes = progress(chosen.modes, "parts", "mode")
     rows = [measure(mode, chosen.n, chosen.m, chosen.steps) for mode in modes]
-    publish(output(chosen, "parts"), result, rows)
+    publish(output(chosen, "parts"), result, rows, summarise)

@@ -31,13 +31,15 @@ from benchmarks import command
 from benchmarks.models import experiments
 from benchmarks.models.experiments import SCALE, SPEED, Experiment
 from benchmarks.progress import progress
-from benchmarks.report.files import Report, Result, head, publish
+from benchmarks.report.files import Result, head, publish
 from benchmarks.report.machine import cores
+from benchmarks.report.summary import Summary
 from benchmarks.rivals.processes import Running, UnavailableError, add_options, on_cores, start
-from benchmarks.simulate import costs, virtual_speed
-from benchmarks.suites.tables import speed as report_speed
+from benchmarks.simulate import costs
+from benchmarks.simulate import virtual_speed as in_virtual_time
+from benchmarks.suites.tables import speed, virtual_speed
 
-__all__ = ["main", "report"]
+__all__ = ["main", "summarise"]
 
 #: What has a schedule of torch.distributed.pipelining.
 SCHEDULES = {"pipelining-gpipe": "ScheduleGPipe", "pipelining-1f1b": "Schedule1F1B"}
@@ -53,11 +55,11 @@ RIVALS = ("ours", "0.0.7", *TRAININGS)
 Row = dict[str, Any]
 
 
-def report(result: Result) -> Report:
+def summarise(result: Result) -> Summary:
     """The tables and charts of a result."""
     if result["device"] == "virtual":
-        return virtual_speed.report(result)
-    return report_speed.report(result)
+        return virtual_speed.summarise(result)
+    return speed.summarise(result)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -191,7 +193,7 @@ def measure(running: Iterable[Running], setting: Setting, options: argparse.Name
             if alone:
                 with suppress(UnavailableError):  # It has been said already.
                     process.drop()
-    return {**described(setting, options.device), "rivals": summary(found), "failed": failed}
+    return {**described(setting, options.device), "rivals": figures(found), "failed": failed}
 
 
 def described(setting: Setting, device: str) -> Row:
@@ -206,7 +208,7 @@ def described(setting: Setting, device: str) -> Row:
     }
 
 
-def summary(found: dict[str, list[float]]) -> dict[str, Row]:
+def figures(found: dict[str, list[float]]) -> dict[str, Row]:
     """Medians; those of ratios are of ratios within a round, as what disturbs it disturbs both."""
 
     def over(rates: list[float], others: list[float] | None) -> float | None:
@@ -246,7 +248,7 @@ def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[R
         left_out.update(unavailable)
         for setting in progress(chosen, "speed", "setting"):
             if options.device == "virtual":
-                row = virtual_speed.measure(
+                row = in_virtual_time.measure(
                     running, setting.experiment, setting.balance, options.rounds
                 )
                 found.append({**described(setting, "virtual"), **row})
@@ -273,4 +275,4 @@ def main(argv: Sequence[str]) -> None:
         )
     result = head("speed", argv, device=options.device)
     found, more = rows(options, settings(options))
-    publish(command.output(options, f"speed_{options.device}"), result | more, found)
+    publish(command.output(options, f"speed_{options.device}"), result | more, found, summarise)

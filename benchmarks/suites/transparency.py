@@ -36,12 +36,12 @@ from benchmarks.models.images import Images, batches, digits, folder
 from benchmarks.progress import progress
 from benchmarks.report.files import head, publish
 from benchmarks.rivals.convergence import Course, Outcome, Variant, count, grouped
-from benchmarks.suites.tables.transparency import Row, report
+from benchmarks.suites.tables.transparency import Row, summarise
 from examples.options import at_least
 from torchgpipe.balance import balance_by_time
 from torchgpipe.testing import UnavailableError, load
 
-__all__ = ["main", "report"]
+__all__ = ["main", "summarise"]
 
 MODELS: dict[str, Callable[[int], nn.Sequential]] = {
     "resnet": partial(resnet, [1, 1, 1], width=16),
@@ -231,4 +231,4 @@ def main(argv: Sequence[str]) -> None:
     )
     torch.backends.cudnn.deterministic = True
     rows = list(measure(course, options.seeds, exact_epochs))
-    publish(command.output(options, "transparency"), found, rows)
+    publish(command.output(options, "transparency"), found, rows, summarise)

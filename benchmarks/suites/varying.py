@@ -26,7 +26,8 @@ import torch
 
 from benchmarks.command import at_least, output, parser
 from benchmarks.progress import progress
-from benchmarks.report.files import Chart, Report, Result, Table, head, publish
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Chart, Summary, Table
 from benchmarks.rivals.processes import Running, add_options, on_cores, start
 from benchmarks.simulate.blocking import KINDS, draw
 from benchmarks.simulate.critical import MODES, Times, backward_path, forward_path, recomputed
@@ -95,7 +96,7 @@ def measure(running: Sequence[Running], options: argparse.Namespace) -> Iterator
         yield row
 
 
-def report(result: Result) -> Report:
+def summarise(result: Result) -> Summary:
     """A line for each setting and rival: of each pass the median and the maximum over seeds."""
     groups: dict[tuple[str, ...], list[dict[str, float]]] = {}
     for row in result["rows"]:
@@ -130,7 +131,7 @@ def report(result: Result) -> Report:
         "waiting for gradients."
     )
     columns = ["n", "m", "times", "mode", "rival", *PASSES]
-    return Report("Stages whose times vary", [Table(columns, rows)], [chart], notes)
+    return Summary("Stages whose times vary", [Table(columns, rows)], [chart], notes)
 
 
 def overslept(mean: float) -> float:
@@ -156,4 +157,4 @@ def main(argv: Sequence[str]) -> None:
             )
         rows = list(measure(running, options))
     result |= {"rivals": {x.rival.name: x.rival.version for x in running}, "left_out": left_out}
-    publish(output(options, "varying"), result, rows)
+    publish(output(options, "varying"), result, rows, summarise)

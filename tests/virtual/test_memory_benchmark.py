@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from benchmarks.models.experiments import MEMORY, Experiment, unet
-from benchmarks.report.files import markdown
+from benchmarks.report.markdown import markdown
 from benchmarks.rivals.library import Library
 from benchmarks.rivals.processes import UnavailableError
 from benchmarks.rivals.training import Training
-from benchmarks.suites.memory import cut, main, measure, report, settings
+from benchmarks.suites.memory import cut, main, measure, settings, summarise
 from benchmarks.suites.memory import parser as options
 from torchgpipe import GPipe
 
@@ -136,7 +136,7 @@ def test_what_fails_is_marked(reason, cell):
     assert rivals["ours"] in ({"error": cell}, {"error": cell, "reason": reason})
     row = {"family": "experiments", "rivals": rivals, **vars(setting)}
     result = {"device": "cuda", "scaled": False, "rivals": {"ours": None}, "rows": [row]}
-    (table,) = report(result).tables
+    (table,) = summarise(result).tables
     assert markdown(table).count(f" {cell} ") == (5 if cell == "not run" else 4)
 
 
@@ -159,7 +159,7 @@ def test_figures():
     row = {"family": "experiments", "rivals": rivals, **vars(setting)}
     names = dict.fromkeys(["ours", "0.0.7"])
     result = {"device": "cuda", "scaled": False, "rivals": names, "rows": [row]}
-    found = report(result)
+    found = summarise(result)
     ((line,),) = (table.rows for table in found.tables)
     cells = dict(zip(found.tables[0].head, line))
     assert cells == {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.report.files import Chart, Report, Table
+from benchmarks.report.summary import Chart, Summary, Table
 
-__all__ = ["report"]
+__all__ = ["summarise"]
 
 Row = dict[str, Any]
 
@@ -89,7 +89,7 @@ def grid_charts(model: str, rows: Sequence[Row], names: Sequence[str]) -> Iterat
         yield Chart(title, "MiB, largest device", [*map(str, labels)], series, True, plain)
 
 
-def report(result: dict[str, Any]) -> Report:
+def summarise(result: dict[str, Any]) -> Summary:
     """The tables and charts of a result."""
     virtual = result["device"] == "virtual"
     tables: list[Table] = []
@@ -117,7 +117,7 @@ def report(result: dict[str, Any]) -> Report:
     title = f"Memory of a training step, on {where}"
     if not tables:
         tables, more = more, []
-    return Report(title, tables, charts, notes(result), more)
+    return Summary(title, tables, charts, notes(result), more)
 
 
 def notes(result: dict[str, Any]) -> str:

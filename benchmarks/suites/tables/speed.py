@@ -1,41 +1,41 @@
-"""The tables and charts of ``python -m benchmarks speed``."""
+"""Tables and charts of ``python -m benchmarks speed`` in real time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.report.files import Chart, Report, Table
+from benchmarks.report.summary import Chart, Summary, Table
 
-__all__ = ["report"]
+__all__ = ["by_model", "labels", "summarise"]
 
 Row = dict[str, Any]
 Cell = Callable[[Row, Row], str]
 
 NOTES = """\
-Rivals take turns, one step each in a round; figures are medians (least to most) over rounds, and
-ratios are medians of the ratios within a round: the machine is shared, and its speed varies. The
-`never` row of `pipeline-1` is the wrapper's own overhead. The bubble is that of the schedule,
-(n - 1) / (m + n - 1). Utilisation is the speed-up by the number of devices.
-torch.distributed.pipelining has a process for each stage, all micro-batches of the same size, and
-no checkpoints of its own: where others make them, its stages checkpoint every micro-batch, the last
-one too. Gradient accumulation recomputes nothing."""
+Rivals take turns, one step each in a round. Figures are medians (least to most) over rounds, and
+ratios are medians of the ratios within a round, since the machine is shared and its speed varies.
+The `never` row of `pipeline-1` is the wrapper's own overhead. The bubble is the schedule's,
+(n - 1) / (m + n - 1). Utilisation is the speed-up divided by the number of devices.
+torch.distributed.pipelining has a process for each stage, micro-batches of one size, and no
+checkpoints of its own: where the others checkpoint, its stages checkpoint every micro-batch, the
+last one too. Gradient accumulation recomputes nothing."""
 
 ON_CPU = """\
-The CPU is one device, which all partitions share: nothing can be gained here, and what a speed-up
-is below 1 is what small micro-batches (see accumulation), recomputation and the pipeline cost.
-Cores and threads of a rival, in all of its processes together: {threads}, but a thread in each.
-Experiments keep the papers' names, at no more micro-batches than samples. Their layers are so small
-that the host's work shows: under checkpointing, ours looks at each tensor that a layer saves, as it
-keeps the graph of the layers, where 0.0.7 makes another one in backward."""
+The CPU is one device that all partitions share, so nothing can be gained here: a speed-up below 1
+is the cost of small micro-batches (see accumulation), of recomputation and of the pipeline. Cores
+and threads of a rival, over all of its processes: {threads}, but at least a thread in each.
+Experiments keep the papers' names, with at most as many micro-batches as samples. Their layers are
+so small that the host's work shows: under checkpointing, ours looks at each tensor that a layer
+saves, because it keeps the graph of the layers, where 0.0.7 makes another graph in backward."""
 
 SHARED = """\
-Experiments marked as shared have more partitions than GPUs: those that share one compute on streams
-of their own there."""
+Experiments marked as shared have more partitions than GPUs: partitions that share a GPU compute on
+streams of their own there."""
 
 
-def report(result: Row) -> Report:
-    """Makes a report of the result of ``benchmarks.suites.speed``."""
+def summarise(result: Row) -> Summary:
+    """Tables of throughput, of speed-up and of ours over the others."""
     rows: list[Row] = result["rows"]
     names = [x for x in result["rivals"] if any(x in row["rivals"] for row in rows)]
     others = [x for x in names if x != "baseline"]
@@ -51,7 +51,7 @@ def report(result: Row) -> Report:
         notes.append(ON_CPU.format(threads=result["threads"]))
     if any(shared(result, row) for row in rows):
         notes.append(SHARED)
-    return Report(
+    return Summary(
         title=f"Throughput in training ({result['device']})",
         tables=tables,
         charts=charts(rows, others),
@@ -79,7 +79,7 @@ def table(
 
 
 def shared(result: Row, row: Row) -> bool:
-    """Whether partitions share GPUs."""
+    """Tell whether partitions share GPUs."""
     return bool(result["device"] == "cuda" and row["devices"] < row["n"])
 
 
@@ -102,19 +102,29 @@ def ours_over(row: Row, found: Row) -> str:
 
 
 def charts(rows: Sequence[Row], names: Sequence[str]) -> list[Chart]:
-    """The speed-ups of each model in each mode."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["experiment"].partition("/")[0], []).append(row)
+    """Speed-ups of each model in each mode."""
     return [
         Chart(
             title=f"{model}: speed-up over baseline",
             unit="times",
-            labels=[f"{x['experiment'].partition('/')[2]} {x['mode']}" for x in group],
+            labels=labels(group),
             series={
                 name: [x["rivals"].get(name, {}).get("speed_up") for x in group] for name in names
             },
             limit=1.0,
         )
-        for model, group in groups.items()
+        for model, group in by_model(rows).items()
     ]
+
+
+def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each model; an experiment is called ``MODEL/NAME``."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["experiment"].partition("/")[0], []).append(row)
+    return groups
+
+
+def labels(rows: Sequence[Row]) -> list[str]:
+    """Labels of the rows of one model: experiment and mode."""
+    return [f"{row['experiment'].partition('/')[2]} {row['mode']}" for row in rows]

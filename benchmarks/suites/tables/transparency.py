@@ -7,9 +7,9 @@ from math import copysign, inf, sqrt
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.report.files import Chart, Report, Table
+from benchmarks.report.summary import Chart, Summary, Table
 
-__all__ = ["Row", "report"]
+__all__ = ["Row", "summarise"]
 
 #: Accuracies are the same if their means differ by no more than so many standard errors.
 NOISE = 2
@@ -166,7 +166,7 @@ def where(result: dict[str, Any]) -> str:
     )
 
 
-def report(result: dict[str, Any]) -> Report:
+def summarise(result: dict[str, Any]) -> Summary:
     """What is to be seen of a result."""
     rows = result["rows"]
     exact = [exact_table(rows)] if result["exact_epochs"] else []
@@ -181,7 +181,7 @@ def report(result: dict[str, Any]) -> Report:
     if len(found[0]) > 1:
         seen = NOISE * max(standard_error(x, found[0]) for x in found)
         notes += f" With {len(found[0])} seeds, {seen:.2f} points would have been told from noise."
-    return Report(
+    return Summary(
         "Transparency: training under GPipe, and without",
         [*exact, *batch_tables(rows)],
         list(charts(rows)),

@@ -1,4 +1,4 @@
-"""Results are written as JSON, Markdown and pictures, and the page of results is up to date."""
+"""Results become JSON, Markdown and pictures."""
 
 import builtins
 import json
@@ -6,8 +6,9 @@ import json
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.report import files as report
-from benchmarks.report.files import Chart, Report, Table
+from benchmarks.render import summarise
+from benchmarks.report import files
+from benchmarks.report.summary import Chart, Summary, Table
 
 CHARTS = [
     Chart("bars", "s", ["a", "b"], {"x": [1, None], "y": [2, 3]}, limit=1.0),
@@ -17,13 +18,13 @@ CHARTS = [
 
 @pytest.fixture
 def published(monkeypatch, tmp_path, capsys):
-    """Publishes a result of two rows."""
+    """A published result of two rows."""
     tables = [Table(["name", "seconds"], [["one", "1.5 (2)"], ["two", None]], "Times:")]
-    found = Report("A title", tables, CHARTS, "A note.")
-    monkeypatch.setattr("benchmarks.suites.parts.report", lambda result: found)
+    found = Summary("A title", tables, CHARTS, "A note.")
+    monkeypatch.setattr("benchmarks.suites.parts.summarise", lambda result: found)
     path = tmp_path / "folder" / "result.json"
-    head = report.head("parts", ["--n", "2"], left_out={"three": "no such thing"})
-    report.publish(path, head, [{"name": "one"}, {"name": "two"}])
+    head = files.head("parts", ["--n", "2"], left_out={"three": "no such thing"})
+    files.publish(path, head, [{"name": "one"}, {"name": "two"}], lambda result: found)
     return path
 
 
@@ -72,10 +73,10 @@ def test_without_matplotlib(published, monkeypatch, capsys):
 def test_tables_of_a_page(published, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- folder/result.json -->\nstale\n<!-- end -->\nb\n", "utf-8")
-    report.render_into(page)
+    files.render_page(page, summarise)
     text = page.read_text("utf-8")
     assert "stale" not in text
     assert text.startswith("a\n<!-- folder/result.json -->\n")
     assert text.endswith("Not run: three: no such thing\n<!-- end -->\nb\n")
-    report.render_into(page)
+    files.render_page(page, summarise)
     assert page.read_text("utf-8") == text

@@ -7,8 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks.rivals import library
-from benchmarks.rivals import processes as rivals
+from benchmarks.rivals import library, processes
 from torchgpipe import GPipe
 
 
@@ -59,35 +58,38 @@ def test_wrong_gradients_are_no_result():
 
 def test_install(monkeypatch, tmp_path):
     def run(command, **options):
-        folder = rivals.Path(command[command.index("--target") + 1])
+        folder = processes.Path(command[command.index("--target") + 1])
         (folder / "torchgpipe").mkdir(parents=True)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(rivals, "RIVALS", tmp_path)
+    monkeypatch.setattr(processes, "INSTALLED", tmp_path)
     monkeypatch.setattr("subprocess.run", run)
-    rival = rivals.installed("0.0.7")
-    assert rival == rivals.Rival(
+    rival = processes.installed("0.0.7")
+    assert rival == processes.Rival(
         "0.0.7", "torchgpipe", tmp_path / "torchgpipe==0.0.7", "torchgpipe==0.0.7"
     )
     assert (rival.folder / "torchgpipe").is_dir()
     monkeypatch.delattr("subprocess.run")
-    assert rivals.installed("0.0.7") == rival
+    assert processes.installed("0.0.7") == rival
 
 
 def test_install_fails(monkeypatch, tmp_path):
     def run(command, **options):
         return subprocess.CompletedProcess(command, 1, "", "one\nno network\n")
 
-    monkeypatch.setattr(rivals, "RIVALS", tmp_path)
+    monkeypatch.setattr(processes, "INSTALLED", tmp_path)
     monkeypatch.setattr("subprocess.run", run)
-    with pytest.raises(rivals.UnavailableError, match=r"\(no network\); to try by hand: pip"):
-        rivals.installed("fairscale")
+    with pytest.raises(processes.UnavailableError, match=r"\(no network\); to try by hand: pip"):
+        processes.installed("fairscale")
     assert not list(tmp_path.iterdir())
 
 
 def test_elsewhere(tmp_path):
-    empty = rivals.Rival("empty", "torchgpipe", tmp_path, None)
-    running = rivals.Running(empty, "cpu", 1)
-    with pytest.raises(rivals.UnavailableError, match="another torchgpipe was imported"), running:
+    empty = processes.Rival("empty", "torchgpipe", tmp_path, None)
+    running = processes.Running(empty, "cpu", 1)
+    with (
+        pytest.raises(processes.UnavailableError, match="another torchgpipe was imported"),
+        running,
+    ):
         pass
     assert running.process.returncode == 0

@@ -180,7 +180,7 @@ def test_one_gpu(monkeypatch):
     assert running[2].asked == ["make", "drop"]
     assert row["rivals"]["ours"]["speed_up"] == 4
     names = {x.rival.name: None for x in running}
-    found = speed.report({"device": "cuda", "rivals": names, "rows": [row]})
+    found = speed.summarise({"device": "cuda", "rivals": names, "rows": [row]})
     assert "streams" in found.notes
     assert found.tables[0].rows[0][:4] == ["unet/pipeline-2, shared", 2, 2, "except_last"]
 
@@ -192,7 +192,7 @@ def test_what_is_missing_is_told():
     first = {**row, "rivals": {"ours": rate}, "failed": {"0.0.7": "out of memory"}}
     second = {**row, "rivals": {"0.0.7": rate}, "failed": {}}
     result = {"device": "cuda", "rivals": {"ours": "", "0.0.7": ""}, "rows": [first, second]}
-    rates, speed_ups, ratios = (table.rows for table in speed.report(result).tables)
+    rates, speed_ups, ratios = (table.rows for table in speed.summarise(result).tables)
     assert rates[0][5:] == ["1 (1 to 1)", "out of memory"]
     assert rates[1][5:] == [None, "1 (1 to 1)"]
     assert speed_ups[0][5:] == ["no baseline", "out of memory"]
@@ -200,7 +200,7 @@ def test_what_is_missing_is_told():
 
 
 def test_ratios():
-    found = speed.summary({"baseline": [1.0], "ours": [2.0], "x": [4.0]})
+    found = speed.figures({"baseline": [1.0], "ours": [2.0], "x": [4.0]})
     figures = {name: [*row.values()] for name, row in found.items()}
     assert figures == {
         "baseline": [1.0, 1.0, 2.0, [1.0]],
@@ -209,18 +209,18 @@ def test_ratios():
     }
     assert [*found["x"]] == ["throughput", "speed_up", "ours_over", "rounds"]
     # What slows a round down slows all of its steps down.
-    found = speed.summary({"baseline": [1.0, 5.0, 2.0], "ours": [2.0, 10.0, 8.0]})
+    found = speed.figures({"baseline": [1.0, 5.0, 2.0], "ours": [2.0, 10.0, 8.0]})
     assert [*found["ours"].values()] == [8.0, 2.0, 1.0, [2.0, 10.0, 8.0]]
     assert found["baseline"]["ours_over"] == 2.0
-    (alone,) = speed.summary({"x": [1.0]}).values()
+    (alone,) = speed.figures({"x": [1.0]}).values()
     assert (alone["speed_up"], alone["ours_over"]) == (None, None)
 
 
 def test_each_rival_has_its_column():
     rates = {"baseline": [10.0], "ours": [20.0], "0.0.7": [16.0], "accumulation": [8.0]}
     row = {"experiment": "unet/n2m2", "n": 2, "m": 2, "mode": "never", "batch": 4, "devices": 2}
-    row |= {"bubble": 1 / 3, "rivals": speed.summary(rates), "failed": {}}
-    found = speed.report({"device": "cuda", "rivals": rates, "rows": [row]})
+    row |= {"bubble": 1 / 3, "rivals": speed.figures(rates), "failed": {}}
+    found = speed.summarise({"device": "cuda", "rivals": rates, "rows": [row]})
     throughputs, speed_ups, ratios = found.tables
     assert [*throughputs.head[-4:]] == [*rates]
     assert throughputs.rows[0][-4:] == [

@@ -18,7 +18,7 @@ from benchmarks.rivals import convergence
 from benchmarks.rivals.convergence import Course, Outcome, Variant, count, grouped
 from benchmarks.suites import transparency
 from benchmarks.suites.tables.transparency import compared
-from benchmarks.suites.transparency import MODELS, report
+from benchmarks.suites.transparency import MODELS, summarise
 from torchgpipe.testing import UnavailableError
 
 Image = pytest.importorskip("PIL.Image")
@@ -86,7 +86,7 @@ def test_transparency(colours, tmp_path, capsys, monkeypatch):
         assert len({x["digests"][0] for x in ours}) == 1
         assert len({x["digests"][1] for x in ours}) == 2
 
-    found = report(result)
+    found = summarise(result)
     assert len(found.tables) == 3
     for table in found.tables:
         assert all(len(row) == len(table.head) for row in table.rows)
@@ -104,7 +104,7 @@ def test_transparency(colours, tmp_path, capsys, monkeypatch):
 
     result["exact_epochs"] = 0
     result["rows"] = [x for x in rows if x["part"] == "batch"]
-    found = report(result)
+    found = summarise(result)
     assert len(found.tables) == 2
     assert len(found.charts) == 1
 
@@ -275,7 +275,7 @@ def test_devices_are_told():
     result = {**numbers, "images": data, "rows": [row, {**row, "n": 1, "variant": "n = 1"}]}
 
     def notes(device, devices):
-        return report({**result, "device": device, "devices": devices}).notes
+        return summarise({**result, "device": device, "devices": devices}).notes
 
     assert "share one device, the CPU" in notes("cpu", 1)
     assert "Each partition has a virtual accelerator of its own" in notes("virtual", 1)
@@ -308,7 +308,7 @@ def test_default_result():
     assert exact
     assert all(x["loss_difference"] < 1e-9 for x in exact)
     # Whether a difference of accuracies is noise is up to chance.
-    for table in report(result).tables[:2]:
+    for table in summarise(result).tables[:2]:
         column = [row[-1] for row in table.rows]
         assert table.head[-1].endswith("bit for bit")
         assert "yes" in column
