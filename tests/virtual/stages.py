@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from benchmarks.critical import recomputed
+from benchmarks.simulate.critical import recomputed
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe

@@ -4,10 +4,10 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.costs import Costs
-from benchmarks.critical import MODES
-from benchmarks.library import Library
-from benchmarks.standins import SCALE, StageCosts, Steps, cut
+from benchmarks.rivals.library import Library
+from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.critical import MODES
+from benchmarks.simulate.standins import SCALE, StageCosts, Steps, cut
 from torchgpipe import GPipe, testing
 
 NUMBER = 4 * SCALE
