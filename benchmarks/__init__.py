@@ -1,14 +1,13 @@
-"""Benchmarks, each a module with a ``main``: ``python -m benchmarks --help``.
+"""Benchmarks: ``python -m benchmarks --help`` lists the commands.
 
-What they share:
+============  ====================================================================================
+``suites``    what is measured: each a module with a ``main``; the longer tables in ``tables``
+``simulate``  costs of layers, critical paths, and stand-ins that take known times
+``rivals``    whoever trains: other libraries, ours and plain training, in processes of their own
+``report``    results as JSON, Markdown and pictures, and the machine they were measured on
+``models``    the papers' models and experiments, and images
+``results``   what was measured, as data
+============  ====================================================================================
 
-==================================================  ==============================================
-``command``, ``progress``, ``machine``              command lines, bars, where it was measured
-``report``, ``picture``, ``render``, ``report_*``   JSON, Markdown and pictures
-``experiments``, ``models``, ``costs``              the papers' settings, models, and their costs
-``rivals``, ``library``, ``streams``                other libraries, in processes of their own
-``training``, ``plain``, ``stages``, ``cells``      what trains there, in real time
-``standins``, ``blocking``, ``critical``            partitions of known cost, and their limits
-``carried``, ``switches``                           pipelines without parts of the method
-==================================================  ==============================================
+A room imports itself and the rooms below it in this table, never one above.
 """

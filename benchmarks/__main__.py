@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-#: Each is a module beside this one, with a ``main`` that takes its arguments.
+#: Each has a module, with a ``main`` that takes its arguments.
 NAMES = (
     "ablation",
     "memory",
@@ -22,9 +22,15 @@ NAMES = (
 )
 
 
+def module(name: str) -> str:
+    """The name of a benchmark's module, below this package."""
+    return name if name == "render" else f"suites.{name}"
+
+
 def summary(name: str) -> str:
     """The first line of a benchmark's docstring; nothing is imported for it."""
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    file = Path(__file__).parent.joinpath(*module(name).split(".")).with_suffix(".py")
+    source = file.read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
@@ -49,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in NAMES:
         print(f"there is no such benchmark (name: {name!r})\n\n{usage()}", file=sys.stderr)
         return 2
-    import_module(f"benchmarks.{name}").main(rest)
+    import_module(f"benchmarks.{module(name)}").main(rest)
     return 0
 
 

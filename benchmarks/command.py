@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.experiments import SCALE
-from benchmarks.report import RESULTS
+from benchmarks.models.experiments import SCALE
+from benchmarks.report.files import RESULTS
 from examples.options import at_least
 
 __all__ = ["add_device", "add_scale", "at_least", "output", "parse", "parser"]

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from benchmarks.report import PAGE, RESULTS, render, render_into
+from benchmarks.report.files import PAGE, RESULTS, Result, render, render_page
+from benchmarks.report.summary import Summary
+
+
+def summarise(result: Result) -> Summary:
+    """The summary of any result, by the suite that measured it."""
+    summary: Summary = import_module(f"benchmarks.suites.{result['benchmark']}").summarise(result)
+    return summary
 
 
 def main(argv: Sequence[str]) -> None:
-    """Renders the files that are named, or all results and the page."""
+    """Render the files in ``argv``, or all results and the page."""
     parser = argparse.ArgumentParser("python -m benchmarks render", description=__doc__)
     parser.add_argument(
         "files", type=Path, nargs="*", help="JSON (default: all in benchmarks/results)"
     )
     files = parser.parse_args(argv).files
     for path in files or sorted(RESULTS.glob("*.json")):
-        render(path)
+        render(path, summarise)
         print(path.with_suffix(".md"))
     if not files:
-        render_into(PAGE)
+        render_page(PAGE, summarise)
         print(PAGE)

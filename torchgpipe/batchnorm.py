@@ -117,6 +117,7 @@ class DeferredBatchNorm(_BatchNorm):
         size, mean, squares = self._moments
         for tensor in (mean, squares):
             # The partition may have a stream of its own, which they are from.
+            # guard: recording moments
             record_stream(tensor, current_stream(tensor.device))
         momentum = self.momentum
         with torch.no_grad():

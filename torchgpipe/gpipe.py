@@ -115,6 +115,7 @@ class GPipe(nn.Module):
         self._workers = Workers(self.devices)
         # Layers may have been converted for another wrapper.
         self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
+        # guard: groups
         self._groups = groups(self.partitions)
         locks = {group: threading.RLock() for group in self._groups}
         self._locks = [locks[group] for group in self._groups]
@@ -326,6 +327,7 @@ class GPipe(nn.Module):
             workers=self._workers,
         )
         whole = microbatch.in_all(batches)
+        # guard: what is interrupted
         with Snapshot(self.devices), deferred_updates(self._norms), unchanged(whole):
             pipeline.run()
         return microbatch.gather(batches)

@@ -3,29 +3,64 @@
 import importlib
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+
+import torchgpipe
+
+PACKAGE = Path(torchgpipe.__file__).resolve().parent
 
 #: The virtual accelerators are loaded once, and pytest knows its own modules.
 KEPT = ("torchgpipe.testing", "tests.conftest", "tests.virtual.conftest", "tests.virtual.mutants")
 
 
+#: Stands for a change that leaves the line out.
+DROP = None
+
+
+@cache
+def guards():
+    """The file of each guard, by the name in its marker."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for name in re.findall("# guard: (.+)", file.read_text(encoding="utf-8")):
+            assert found.setdefault(name, file) == file, f"{name!r} stands in two files"
+    return found
+
+
+def changed(source, name, change):
+    """The source with a change in each line below a marker of that name."""
+    lines = source.split("\n")
+    for k in [k for k, line in enumerate(lines) if line.strip() == f"# guard: {name}"]:
+        # One line may have several markers.
+        while lines[k].lstrip().startswith("# guard: "):
+            k += 1
+        line = lines[k]
+        if change is DROP:
+            lines[k] = " " * (len(line) - len(line.lstrip())) + "pass"
+            continue
+        old, new = change
+        if old not in line:
+            raise LookupError(f"the line of {name!r} has no {old!r}: {line.strip()}")
+        lines[k] = line.replace(old, new)
+    return "\n".join(lines)
+
+
 class Mutant(importlib.abc.SourceLoader):
     """Loads a module with a change in its source."""
 
-    def __init__(self, path, old, new):
-        self.path, self.old, self.new = path, old, new
+    def __init__(self, path, name, change):
+        self.path, self.name, self.change = path, name, change
 
     def get_filename(self, name):
         return self.path
 
     def get_data(self, path):
         with open(self.path, encoding="utf-8") as file:
-            source = file.read()
-        if self.old not in source:
-            raise LookupError(f"{self.path} has no {self.old!r}")
-        return source.replace(self.old, self.new).encode()
+            return changed(file.read(), self.name, self.change).encode()
 
 
 @cache
@@ -44,17 +79,18 @@ class Again(importlib.machinery.SourceFileLoader):
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the one loader for one module, and the other for all others that are imported anew."""
 
-    def __init__(self, module, old, new):
-        self.module, self.change = module, (old, new)
+    def __init__(self, name, change):
+        self.name, self.change = name, change
+        self.file = str(guards()[name])
 
     def find_spec(self, name, path, target=None):
         if not _of_package(name):
             return None
         found = importlib.machinery.PathFinder.find_spec(name, path)
-        if name != self.module:
+        if found.origin != self.file:
             found.loader = Again(name, found.origin)
             return found
-        loader = Mutant(found.origin, *self.change)
+        loader = Mutant(found.origin, self.name, self.change)
         return importlib.machinery.ModuleSpec(name, loader, origin=found.origin)
 
 
@@ -64,12 +100,12 @@ def _of_package(name):
 
 
 @contextmanager
-def mutated(module, old, new):
+def mutated(name, change):
     """Within a ``with`` block, what is imported of the package and its tests has the change."""
-    before = {name: value for name, value in sys.modules.items() if _of_package(name)}
-    for name in before:
-        del sys.modules[name]
-    finder = Finder(f"torchgpipe.{module}", old, new)
+    before = {key: module for key, module in sys.modules.items() if _of_package(key)}
+    for key in before:
+        del sys.modules[key]
+    finder = Finder(name, change)
     sys.meta_path.insert(0, finder)
     try:
         # Threads issue the cells, from the first step on.
@@ -77,6 +113,6 @@ def mutated(module, old, new):
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if _of_package(name)]:
-            del sys.modules[name]
+        for key in [key for key in sys.modules if _of_package(key)]:
+            del sys.modules[key]
         sys.modules.update(before)

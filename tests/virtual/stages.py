@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from benchmarks.critical import recomputed
+from benchmarks.simulate.critical import recomputed
 from tests.support.helpers import assert_no_races
 from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ablation
 from benchmarks.__main__ import main
-from benchmarks.standins import StageCosts
-from benchmarks.switches import SWITCHES, switched_off
+from benchmarks.rivals.switches import PARTS, switched_off
+from benchmarks.simulate.standins import StageCosts
+from benchmarks.suites import ablation
 from tests.support.helpers import assert_no_races
-from torchgpipe import GPipe, testing
+from torchgpipe import testing
 from torchgpipe.autograd.copy import Copy
 
 pytestmark = pytest.mark.usefixtures("prompt")
@@ -26,8 +26,7 @@ def measured(devices, monkeypatch):
     """Takes steps of the stages with parts switched off."""
 
     def measured(*parts, mode="except_last"):
-        with switched_off([part for part in parts if part != "portals"]):
-            return ablation.in_virtual_time(STAGES, parts, mode, devices, seeds=4)
+        return ablation.in_virtual_time(STAGES, parts, mode, devices, seeds=4)
 
     monkeypatch.setattr(ablation, "ABLATION", replace(ablation.ABLATION, n=3, m=6))
     return measured
@@ -36,11 +35,11 @@ def measured(devices, monkeypatch):
 def test_nothing_is_switched_off_afterwards(measured):
     limit = STAGES.limit("except_last", 6)
     assert measured()["ms"] == [limit] * 4
-    measured(*SWITCHES)
+    measured(*PARTS)
     assert measured()["ms"] == [limit] * 4
 
 
-@pytest.mark.parametrize("part", [*SWITCHES, "portals"])
+@pytest.mark.parametrize("part", PARTS)
 def test_each_part_is_missed(measured, part):
     found = measured(part)
     assert max(found["ms"]) > STAGES.limit("except_last", 6)
@@ -59,8 +58,8 @@ def test_lanes_are_where_copies_belong_and_not_where_they_run(devices, monkeypat
     monkeypatch.setattr(Copy, "backward", seen)
     computes = [torch.accelerator.current_stream(device) for device in devices[:2]]
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with switched_off(parts):
-        model = GPipe(layers, [1, 1], devices=devices[:2], chunks=2)
+    with switched_off(parts) as wrap:
+        model = wrap(layers, [1, 1], devices=devices[:2], chunks=2)
         input = torch.rand(4, 3, device=devices[0])
         with testing.observe(bandwidth={(0, 1): 1.0, (1, 0): 1.0}) as observed:
             model(input).sum().backward()
@@ -93,8 +92,8 @@ def test_gradients_do_not_depend_on_the_parts(devices, parts):
     layers(input).sum().backward()
     expected = [parameter.grad for parameter in layers.parameters()]
     layers.zero_grad()
-    with switched_off([part for part in parts if part != "portals"]):
-        model = GPipe(layers, [1, 1, 1], devices=devices[:3], chunks=4)
+    with switched_off(parts) as wrap:
+        model = wrap(layers, [1, 1, 1], devices=devices[:3], chunks=4)
         model(input.to(devices[0])).sum().backward()
     for parameter, grad in zip(model.parameters(), expected):
         torch.testing.assert_close(parameter.grad.cpu(), grad)
@@ -119,7 +118,7 @@ def test_figures():
     nothing = {"mode": "always", "off": (), "ms": [250.0], "busy": [1.0], "races": 0}
     result = {"device": "virtual", "gpu": "Tesla P40", "experiment": {"batch": 128}}
     result |= {"limit_ms": {"except_last": 400.0, "always": 250.0}, "rows": [row, nothing]}
-    (table,) = ablation.report(result).tables
+    (table,) = ablation.summarise(result).tables
     assert [dict(zip(table.head, cells)) for cells in table.rows] == [
         {
             "mode": "except_last",
@@ -141,6 +140,6 @@ def test_figures():
         },
     ]
     result |= {"device": "cuda", "limit_ms": {}}
-    (table,) = ablation.report(result).tables
+    (table,) = ablation.summarise(result).tables
     assert [*table.head] == ["mode", "without", "ms", "samples/s", "published"]
     assert table.rows[0] == ["except_last", "portals, lanes", "500 (1000)", "256.0", "55.2"]

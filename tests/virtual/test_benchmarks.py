@@ -5,8 +5,9 @@ import json
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import one_gpu, virtual_speed
-from benchmarks.overhead import main
+from benchmarks.suites import one_gpu
+from benchmarks.suites.overhead import main
+from benchmarks.suites.tables import virtual_speed
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
@@ -48,11 +49,11 @@ def test_tables_of_virtual_speed():
     theirs = {"ms": [60.0, 60.0, 100.0], "free_ms": [40.0] * 3, "busy": [0.25] * 3}
     row["rivals"] = {"ours": ours, "0.0.7": theirs}
     result = {"rivals": {"ours": "", "0.0.7": "", "x": ""}, "rows": [row], "rounds": 3}
-    report = virtual_speed.report(result)
+    summary = virtual_speed.summarise(result)
     cells = ["60.0", "120.0", "120.0", "100.0", None, "1.200", "2.00", "-"]
-    assert report.tables[0].rows[0][4:] == cells
+    assert summary.tables[0].rows[0][4:] == cells
     over = ["1.000 (1.000)", "1.000 (1.000)", "50.0%", "1.200 (2.000)", "1.000 (1.000)", "25.0%"]
-    assert report.more[0].rows[0][4:] == [*over, None, None, None]
+    assert summary.more[0].rows[0][4:] == [*over, None, None, None]
 
 
 def test_speed_of_nobody(capsys):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.critical import step_path
+from benchmarks.simulate.critical import step_path
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import some
 from tests.virtual.stages import (

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.experiments import MEMORY, Experiment, unet
-from benchmarks.library import Library
-from benchmarks.memory import cut, main, measure, report, settings
-from benchmarks.memory import parser as options
-from benchmarks.report import markdown
-from benchmarks.rivals import UnavailableError
-from benchmarks.training import Training
+from benchmarks.models.experiments import MEMORY, Experiment, unet
+from benchmarks.report.markdown import markdown
+from benchmarks.rivals.library import Library
+from benchmarks.rivals.processes import UnavailableError
+from benchmarks.rivals.training import Training
+from benchmarks.suites.memory import cut, main, measure, settings, summarise
+from benchmarks.suites.memory import parser as options
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.usefixtures("prompt")
@@ -138,7 +138,7 @@ def test_what_fails_is_marked(reason, cell):
     assert rivals["ours"] in ({"error": cell}, {"error": cell, "reason": reason})
     row = {"family": "experiments", "rivals": rivals, **vars(setting)}
     result = {"device": "cuda", "scaled": False, "rivals": {"ours": None}, "rows": [row]}
-    (table,) = report(result).tables
+    (table,) = summarise(result).tables
     assert markdown(table).count(f" {cell} ") == (5 if cell == "not run" else 4)
 
 
@@ -161,7 +161,7 @@ def test_figures():
     row = {"family": "experiments", "rivals": rivals, **vars(setting)}
     names = dict.fromkeys(["ours", "0.0.7"])
     result = {"device": "cuda", "scaled": False, "rivals": names, "rows": [row]}
-    found = report(result)
+    found = summarise(result)
     ((line,),) = (table.rows for table in found.tables)
     cells = dict(zip(found.tables[0].head, line))
     assert cells == {

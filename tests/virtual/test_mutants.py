@@ -8,7 +8,7 @@ from torch import nn
 
 from tests import test_changes
 from tests.helpers import CPUS
-from tests.virtual.mutants import mutated
+from tests.virtual.mutants import DROP, guards, mutated
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
 TESTS = {
@@ -232,429 +232,138 @@ TESTS = {
     "let go": ("test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
-#: Safeguards: the module, what is there, what would be there instead, and a test that then fails.
+#: Guards: what is changed in the line below the marker `# guard: name` in the package's source,
+#: and the tests of which each fails then.
 MUTANTS = {
-    "hand-over by Wait": (
-        "autograd.copy",
-        "    _hand_over(tensors, prev_stream, next_stream)\n",
-        "",
-        "limit",
-    ),
-    "hand-over by Copy": (
-        "autograd.copy",
-        "        _hand_over(detached, prev_stream, next_stream)\n",
-        "        pass\n",
-        "shared limit",
-    ),
-    "waiting": ("autograd.copy", "    wait_stream(next_stream, prev_stream)\n", "", "limit"),
-    "recording": (
-        "autograd.copy",
-        "        record_stream(tensor, next_stream)",
-        "        pass",
-        "limit",
-    ),
-    "clone in forward": (
-        "autograd.copy",
-        "= tensor.clone()\n",
-        "= tensor\n",
-        "same memory",
-    ),
-    "clone in backward": (
-        "autograd.copy",
-        "_cloned(grads, ctx.next_stream, ctx.prev_stream)",
-        "grads",
-        "shifted",
-    ),
-    "source's lane": (
-        "autograd.copy",
-        "prev_stream, next_stream, other=prev_stream)",
-        "prev_stream, next_stream, other=next_stream)",
-        "limit",
-    ),
-    "target's lane": (
-        "autograd.copy",
-        "ctx.prev_stream, other=ctx.prev_stream)",
-        "ctx.prev_stream, other=ctx.next_stream)",
-        "limit",
-    ),
-    "one clone": (
-        "autograd.copy",
-        "if id(tensor) not in left",
-        "if True",
-        "skip leaving",
-    ),
-    "hand-over in leaving": (
-        "autograd.copy",
-        "    _hand_over(clones, prev_stream, next_stream)\n",
-        "",
-        "limit",
-    ),
-    "lane of Copy": (
-        "engine.cell",
-        "            with use_stream(lane):\n                batch = batch.map(partial(copy",
-        "            with use_stream(self.stream):\n                batch = batch.map(partial(copy",
-        "skip",
-    ),
-    "lane of arriving Wait": (
-        "engine.cell",
-        "batch = batch.map(partial(wait, lane, self.stream), parts)",
-        "with use_stream(lane): batch = batch.map(partial(wait, lane, self.stream), parts)",
-        "shifted",
-    ),
-    "lane of leaving Wait": (
-        "engine.cell",
-        "batch = batch.map(partial(leave, self.stream, lane, left=left), parts)",
-        "with use_stream(lane): "
-        "batch = batch.map(partial(leave, self.stream, lane, left=left), parts)",
-        "same memory",
-    ),
-    "lane of what leaves": (
-        "engine.cell",
-        "            with use_stream(lane):\n                batch = batch.map(departing",
-        "            with use_stream(self.stream):\n                batch = batch.map(departing",
-        "limit",
-    ),
+    "hand-over by Wait": (DROP, "limit"),
+    "hand-over by Copy": (DROP, "shared limit"),
+    "waiting": (DROP, "limit"),
+    "recording": (DROP, "limit"),
+    "clone in forward": ((".clone()", ""), "same memory"),
+    "clone in backward": (("_cloned(grads, ctx.next_stream, ctx.prev_stream)", "grads"), "shifted"),
+    "source's lane": (("other=prev_stream", "other=next_stream"), "limit"),
+    "target's lane": (("other=ctx.prev_stream", "other=ctx.next_stream"), "limit"),
+    "one clone": (("id(tensor) not in left", "True"), "skip leaving"),
+    "hand-over in leaving": (DROP, "limit"),
+    "lane of Copy": (("lane", "self.stream"), "skip"),
+    "lane of arriving Wait": (("batch =", "with use_stream(lane): batch ="), "shifted"),
+    "lane of leaving Wait": (("batch =", "with use_stream(lane): batch ="), "same memory"),
+    "lane of what leaves": (("lane", "self.stream"), "limit"),
     "a lane for skips": (
-        "engine.lanes",
-        "streams.values if part is VALUE else streams.skips",
-        "streams.values",
+        ("streams.values if part is VALUE else streams.skips", "streams.values"),
         "skip",
     ),
     "skips first": (
-        "engine.lanes",
-        "{VALUE: j - 1, **by_partition(skip_layout.popped[j])}",
-        "{**by_partition(skip_layout.popped[j]), VALUE: j - 1}",
+        (
+            "VALUE: j - 1, **by_partition(skip_layout.popped[j])",
+            "**by_partition(skip_layout.popped[j]), VALUE: j - 1",
+        ),
         "order of skips",
     ),
     "near skips first": (
-        "engine.lanes",
-        "**by_partition(skip_layout.popped[j])}",
-        "**dict(reversed(by_partition(skip_layout.popped[j]).items()))}",
+        (
+            "by_partition(skip_layout.popped[j])",
+            "dict(reversed(by_partition(skip_layout.popped[j]).items()))",
+        ),
         "order of skips",
     ),
-    "lanes in turns": ("engine.lanes", "copies[i % len(copies)]", "copies[0]", "limit"),
-    "lanes beside computing": (
-        "engine.lanes",
-        "        return copies[i % len(copies)]",
-        "        return self.compute[k]",
-        "limit",
-    ),
-    "stream of recomputation": (
-        "recompute.checkpoint",
-        "with found, use_stream(self.stream), ",
-        "with found, ",
-        "limit",
-    ),
-    "random numbers": ("recompute.checkpoint", "with rng.restored(), ", "with ", "dropout"),
-    "join [1]": (
-        "engine.pipeline",
-        "cell.arrive(batch, phonies)  # [1]",
-        "cell.arrive(batch)",
-        "detour",
-    ),
-    "join [1] before the layers": (
-        "engine.pipeline",
-        "        if batch.requires_grad:\n",
-        "        if False:\n",
-        "detour",
-    ),
-    "join [1']": (
-        "engine.pipeline",
-        "            batch = cell.join(batch, phonies)  # [1']\n",
-        "",
-        "slow host",
-    ),
-    "fork [2]": (
-        "engine.pipeline",
-        "            batch, self.phonies[i, j] = cell.fork(batch, last)  # [2]\n",
-        "            pass\n",
-        "slow host",
-    ),
-    "lead [3]": (
-        "engine.pipeline",
-        "*[(i - lead, k) for k in self.routes.held_by[j]]",
-        "",
-        "slow host",
-    ),
-    "lead in forward": (
-        "engine.lanes",
-        "yield -max(self.lead, k - j + 1), k",
-        "pass",
-        "few streams",
-    ),
-    "gradient of a fork": (
-        "autograd.fork_join",
-        "tensor.expand_as(tensor)",
-        "tensor.view_as(tensor)",
-        "gradients of a skip",
-    ),
+    "lanes in turns": (("i % len(copies)", "0"), "limit"),
+    "lanes beside computing": (("copies[i % len(copies)]", "self.compute[k]"), "limit"),
+    "stream of recomputation": (("use_stream(self.stream), ", ""), "limit"),
+    "random numbers": (("rng.restored(), ", ""), "dropout"),
+    "join [1]": ((", phonies", ""), "detour"),
+    "join [1] before the layers": (("batch.requires_grad", "False"), "detour"),
+    "join [1']": (DROP, "slow host"),
+    "fork [2]": (DROP, "slow host"),
+    "lead [3]": (("*[(i - lead, k) for k in self.routes.held_by[j]]", ""), "slow host"),
+    "lead in forward": (DROP, "few streams"),
+    "gradient of a fork": (("expand_as", "view_as"), "gradients of a skip"),
     "no leaves": (
-        "recompute.input",
-        "next(found) if need else x.detach() for",
-        "x.detach().requires_grad_(need) for",
+        ("next(found) if need else x.detach()", "x.detach().requires_grad_(need)"),
         "skip in a second run",
     ),
     "memory of a phony": (
-        "autograd.fork_join",
-        "torch.cat(phonies)",
-        "phonies[0] if len(phonies) == 1 else torch.cat(phonies)",
+        ("torch.cat(phonies)", "(phonies[0] if len(phonies) == 1 else torch.cat(phonies))"),
         "what has left",
     ),
-    "after the caller": (
-        "engine.pipeline",
-        "            self.routes.wait_for_caller()\n",
-        "",
-        "shared last",
-    ),
-    "before the caller": (
-        "engine.pipeline",
-        "                self.routes.have_caller_wait()\n",
-        "                pass\n",
-        "failure",
-    ),
+    "after the caller": (DROP, "shared last"),
+    "before the caller": (DROP, "failure"),
     "copies after the caller": (
-        "engine.lanes",
-        "used = {compute, *values, *skips}",
-        "used = {compute}",
+        ("{compute, *values, *skips}", "{compute}"),
         "the CPU and one shared",
     ),
-    "backward after the caller": (
-        "engine.lanes",
-        "        ctx.routes.wait_for_caller()\n",
-        "",
-        "gradients between",
-    ),
-    "backward before the caller": (
-        "engine.lanes",
-        "queue_callback(ctx.routes.end_backward)",
-        "queue_callback(lambda: None)",
-        "frozen weights",
-    ),
-    "recording gradients": (
-        "engine.lanes",
-        "                    if parameter.grad is not None:",
-        "                    if False:",
-        "freed gradients",
-    ),
-    "recording moments": (
-        "batchnorm",
-        "            record_stream(tensor, current_stream(tensor.device))",
-        "            pass",
-        "statistics",
-    ),
-    "back to the caller": (
-        "engine.lanes",
-        "        if VALUE in self.targets[-1]:",
-        "        if False:",
-        "freed outputs",
-    ),
-    "own streams": (
-        "devices.streams",
-        "own = 0 if partitions == 1 else partitions",
-        "own = 0",
-        "shared limit",
-    ),
-    "groups": (
-        "gpipe",
-        "self._groups = groups(self.partitions)",
-        "self._groups = list(range(len(self.partitions)))",
-        "shared layers",
-    ),
-    "letting go of a skip": ("engine.pipeline", "            del popped\n", "", "last use"),
-    "letting go of the input": (
-        "engine.cell",
-        "        batch = batch.take()\n        with",
-        "        with",
-        "last use",
-    ),
-    "letting go of what is watched": (
-        "engine.cell",
-        "counter_of(x) for part",
-        "x for part",
-        "skip and value",
-    ),
-    "letting go of slots": (
-        "recompute.checkpoint",
-        "slots, self.slots = self.slots, []",
-        "slots = self.slots",
-        "peak",
-    ),
+    "backward after the caller": (DROP, "gradients between"),
+    "backward before the caller": (("ctx.routes.end_backward", "lambda: None"), "frozen weights"),
+    "recording gradients": (("parameter.grad is not None", "False"), "freed gradients"),
+    "recording moments": (DROP, "statistics"),
+    "back to the caller": (("VALUE in self.targets[-1]", "False"), "freed outputs"),
+    "own streams": (("0 if partitions == 1 else partitions", "0"), "shared limit"),
+    "groups": (("groups(self.partitions)", "list(range(len(self.partitions)))"), "shared layers"),
+    "letting go of a skip": (DROP, "last use"),
+    "letting go of the input": (DROP, "last use"),
+    "letting go of what is watched": (("counter_of(x)", "x"), "skip and value"),
+    "letting go of slots": (("slots, self.slots = self.slots, []", "slots = self.slots"), "peak"),
     "letting go of what was kept": (
-        "recompute.checkpoint",
-        "(kept, rng), self.kept = self.kept, None",
-        "kept, rng = self.kept",
+        ("(kept, rng), self.kept = self.kept, None", "kept, rng = self.kept"),
         "let go",
     ),
-    "numbers go on": (
-        "ambient.random_numbers",
-        "        set_state(self.device, self.states[self.kind])\n",
-        "",
-        "same numbers",
-    ),
-    "numbers are taken along": (
-        "ambient.random_numbers",
-        "        self.states[self.kind] = get_state(self.device)\n",
-        "",
-        "same numbers",
-    ),
+    "numbers go on": (DROP, "same numbers"),
+    "numbers are taken along": (DROP, "same numbers"),
     "numbers by type of device": (
-        "ambient.random_numbers",
-        "self.states[self.kind]",
-        "self.states[min(self.states)]",
+        ("self.states[self.kind]", "self.states[min(self.states)]"),
         "types of devices",
     ),
-    "generators are put back": (
-        "ambient.random_numbers",
-        "        for device in self._devices:\n            is_home",
-        "        for device in ():\n            is_home",
-        "same numbers",
-    ),
+    "generators are put back": (("self._devices", "()"), "same numbers"),
     "generators are put back after an exception": (
-        "ambient.random_numbers",
-        "is_home = error is None and device",
-        "is_home = device",
+        ("error is None and ", ""),
         "generators as found",
     ),
-    "seeds of micro-batches": (
-        "ambient.random_numbers",
-        "(self._seeds[device] + i)",
-        "self._seeds[device]",
-        "other numbers",
-    ),
+    "seeds of micro-batches": ((" + i", ""), "other numbers"),
     "seeds of steps": (
-        "ambient.random_numbers",
-        "return self._state(device, self._m) if drawn else found",
-        "return found",
+        ("self._state(device, self._m) if drawn else found", "found"),
         "a later micro-batch",
     ),
-    "locks of a step": (
-        "ambient.random_numbers",
-        "        return _locks_of(self._devices)",
-        "        return []",
-        "one step at a time",
-    ),
+    "locks of a step": (("_locks_of(self._devices)", "[]"), "one step at a time"),
     "no locks within a cell": (
-        "ambient.random_numbers",
-        "return [] if running.depth else [",
-        "return [",
+        ("[] if running.depth else ", ""),
         "a step within a cell",
-    ),
-    "no lock for a recomputation within a cell": (
-        "ambient.random_numbers",
-        "return [] if running.depth else [",
-        "return [",
         "a recomputation within a cell",
     ),
     "locks after a failure": (
-        "ambient.random_numbers",
-        "    with locks[0]:\n",
-        "    if locks[0].__enter__():\n",
+        ("with locks[0]:", "if locks[0].__enter__():"),
         "a step that does not begin",
     ),
     "locks of a recomputation around a step": (
-        "ambient.random_numbers",
-        "_locks_of({*self.exchanged, *",
-        "_locks_of({*",
+        ("*self.exchanged, ", ""),
         "recomputation of a step",
     ),
-    "modes that only the caller computes in": (
-        "engine.workers",
-        "if context.alone or len",
-        "if len",
-        "hooks",
-    ),
-    "modes of a second run": (
-        "ambient.context",
-        "            push(self.modes)\n",
-        "            pass\n",
-        "modes",
-    ),
-    "modes of backward": (
-        "ambient.context",
-        "        if self.differs:\n            pop_all()\n            if self",
-        "        if self.differs:\n            if self",
-        "modes of backward",
-    ),
+    "modes that only the caller computes in": (("context.alone or ", ""), "hooks"),
+    "modes of a second run": (DROP, "modes"),
+    "modes of backward": (DROP, "modes of backward"),
     "context variables": (
-        "recompute.checkpoint",
-        "self.context.run(self.function, again)",
-        "self.function(again)",
+        ("self.context.run(self.function, again)", "self.function(again)"),
         "modes",
     ),
-    "threads of an operator": (
-        "ambient.modes",
-        "        torch.set_num_threads(modes.threads)\n",
-        "        pass\n",
-        "threads of an operator",
-    ),
-    "what is kept is packed": (
-        "recompute.checkpoint",
-        "Kept(batch, _hooks_of_caller())",
-        "Kept(batch, None)",
-        "hooks of what is kept",
-    ),
-    "what a backward leaves": (
-        "engine.pipeline",
-        "            leave_nothing(self.batches[-1])\n",
-        "            pass\n",
-        "what a backward leaves",
-    ),
-    "a partition at a time": ("engine.cell", "with self.lock, again", "with again", "at a time"),
-    "what is interrupted": (
-        "gpipe",
-        "with Snapshot(self.devices), ",
-        "with ",
-        "interrupted",
-    ),
-    "hooks of the forward": (
-        "recompute.layers",
-        "        if now.hooks != found.hooks:\n",
-        "        if False:\n",
-        "hooks changed",
-    ),
+    "threads of an operator": (DROP, "threads of an operator"),
+    "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
+    "what a backward leaves": (DROP, "what a backward leaves"),
+    "a partition at a time": (("self.lock, ", ""), "at a time"),
+    "what is interrupted": (("Snapshot(self.devices), ", ""), "interrupted"),
+    "hooks of the forward": (("now.hooks != found.hooks", "False"), "hooks changed"),
     "leaves": (
-        "autograd.fork_join",
-        "tensor.clone() if base.requires_grad and base.is_leaf else tensor.detach()",
-        "tensor.detach()",
+        ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),
         "parameters passed on",
     ),
-    "to the end after a change": (
-        "recompute.checkpoint",
-        " or any(x.changed for x in lasting)",
-        "",
-        "buffer changed",
-    ),
-    "to the end for hooks": ("recompute.checkpoint", "self.whole or ", "", "always called"),
+    "to the end after a change": ((" or any(x.changed for x in lasting)", ""), "buffer changed"),
+    "to the end for hooks": (("self.whole or ", ""), "always called"),
     "kept without its graph": (
-        "recompute.slots",
-        "tensor if isinstance(tensor, nn.Parameter) else tensor.detach()",
-        "tensor",
+        (" if isinstance(tensor, nn.Parameter) else tensor.detach()", ""),
         "nothing to do",
     ),
-    "versions of what goes whole": (
-        "recompute.layers",
-        "kind is None and self.versions !=",
-        "False and self.versions !=",
-        "what goes whole",
-    ),
-    "keeping what lasts": (
-        "recompute.checkpoint",
-        "            own in self.lasting\n            or base in self.lasting\n            or own",
-        "            own",
-        "frozen partitions",
-    ),
-    "no Recompute for nothing": (
-        "recompute.checkpoint",
-        "self.kept is None or not needs_backward(outputs)",
-        "not needs_backward(outputs)",
-        "frozen partitions",
-    ),
-    "versions of what is kept": (
-        "recompute.checkpoint",
-        "        if tensor._version != slot.version:",
-        "        if False:",
-        "weights changed",
-    ),
+    "versions of what goes whole": (("kind is None", "False"), "what goes whole"),
+    "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
+    "no Recompute for nothing": (("self.kept is None or ", ""), "frozen partitions"),
+    "versions of what is kept": (("tensor._version != slot.version", "False"), "weights changed"),
 }
 
 
@@ -670,13 +379,16 @@ def judge(test, devices):
             check(**{name: value for name, value in given.items() if name in names})
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_test_fails_without(devices, name):
-    module, old, new, test = MUTANTS[name]
+CASES = [(name, test) for name, (_, *tests) in MUTANTS.items() for test in tests]
+
+
+@pytest.mark.parametrize(("name", "test"), CASES)
+def test_a_test_fails_without(devices, name, test):
+    change, *_ = MUTANTS[name]
     # Where it takes a host that stumbles in the right moment, it may take more than one attempt.
     for _ in range(20):
         try:
-            with mutated(module, old, new):
+            with mutated(name, change):
                 judge(test, devices)
         except (AssertionError, UserWarning, pytest.fail.Exception):
             return
@@ -686,5 +398,15 @@ def test_a_test_fails_without(devices, name):
 @pytest.mark.parametrize("test", ["limit", "shifted", "last use"])
 def test_what_finds_it_passes_otherwise(devices, test):
     """The package is imported anew here, too."""
-    with mutated("engine.pipeline", "", ""):
+    with mutated("waiting", ("", "")):
         judge(test, devices)
+
+
+def test_every_guard_has_a_mutant():
+    assert set(guards()) == set(MUTANTS)
+
+
+def test_a_marker_without_its_line_is_an_error():
+    fragment = ("nothing of the kind", "")
+    with pytest.raises(LookupError, match=fragment[0]), mutated("waiting", fragment):
+        pass

@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.costs import Costs
-from benchmarks.library import Library
-from benchmarks.standins import SCALE, StageCosts, Steps, cut
+from benchmarks.rivals.library import Library
+from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.standins import SCALE, StageCosts, Steps, cut
 from tests.support.helpers import MODES
 from torchgpipe import GPipe, testing
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from benchmarks import transparency
 from benchmarks.__main__ import main
-from benchmarks.images import Images
 from benchmarks.models import resnet
+from benchmarks.models.images import Images
+from benchmarks.suites import transparency
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_transparency(devices, tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(transparency, "balance_by_time", balance)
     monkeypatch.setattr(transparency.Course, "run", trained)
-    monkeypatch.setattr("benchmarks.report.draw", lambda charts, path: None)
+    monkeypatch.setattr("benchmarks.report.files.draw", lambda charts, path: None)
     path = tmp_path / "found.json"
     few = ["--n", "1", "8", "--batch", "4", "--chunks", "2", "--epochs", "1", "--seeds", "1"]
     assert main(["transparency", *few, "--output", str(path)]) == 0

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from benchmarks import varying
-from benchmarks.blocking import KINDS, Blocks, draw
-from benchmarks.critical import backward_path, forward_path, recomputed, step_path
-from benchmarks.library import Library
+from benchmarks.rivals.library import Library
+from benchmarks.simulate.blocking import KINDS, Blocks, draw
+from benchmarks.simulate.critical import backward_path, forward_path, recomputed, step_path
+from benchmarks.suites import varying
 from tests.support.helpers import MODES
 from torchgpipe import GPipe
 

@@ -86,6 +86,7 @@ class Entered:
         self.differs = self.found.modes is not self.modes
         self.guard: Any = None
         if self.differs:
+            # guard: modes of backward
             pop_all()
             if self.found.modes.inference != self.modes.inference:
                 self.guard = _C._InferenceMode(self.modes.inference)
@@ -94,6 +95,7 @@ class Entered:
             set_values(self.modes, self.found.modes)
         _C._set_grad_enabled(self.modes.grad)
         if self.differs:
+            # guard: modes of a second run
             push(self.modes)
 
     def __exit__(self, *_: object) -> None:

@@ -131,6 +131,7 @@ def set_values(modes: Modes, before: Modes) -> None:
     # Inference mode has switched it, too.
     _C._set_multithreading_enabled(modes.multithreading)
     if modes.threads != before.threads:
+        # guard: threads of an operator
         torch.set_num_threads(modes.threads)
     torch.set_autocast_cache_enabled(modes.cache)
     for wanted, current in zip(modes.autocast, before.autocast):

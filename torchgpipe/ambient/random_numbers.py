@@ -58,6 +58,7 @@ if hasattr(os, "register_at_fork"):
 def _locks_of(devices: Iterable[torch.device]) -> list[Lock]:
     """The locks of generators, in one order, so that no two wait for each other."""
     # Within a cell, the thread that holds them waits for this one.
+    # guard: no locks within a cell
     return [] if running.depth else [_locks[device] for device in sorted(devices, key=str)]
 
 
@@ -69,6 +70,7 @@ def holding(locks: Sequence[Lock], function: Callable[[], Result]) -> Result:
     """
     if not locks:
         return function()
+    # guard: locks after a failure
     with locks[0]:
         return holding(locks[1:], function)
 
@@ -137,6 +139,7 @@ class Draws:
     @property
     def locks(self) -> list[Lock]:
         """What to hold meanwhile."""
+        # guard: locks of a step
         return _locks_of(self._devices)
 
     def __enter__(self) -> None:
@@ -164,7 +167,9 @@ class Draws:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # guard: generators are put back
         for device in self._devices:
+            # guard: generators are put back after an exception
             is_home = error is None and device == self._home[device.type]
             set_state(device, self._last(device) if is_home else self._found[device])
         self._turn.over = not self._depth
@@ -177,6 +182,7 @@ class Draws:
         """With what micro-batch ``i`` begins."""
         if i == 0:
             return self._found[device]
+        # guard: seeds of micro-batches
         seed = (self._seeds[device] + i) % 2**64
         return self._seeded[device].manual_seed(seed).get_state()
 
@@ -190,6 +196,7 @@ class Draws:
             for first, state in zip(self._first, self.states)
         )
         # The next step must not draw the same ones.
+        # guard: seeds of steps
         return self._state(device, self._m) if drawn else found
 
 
@@ -216,6 +223,8 @@ class Carried:
     def __enter__(self) -> None:
         self.outer = running.depth, running.turn
         running.depth, running.turn = self.depth, self.turn
+        # guard: numbers go on
+        # guard: numbers by type of device
         set_state(self.device, self.states[self.kind])
 
     def __exit__(
@@ -224,6 +233,8 @@ class Carried:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # guard: numbers are taken along
+        # guard: numbers by type of device
         self.states[self.kind] = get_state(self.device)
         running.depth, running.turn = self.outer
 
@@ -275,6 +286,7 @@ class RNGState:
         """What to hold while the generators are :meth:`restored`."""
         if not (self.before or self.exchanged) or (self.around and not self.around.over):
             return []
+        # guard: locks of a recomputation around a step
         return _locks_of({*self.exchanged, *self.before.keys() & {CPU}})
 
     def restored(self) -> Restored:

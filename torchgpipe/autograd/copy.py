@@ -69,9 +69,12 @@ def leave(
     if left is None:
         left = {}
     for tensor in tensors:
+        # guard: one clone
         if id(tensor) not in left:
+            # guard: clone in forward
             left[id(tensor)] = tensor.clone()
     clones = tuple([left[id(tensor)] for tensor in tensors])
+    # guard: hand-over in leaving
     _hand_over(clones, prev_stream, next_stream)
     return clones
 
@@ -101,6 +104,7 @@ def wait(
     prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """Has the compute stream, which is the current one, wait for what a copy stream brings."""
+    # guard: hand-over by Wait
     _hand_over(tensors, prev_stream, next_stream)
     if not needs_backward(tensors):
         return tensors
@@ -127,6 +131,7 @@ class Copy(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        # guard: target's lane
         moved = _moved(grads, ctx.next_stream, ctx.prev_stream, other=ctx.prev_stream)
         return (None, None, None, *[None] * ctx.count, *moved)
 
@@ -145,6 +150,7 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+        # guard: clone in backward
         return (None, None, *_cloned(grads, ctx.next_stream, ctx.prev_stream))
 
 
@@ -154,7 +160,9 @@ def _copied(
     # Detached: to where they are already, tensors "move" by being returned as they are.
     detached = [alias(tensor) for tensor in tensors]
     if get_device(prev_stream) == get_device(next_stream):
+        # guard: hand-over by Copy
         _hand_over(detached, prev_stream, next_stream)
+    # guard: source's lane
     return _moved(detached, prev_stream, next_stream, other=prev_stream)
 
 
@@ -187,6 +195,8 @@ def _hand_over(
     if prev_stream == next_stream:
         # A device without streams: what was issued before is done.
         return
+    # guard: waiting
     wait_stream(next_stream, prev_stream)
     for tensor in tensors:
+        # guard: recording
         record_stream(tensor, next_stream)

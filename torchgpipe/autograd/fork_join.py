@@ -50,10 +50,12 @@ def fork(input: Value) -> tuple[Value, Tensor]:
     phonies = []
     for k, tensor in enumerate(tensors):
         if tensor.requires_grad and torch.is_grad_enabled() and is_dense(tensor):
+            # guard: gradient of a fork
             tensors[k] = tensor.expand_as(tensor)
             phonies.append(tensors[k].as_strided((0,), (1,)))
     if not phonies:
         return input, get_phony(tensors[0].device, requires_grad=False)
+    # guard: memory of a phony
     return like(input, tensors), torch.cat(phonies)
 
 
@@ -103,6 +105,7 @@ def alias(tensor: Tensor) -> Tensor:
     Nobody would notice that it must not be changed in place, and be somebody's parameter.
     """
     base = tensor if tensor._base is None else tensor._base
+    # guard: leaves
     return tensor.clone() if base.requires_grad and base.is_leaf else tensor.detach()
 
 

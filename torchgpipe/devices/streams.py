@@ -243,6 +243,7 @@ class Streams:
         if not has_streams(device):
             same = [current] * self.COPIES
             return [PartitionStreams(current, same, same)] * partitions
+        # guard: own streams
         own = 0 if partitions == 1 else partitions
         kinds = partitions * (1 + skips)
         turns = max(2, min(self.COPIES, (self.POOL - 1 - own) // kinds))

@@ -97,6 +97,7 @@ class Cell:
                 batch = batch.map(lambda *tensors: join(tensors, *phonies), staying)
         for part, stream in self.arriving.items():
             lane = self.lanes[part]
+            # guard: lane of Copy
             with use_stream(lane):
                 batch = batch.map(partial(copy, stream, lane, phonies=phonies), [part])
         return batch
@@ -108,9 +109,11 @@ class Cell:
             BaseException: what a layer raised, with a note that names the cell.
         """
         checkpoint = None
+        # guard: letting go of the input
         batch = batch.take()
         with use_stream(self.stream), self.named:
             for lane, parts in self._by_lane(self.arriving):
+                # guard: lane of arriving Wait
                 batch = batch.map(partial(wait, lane, self.stream), parts)
             if self.checkpoint:
                 assert self.state is not None
@@ -127,6 +130,7 @@ class Cell:
                 batch = self.context.run(run, batch)
             left: dict[int, Tensor] = {}
             for lane, parts in self._by_lane(self.departing):
+                # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, left=left), parts)
         if self.departing:
             self.checkpointed = checkpoint
@@ -175,6 +179,7 @@ class Cell:
         What stays belongs to the compute stream, where layers may add to its gradient in place.
         """
         for lane, parts in self._by_lane(self.departing):
+            # guard: lane of what leaves
             with use_stream(lane):
                 batch = batch.map(departing, parts)
         rest = [part for part in batch.parts if part not in self.departing]
@@ -198,6 +203,7 @@ class Cell:
 
     def _run(self, batch: Batch) -> Batch:
         # Once they share memory, parts may be on different devices, where they no longer do.
+        # guard: letting go of what is watched
         counters = [counter_of(x) for part in batch.shared for x in batch.parts.get(part, ())]
         versions = [version_of(x) for x in counters]
         if self.starts_in_place:
@@ -213,6 +219,7 @@ class Cell:
         tracker = SkipTracker(batch.skips)
         value = batch.take().with_skips({})
         again = self.state.restored() if self.state and is_recomputing() else nullcontext()
+        # guard: a partition at a time
         with self.lock, again, use_skip_tracker(tracker):
             output = value.call(self.layers).with_skips(tracker.values)
         if versions != [version_of(x) for x in counters]:

@@ -80,6 +80,8 @@ class Routes:
         #: one, and the partition there. Backward takes them the other way round: first the skips,
         #: of which those of the partitions next to this one will be needed first.
         self.sources = [
+            # guard: skips first
+            # guard: near skips first
             self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
             for j in range(n)
         ]
@@ -90,6 +92,7 @@ class Routes:
         self._beside: dict[AbstractStream, set[AbstractStream]] = {}
         for j, (compute, values, skips) in enumerate(self._streams):
             if self.sources[j] or self.targets[j]:
+                # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._beside.setdefault(self._outside[j], set()).update(used)
         #: By how many micro-batches neighbours on a stream differ at least.
@@ -123,6 +126,7 @@ class Routes:
             yield 0, j - 1
         for k in self.targets[j].values():
             if k < len(self.compute):
+                # guard: lead in forward
                 yield -max(self.lead, k - j + 1), k
         for part, source in self.sources[j].items():
             if part is not VALUE:
@@ -139,7 +143,10 @@ class Routes:
         if k < 0:
             return self._outside[0]
         streams = self._streams[k]
+        # guard: a lane for skips
         copies = streams.values if part is VALUE else streams.skips
+        # guard: lanes in turns
+        # guard: lanes beside computing
         return copies[i % len(copies)]
 
     def wait_for_caller(self) -> None:
@@ -163,11 +170,13 @@ class Routes:
         for layers, own, caller in zip(self._partitions, self.compute, self._outside):
             if own != caller:
                 for parameter in layers.parameters():
+                    # guard: recording gradients
                     if parameter.grad is not None:
                         record_stream(parameter.grad, current_stream(get_device(own)))
 
     def back_to_caller(self, batches: Sequence[Batch]) -> list[Batch]:
         """Hands the outputs of the last partition over to the caller."""
+        # guard: back to the caller
         if VALUE in self.targets[-1]:
             n, caller = len(self.compute), self._outside[-1]
             with use_stream(caller):
@@ -198,8 +207,10 @@ class Enter(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # guard: backward after the caller
         ctx.routes.wait_for_caller()
         # When all of this backward is done.
+        # guard: backward before the caller
         Variable._execution_engine.queue_callback(ctx.routes.end_backward)
         return (None, *grads)
 

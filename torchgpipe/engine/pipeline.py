@@ -144,6 +144,7 @@ class Pipeline:
         self.context.over = True
         self.batches[:] = self.routes.back_to_caller(self.batches)
         if any(device.type == "cpu" for device in self.devices):
+            # guard: what a backward leaves
             leave_nothing(self.batches[-1])
         for state in self.states:
             if state is not None:
@@ -152,10 +153,12 @@ class Pipeline:
     def _run(self, tasks: Sequence[Task]) -> None:
         with self.draws:
             # The caller may have changed parameters, and will change them, or read buffers.
+            # guard: after the caller
             self.routes.wait_for_caller()
             try:
                 self.workers.run(tasks, self.context)
             finally:
+                # guard: before the caller
                 self.routes.have_caller_wait()
 
     def step(self, i: int, j: int) -> None:
@@ -167,17 +170,22 @@ class Pipeline:
                 popped = {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
             batch = batch.with_skips(popped, self.shared[i])
             # What is popped is held by nobody here: it is let go at its last use.
+            # guard: letting go of a skip
             del popped
         phonies = self.phonies_for(i, j) if self.fenced else []
+        # guard: join [1] before the layers
         if batch.requires_grad:
+            # guard: join [1]
             batch = cell.arrive(batch, phonies)  # [1]
             batch = cell.compute(batch)
         else:
             batch = cell.arrive(batch)
             batch = cell.compute(batch)
+            # guard: join [1']
             batch = cell.join(batch, phonies)  # [1']
         if self.fenced:
             last = i + 1 == len(self.batches)
+            # guard: fork [2]
             batch, self.phonies[i, j] = cell.fork(batch, last)  # [2]
         self.skips[i].values.update(batch.skips)
         self.shared[i] |= batch.shared
@@ -189,6 +197,7 @@ class Pipeline:
     def phonies_for(self, i: int, j: int) -> list[Tensor]:
         """The phonies of those cells that are to be differentiated after this one."""
         lead = self.routes.lead
+        # guard: lead [3]
         cells = [(i - 1, j), *[(i - lead, k) for k in self.routes.held_by[j]]]  # [3]
         return [phony for cell in dict.fromkeys(cells) for phony in self.phonies.get(cell, ())]
 

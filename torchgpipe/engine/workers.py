@@ -212,6 +212,7 @@ class Workers:
                 name. By then the tasks that were running have ended, if it did not take them
                 longer than :data:`PATIENCE`, and no other starts.
         """
+        # guard: modes that only the caller computes in
         if context.alone or len(self._devices) < 2:
             _run_in_order(tasks)
             return

@@ -145,6 +145,7 @@ class Checkpoint:
         Raises:
             RuntimeError: the function changed its input in place.
         """
+        # guard: what is kept is packed
         kept = Kept(batch, _hooks_of_caller())
         if kept.hooks is None:
             inputs = [x for tensor in batch for x in (tensor, tensor._base)]
@@ -178,6 +179,7 @@ class Checkpoint:
         It belongs to the current stream. Outputs for which that is not done trigger it when their
         gradients come to the first tensor that was dropped.
         """
+        # guard: no Recompute for nothing
         if self.kept is None or not needs_backward(outputs):
             return fork(outputs)
         *tensors, phony = Recompute.apply(self, *outputs)
@@ -197,6 +199,7 @@ class Checkpoint:
             if not self.context.over:
                 raise _not_within_forward()
             # From here on, each slot is held by the node that saved it, and by nothing else.
+            # guard: letting go of slots
             slots, self.slots = self.slots, []
             try:
                 self._repeat(slots)
@@ -217,7 +220,9 @@ class Checkpoint:
             self.context.lend_threads()
         found = Snapshot([device], self.context.modes)
         within = is_within_autocast(found.modes)
+        # guard: stream of recomputation
         with found, use_stream(self.stream), self.within:
+            # guard: letting go of what was kept
             (kept, rng), self.kept = self.kept, None
             # In the modes of backward, as the caller's hooks are called elsewhere. Its memory is
             # from here on the second run's alone.
@@ -231,13 +236,17 @@ class Checkpoint:
         # is left out where it computes with weights, since an exception takes its time, too.
         lasting = [slot for slot in slots if isinstance(slot, Lasting)]
         compared = [slot for slot in slots if isinstance(slot, Compared)]
+        # guard: to the end after a change
+        # guard: to the end for hooks
         whole = self.whole or rng.drawn or bool(compared) or any(x.changed for x in lasting)
         filling = Filling(slots, whole or not slots[-1].lasting)
         for kept in lasting:
             kept.open()
         hooks = saved_tensors_hooks(filling.next, _not_saved)
         try:
+            # guard: random numbers
             with rng.restored(), _flag("recomputing"), hooks:
+                # guard: context variables
                 self.context.run(self.function, again)
         except Enough:
             pass
@@ -258,6 +267,7 @@ class Checkpoint:
         # What is empty takes no memory. The caller's hooks, if any, keep the inputs.
         own, base = id(tensor), id(tensor._base)
         if (
+            # guard: keeping what lasts
             own in self.lasting
             or base in self.lasting
             or own in self.inputs
@@ -278,6 +288,7 @@ class Checkpoint:
         tensor = slot.tensor
         if tensor is None:
             raise _not_within_forward()
+        # guard: versions of what is kept
         if tensor._version != slot.version:
             raise slot.modified()
         return tensor

@@ -89,6 +89,7 @@ class Kept:
         phony = get_phony(needing[0].device, requires_grad=True)
         with torch.enable_grad():
             found = iter(Unpack.apply(phony, *needing))
+        # guard: no leaves
         return self._batch.replace([next(found) if need else x.detach() for x, need in tensors])
 
 

@@ -156,6 +156,7 @@ class LayersState:
         if now.training != found.training:
             for module, training in zip(self._modules, found.training):
                 module.training = training
+        # guard: hooks of the forward
         if now.hooks != found.hooks:
             for hooks, table in zip(found.hooks, self._hook_tables):
                 table.clear()
@@ -221,6 +222,7 @@ class unchanged:
         self.versions = [version_of(tensor) for tensor in self.tensors]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # guard: versions of what goes whole
         if kind is None and self.versions != [version_of(tensor) for tensor in self.tensors]:
             raise RuntimeError(
                 "what every micro-batch gets whole must not be changed in place, since others get "

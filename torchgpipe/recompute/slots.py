@@ -111,6 +111,7 @@ class Lasting(Slot):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         # Detached: a tensor that is kept with its graph may be kept by it, and a leaf may get one.
+        # guard: kept without its graph
         self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
         self.version = tensor._version
 

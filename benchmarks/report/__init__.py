@@ -1,0 +1,1 @@
+"""Results as JSON, Markdown and pictures, and the machine that they were measured on."""

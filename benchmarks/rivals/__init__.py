@@ -1,0 +1,1 @@
+"""Whoever trains: other libraries, ours and plain training, in processes of their own."""

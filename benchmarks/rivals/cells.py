@@ -1,0 +1,99 @@
+"""A pipeline of tiny layers beside a plain loop, in the process of a rival."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.rivals.library import Library
+
+
+class Cells:
+    """``n`` partitions of two tiny layers, and ``m`` micro-batches of one row of two features.
+
+    The second layer saves what it computes, so there is something to recompute.
+
+    Args:
+        library: what makes the pipeline.
+        n: how many partitions.
+        m: how many micro-batches.
+        mode: when the pipeline makes checkpoints.
+        kind: what a step does: ``"inference"`` is a forward without gradients, ``"forward"`` one
+            with them, and ``"training"`` has a backward too.
+
+    Raises:
+        RuntimeError: the pipeline's values or gradients are not those of the plain loop.
+    """
+
+    def __init__(self, library: Library, n: int, m: int, mode: str, kind: str) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(n)])
+        self.layers = nn.Sequential(*layers)
+        self.devices = library.devices[:n]
+        self.kind = kind
+        self.input = torch.randn(m, 2).to(self.devices[0])
+        self.micro_batches = self.input.split(1)
+        self.pipeline = library.wrap(
+            layers, [1] * n, devices=self.devices, chunks=m, checkpoint=mode
+        )
+        self.parameters = list(self.layers.parameters())
+        self.plain = self.move_between if self.devices[0].type != "cpu" else self.loop
+        found, expected = self.outcome(self.pipeline), self.outcome(self.plain)
+        if len(found) != len(expected) or not all(map(torch.allclose, found, expected)):
+            raise RuntimeError("the pipeline computes something else than the plain loop")
+
+    def loop(self, input: Tensor) -> Tensor:
+        """The layers on each micro-batch in turn."""
+        return torch.cat([self.layers(x) for x in self.micro_batches])
+
+    def move_between(self, input: Tensor) -> Tensor:
+        """The same with the copies from device to device, which a pipeline has to make too."""
+        outputs = []
+        for x in self.micro_batches:
+            for device, layer in zip(self.devices, self.layers):
+                x = layer(x.to(device))
+            outputs.append(x)
+        return torch.cat(outputs)
+
+    def step(self, model: Callable[[Tensor], Tensor]) -> float:
+        """Seconds of one step; gradients of the last one are dropped before."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        with torch.set_grad_enabled(self.kind != "inference"):
+            start = perf_counter()
+            output = model(self.input)
+            if self.kind == "training":
+                output.sum().backward()
+            return perf_counter() - start
+
+    def outcome(self, model: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """The output, and the gradients that a step leaves."""
+        self.step(model)
+        with torch.no_grad():
+            output = model(self.input)
+        grads = [x.grad for x in self.parameters if x.grad is not None]
+        return [x.cpu() for x in (output, *grads)]
+
+    def measure(self, seconds: float) -> dict[str, dict[str, float]]:
+        """Steps of both in turn, at least three of each.
+
+        Returns:
+            The least and the median microseconds per cell of either.
+        """
+        times: dict[str, list[float]] = {"plain": [], "pipeline": []}
+        end = perf_counter() + seconds
+        while len(times["plain"]) < 3 or perf_counter() < end:
+            times["plain"].append(self.step(self.plain))
+            times["pipeline"].append(self.step(self.pipeline))
+        scale = 1e6 / (len(self.devices) * len(self.micro_batches))
+        return {
+            name: {
+                "min": round(scale * min(found), 3),
+                "median": round(scale * median(found), 3),
+            }
+            for name, found in times.items()
+        }

@@ -1,0 +1,1 @@
+"""Costs of layers, critical paths, and stand-ins that take known times."""

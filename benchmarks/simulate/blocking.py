@@ -1,0 +1,117 @@
+"""Pipelines of partitions that block their threads for times that are drawn.
+
+A cell sleeps in its forward and in its backward, as a device does whose operators run at once. On
+virtual accelerators each device has threads of its own, which sleep side by side on however few
+cores there are.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.rivals.library import Library
+from benchmarks.simulate.critical import Times
+
+__all__ = ["KINDS", "draw", "Block", "Blocks"]
+
+#: How times may vary.
+KINDS = ("constant", "uniform", "exponential")
+
+
+def draw(kind: str, mean: float, m: int, n: int, numbers: random.Random) -> list[list[float]]:
+    """Times, one for each of ``m`` micro-batches in each of ``n`` partitions."""
+    one: Callable[[], float] = {
+        "constant": lambda: mean,
+        "uniform": lambda: mean * numbers.uniform(0.5, 1.5),
+        "exponential": lambda: numbers.expovariate(1 / mean),
+    }[kind]
+    return [[one() for _ in range(n)] for _ in range(m)]
+
+
+#: What a cell takes in the warm-up, in seconds: longer than to issue it.
+WARM_UP = 0.004
+
+
+class Block(nn.Module):
+    """Stands for a partition: ``output = input * weight``, later.
+
+    Args:
+        forward: what it takes, in seconds, for each micro-batch.
+        backward: likewise.
+
+    Shape:
+        ``(1, 1)``. A micro-batch is its own number, so that it is known in whatever order micro-
+        batches come, and however often. One of the number behind the last is for the warm-up.
+    """
+
+    def __init__(self, forward: Sequence[float], backward: Sequence[float]) -> None:
+        super().__init__()
+        self.times = [*forward, WARM_UP], [*backward, WARM_UP]
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = BlockFunction.apply(input, self.weight, *self.times)
+        return output
+
+
+class BlockFunction(torch.autograd.Function):
+    """``input, weight, forward, backward → output``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, forward: list[float], backward: list[float]
+    ) -> Tensor:
+        i = int(input)
+        ctx.time = backward[i]
+        time.sleep(forward[i])
+        # A copy, so that there is something to recompute.
+        ctx.save_for_backward(input.clone(), weight)
+        return input * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        time.sleep(ctx.time)
+        return grad * weight, (grad * input).sum(0), None, None
+
+
+class Blocks:
+    """A pipeline of blocks, one on each device, in the process of a rival.
+
+    Args:
+        library: what makes the pipeline.
+        mode: what is checkpointed.
+        forward: what each cell takes, in row ``i``, column ``j``.
+        backward: likewise.
+    """
+
+    def __init__(self, library: Library, mode: str, forward: Times, backward: Times) -> None:
+        m, n = len(forward), len(forward[0])
+        devices = library.devices[:n]
+        layers = nn.Sequential(*map(Block, zip(*forward), zip(*backward)))
+        self.model = library.wrap(layers, [1] * n, devices=devices, chunks=m, checkpoint=mode)
+        self.numbers = torch.arange(float(m), device=devices[0]).unsqueeze(1)
+        # Threads and streams are made, gradients allocated, and it is found out that layers block.
+        for _ in range(4):
+            self.model(torch.full_like(self.numbers, m)).sum().backward()
+
+    def seconds(self) -> tuple[float, float]:
+        """What the forward, and the backward, of a step takes."""
+        gc.collect()
+        gc.disable()
+        try:
+            start = time.perf_counter()
+            loss = self.model(self.numbers).sum()
+            middle = time.perf_counter()
+            loss.backward()
+            end = time.perf_counter()
+        finally:
+            gc.enable()
+        return middle - start, end - middle

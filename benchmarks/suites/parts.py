@@ -1,0 +1,129 @@
+"""Where the host's time for a cell goes, part by part.
+
+A step on the CPU, where one thread does all of it, runs under Python's profiler. Whatever is
+written in C counts for the part that calls it. The profiler makes each call of a Python function
+dearer: parts of many small functions look larger than they are.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchgpipe
+from benchmarks.command import at_least, output, parser
+from benchmarks.progress import progress
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.rivals.cells import Cells
+from benchmarks.rivals.library import Library
+
+PACKAGE = Path(torchgpipe.__file__).parent
+MODES = ("inference", "never", "except_last", "always")
+
+#: What the modules of the package are for.
+PARTS = {
+    "wrapper": ("gpipe", "batchnorm", "partition"),
+    "engine": ("engine",),
+    "autograd functions": ("autograd",),
+    "streams": ("devices",),
+    "micro-batches, skips": ("values", "skip"),
+    "recomputation": ("recompute",),
+    "what a thread has set": ("ambient", "_torch"),
+}
+ENGINE, LAYERS, REST = "autograd's engine", "layers", "the rest"
+
+
+def part_of(file: str, name: str) -> str:
+    """The part that a function belongs to."""
+    if "run_backward" in name:
+        return ENGINE
+    path = Path(file)
+    if PACKAGE in path.parents:
+        module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        return next(part for part, modules in PARTS.items() if module in modules)
+    return LAYERS if "torch/nn/" in path.as_posix() else REST
+
+
+def shares(stats: pstats.Stats) -> dict[str, float]:
+    """The seconds that each part takes by itself."""
+    seconds: Counter[str] = Counter()
+    # Documented, but not in the types of the standard library.
+    found: dict[Any, Any] = stats.stats  # type: ignore[attr-defined]
+    for (file, _, name), (_, _, own, _, callers) in found.items():
+        if file != "~" or part_of(file, name) == ENGINE:
+            seconds[part_of(file, name)] += own
+        else:
+            for (caller, _, caller_name), times in callers.items():
+                seconds[part_of(caller, caller_name)] += times[2]
+    return dict(seconds)
+
+
+def measure(mode: str, n: int, m: int, steps: int) -> dict[str, Any]:
+    """The microseconds of a cell, without the profiler, and the shares of its parts with it."""
+    kind = "inference" if mode == "inference" else "training"
+    library = Library(torchgpipe.GPipe, [torch.device("cpu")] * n)
+    cells = Cells(library, n, m, "never" if mode == "inference" else mode, kind)
+    least = min(cells.step(cells.pipeline) for _ in range(steps))
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(steps):
+        cells.step(cells.pipeline)
+    profile.disable()
+    found = shares(pstats.Stats(profile))
+    total = sum(found.values())
+    return {
+        "mode": mode,
+        "cell_us": round(1e6 * least / (n * m), 1),
+        "shares": {part: round(found.get(part, 0) / total, 3) for part in columns()},
+    }
+
+
+def columns() -> list[str]:
+    """All parts."""
+    return [LAYERS, ENGINE, *PARTS, REST]
+
+
+def summarise(result: Result) -> Summary:
+    """A column for each mode."""
+    rows = result["rows"]
+    modes = [row["mode"] for row in rows]
+    # The parts that the package had when this was measured.
+    parts = [*rows[0]["shares"]]
+    lines = [[part, *[f"{row['shares'][part]:.1%}" for row in rows]] for part in parts]
+    lines.append(["µs per cell", *[f"{row['cell_us']:.1f}" for row in rows]])
+    return Summary(
+        "Where a cell's time on the host goes",
+        [Table(["part", *modes], lines)],
+        [
+            Chart(
+                "Where a cell's time goes (CPU, n={n}, m={m})".format(**result),
+                "share of a step",
+                parts,
+                {row["mode"]: [row["shares"][part] for part in parts] for row in rows},
+            )
+        ],
+        "CPU, n={n}, m={m}. Shares under Python's profiler, which makes parts of many small "
+        "functions look larger; microseconds without it, layers included.".format(**result),
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures and publishes."""
+    options = parser("parts", __doc__)
+    options.add_argument("--n", type=at_least(1), default=4, help="partitions")
+    options.add_argument("--m", type=at_least(1), default=32, help="micro-batches")
+    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
+    options.add_argument("--steps", type=at_least(1), default=30, help="of each mode, twice")
+    chosen = options.parse_args(argv)
+    torch.set_num_threads(1)
+    result = head("parts", argv, n=chosen.n, m=chosen.m)
+    modes = progress(chosen.modes, "parts", "mode")
+    rows = [measure(mode, chosen.n, chosen.m, chosen.steps) for mode in modes]
+    publish(output(chosen, "parts"), result, rows, summarise)

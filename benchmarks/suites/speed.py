@@ -1,0 +1,278 @@
+"""The papers' speed experiments: training throughput, ours and rivals side by side.
+
+Of AmoebaNet-D, U-Net and ResNet-101, cut into n partitions, with m micro-batches. Each rival trains
+the same model with the same balance in a process of its own. They take turns, one at a time:
+
+    baseline            the plain model on one device, with a mini-batch of its own
+    ours                this checkout
+    0.0.7               torchgpipe of PyPI
+    pipelining-gpipe    torch.distributed.pipelining, a process for each stage; ScheduleGPipe
+    pipelining-1f1b     the same with Schedule1F1B
+    accumulation        the plain model on one device, on micro-batches one after another
+    DataParallel        nn.DataParallel on as many GPUs as there are partitions
+
+With --device cuda, models are those of the papers, and partitions share GPUs if there are fewer;
+with cpu, models are smaller. With virtual, layers take the virtual time that those of the papers
+would take on a Tesla P40, and the pipelines of one process are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import command
+from benchmarks.models import experiments
+from benchmarks.models.experiments import SCALE, SPEED, Experiment
+from benchmarks.progress import progress
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.machine import cores
+from benchmarks.report.summary import Summary
+from benchmarks.rivals.processes import Running, UnavailableError, add_options, on_cores, start
+from benchmarks.simulate import costs
+from benchmarks.simulate import virtual_speed as in_virtual_time
+from benchmarks.suites.tables import speed, virtual_speed
+
+__all__ = ["main", "summarise"]
+
+#: What has a schedule of torch.distributed.pipelining.
+SCHEDULES = {"pipelining-gpipe": "ScheduleGPipe", "pipelining-1f1b": "Schedule1F1B"}
+
+#: By whom each of the others trains; those that are not named here have a pipeline.
+TRAININGS = {
+    **dict.fromkeys(SCHEDULES, "benchmarks.rivals.stages:Stages"),
+    "accumulation": "benchmarks.rivals.plain:Accumulation",
+    "DataParallel": "benchmarks.rivals.plain:Replicas",
+}
+RIVALS = ("ours", "0.0.7", *TRAININGS)
+
+Row = dict[str, Any]
+
+
+def summarise(result: Result) -> Summary:
+    """The tables and charts of a result."""
+    if result["device"] == "virtual":
+        return virtual_speed.summarise(result)
+    return speed.summarise(result)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = command.parser("speed", __doc__)
+    command.add_device(parser, "cpu", "cuda", "virtual")
+    parser.add_argument(
+        "--experiments",
+        nargs="+",
+        choices=[*SPEED, *[f"{model}/{x.name}" for model in SPEED for x in SPEED[model] if x.m]],
+        metavar="MODEL[/NAME]",
+        help="such as unet, or amoebanetd/n2m4 (default: all)",
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=("paper", "never"),
+        default=["paper", "never"],
+        help="checkpoints as in the paper, and none",
+    )
+    command.add_scale(parser)
+    positive = command.at_least(1)
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        default=cores(),
+        help="of a rival, on as many cores, which its processes share",
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="in which the rivals take turns")
+    add_options(parser, RIVALS)
+    return parser
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An experiment, as it is measured.
+
+    Args:
+        model: its name in :data:`SPEED`.
+        experiment: what pipelines train.
+        baseline: what the plain model is trained on.
+        balance: how many layers each partition has.
+    """
+
+    model: str
+    experiment: Experiment
+    baseline: Experiment
+    balance: list[int]
+
+
+def settings(options: argparse.Namespace) -> list[Setting]:
+    """Whatever is measured."""
+    scale = options.scale or (SCALE if options.device == "cpu" else None)
+    counted: dict[str, list[float]] = {}
+    found = []
+    for model, listed in SPEED.items():
+        plain, *pipelines = with_baseline(listed)
+        for experiment in pipelines:
+            names = {model, f"{model}/{experiment.name}"}
+            if options.experiments and not names & {*options.experiments}:
+                continue
+            baseline = plain
+            if scale:
+                baseline, experiment = (experiments.scaled(x, *scale) for x in (plain, experiment))
+            # What layers cost is the same for any number of partitions.
+            key = f"{model} {experiment.batch // (experiment.m or 1)}"
+            if key not in counted:
+                counted[key] = layer_costs(experiment)
+            balance = costs.balance(counted[key], experiment.n)
+            modes = {
+                "paper": experiment,
+                "never": replace(experiment, mode="never", published=None),
+            }
+            found += [Setting(model, modes[mode], baseline, balance) for mode in options.modes]
+    return found
+
+
+def with_baseline(listed: Sequence[Experiment]) -> list[Experiment]:
+    """Experiments behind their baseline. One that is missing has one device's samples."""
+    first = listed[0]
+    if first.m is None:
+        return [*listed]
+    return [replace(first, name="baseline", batch=first.batch // first.n, n=1, m=None), *listed]
+
+
+def layer_costs(experiment: Experiment) -> list[float]:
+    """Milliseconds of each layer for a micro-batch, by which all rivals are balanced."""
+    micro_batch = experiment.batch // (experiment.m or 1)
+    found = costs.count(experiment.model, experiment.size, micro_batch)
+    return [x + y for x, y in zip(found.forward, found.backward)]
+
+
+def task(name: str, setting: Setting) -> tuple[str, dict[str, Any]]:
+    """What trains in the process of a rival, and its arguments."""
+    experiment = setting.baseline if name == "baseline" else setting.experiment
+    arguments: dict[str, Any] = {
+        key: getattr(experiment, key) for key in ("model", "size", "batch")
+    }
+    if name == "baseline":
+        return "benchmarks.rivals.training:Training", arguments
+    m = experiment.m or 1
+    arguments.update(balance=setting.balance, m=m, mode=experiment.mode)
+    if name in SCHEDULES:
+        # All micro-batches have the same size there.
+        arguments.update(batch=max(1, round(experiment.batch / m)) * m, schedule=SCHEDULES[name])
+    return TRAININGS.get(name, "benchmarks.rivals.training:Training"), arguments
+
+
+def measure(running: Iterable[Running], setting: Setting, options: argparse.Namespace) -> Row:
+    """Samples per second of each rival in each round, and why some have none."""
+    # All of them at once are too much for a GPU.
+    alone = options.device == "cuda"
+    found: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    for turn in range(options.rounds):
+        for process in running:
+            name = process.rival.name
+            if name in failed or (name == "DataParallel" and setting.experiment.n == 1):
+                continue
+            subject, arguments = task(name, setting)
+            try:
+                if alone or turn == 0:
+                    process.make(subject, **arguments)
+                    process.call("seconds", steps=1)
+                (seconds,) = process.call("seconds", steps=1)
+                found.setdefault(name, []).append(round(arguments["batch"] / seconds, 4))
+            except UnavailableError as error:
+                memory = "OutOfMemoryError" in str(error)
+                failed[name] = "out of memory" if memory else error.reason
+                found.pop(name, None)
+            if alone:
+                with suppress(UnavailableError):  # It has been said already.
+                    process.drop()
+    return {**described(setting, options.device), "rivals": figures(found), "failed": failed}
+
+
+def described(setting: Setting, device: str) -> Row:
+    """What is measured, for the JSON."""
+    n, m = setting.experiment.n, setting.experiment.m or 1
+    return {
+        **asdict(setting.experiment),
+        "experiment": f"{setting.model}/{setting.experiment.name}",
+        "balance": setting.balance,
+        "devices": min(n, torch.cuda.device_count()) if device == "cuda" else 1,
+        "bubble": round((n - 1) / (m + n - 1), 4),
+    }
+
+
+def figures(found: dict[str, list[float]]) -> dict[str, Row]:
+    """Medians; those of ratios are of ratios within a round, as what disturbs it disturbs both."""
+
+    def over(rates: list[float], others: list[float] | None) -> float | None:
+        return round(median(x / y for x, y in zip(rates, others)), 4) if others else None
+
+    return {
+        name: {
+            "throughput": round(median(rates), 4),
+            "speed_up": over(rates, found.get("baseline")),
+            "ours_over": over(found["ours"], rates) if "ours" in found else None,
+            "rounds": rates,
+        }
+        for name, rates in found.items()
+    }
+
+
+def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[Row], Row]:
+    """Measures; gives the rows, and what else holds for all of them."""
+    names: list[str] = [*options.rivals]
+    left_out = {}
+    if options.device == "virtual":
+        # What has no pipeline in one process, or is measured without being run.
+        names = [name for name in names if name not in TRAININGS]
+    else:
+        names = ["baseline", *names]
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    if "DataParallel" in names and gpus < 2:
+        names.remove("DataParallel")
+        left_out["DataParallel"] = f"needs two GPUs or more of CUDA (GPUs: {gpus})"
+    count = max(setting.experiment.n for setting in chosen)
+    found = []
+    with ExitStack() as stack:
+        with on_cores(options.threads):
+            running, unavailable = start(
+                stack, names, options.against, options.device, count, options.threads
+            )
+        left_out.update(unavailable)
+        for setting in progress(chosen, "speed", "setting"):
+            if options.device == "virtual":
+                row = in_virtual_time.measure(
+                    running, setting.experiment, setting.balance, options.rounds
+                )
+                found.append({**described(setting, "virtual"), **row})
+            else:
+                found.append(measure(running, setting, options))
+            for name, reason in found[-1]["failed"].items():
+                left_out[f"{name} at {found[-1]['experiment']} ({found[-1]['mode']})"] = reason
+    return found, {
+        "rivals": {x.rival.name: x.rival.version for x in running},
+        "left_out": left_out,
+        "threads": options.threads,
+        "rounds": options.rounds,
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures and publishes."""
+    reads = parser()
+    options = command.parse(reads, argv)
+    if options.device == "virtual" and not ({*options.rivals} - {*TRAININGS} or options.against):
+        reads.error(
+            "on virtual accelerators pipelines of one process are compared "
+            f"(rivals: {', '.join(options.rivals)}); name ours or 0.0.7"
+        )
+    result = head("speed", argv, device=options.device)
+    found, more = rows(options, settings(options))
+    publish(command.output(options, f"speed_{options.device}"), result | more, found, summarise)

@@ -1,0 +1,1 @@
+"""Tables and charts of the suites that have many of them."""

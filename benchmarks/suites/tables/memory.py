@@ -1,0 +1,147 @@
+"""The tables and charts of ``python -m benchmarks memory``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.report.summary import Chart, Summary, Table
+
+__all__ = ["summarise"]
+
+Row = dict[str, Any]
+
+#: Bytes, of what is known of a device.
+Figure = Callable[[dict[str, int]], float]
+
+
+def activations(device: dict[str, int]) -> int:
+    """What a device needs beyond parameters and gradients."""
+    return device["peak"] - device["parameters"] - device["gradients"]
+
+
+def peak(device: dict[str, int]) -> int:
+    """What a device needs."""
+    return device["peak"]
+
+
+def parameters(device: dict[str, int]) -> int:
+    """What its parameters take."""
+    return device["parameters"]
+
+
+def mebibytes(row: Row, name: str, figure: Figure) -> float | None:
+    """The figure of the device that needs most of it, or None if it was not measured."""
+    devices = row["rivals"].get(name, {}).get("devices")
+    return max(map(figure, devices)) / 2**20 if devices else None
+
+
+def cell(row: Row, name: str, figure: Figure) -> str | None:
+    """The device that needs most, and all of them together in brackets."""
+    found = row["rivals"].get(name)
+    if found is None:
+        return "-"
+    if "error" in found:
+        return None if found["error"] == "not run" else str(found["error"])
+    needed = [figure(device) / 2**20 for device in found["devices"]]
+    most = f"{max(needed):.2f}"
+    return most if len(needed) == 1 else f"{most} ({sum(needed):.2f})"
+
+
+def ratio(row: Row) -> str:
+    """The peak of ours by that of 0.0.7: the largest device's, and all together."""
+    ours, theirs = (row["rivals"].get(name, {}).get("devices") for name in ("ours", "0.0.7"))
+    if not ours or not theirs:
+        return "-"
+    pairs = [(max(map(peak, x)), sum(map(peak, x))) for x in (ours, theirs)]
+    return " ".join(f"{a / b:.3f}" for a, b in zip(*pairs))
+
+
+def table(rows: Sequence[Row], caption: str, names: Sequence[str]) -> Table:
+    """Settings of one model, a line each."""
+    columns = ["setting", "n", "m", "parameters"]
+    columns += [f"{what} {name}" for what in ("activations", "peak") for name in names]
+    lines: list[list[str | int | None]] = []
+    for row in rows:
+        sizes = [x["devices"] for x in row["rivals"].values() if "devices" in x]
+        size = f"{sum(map(parameters, sizes[0])) / 2**20:.2f}" if sizes else None
+        line = [row["name"], row["n"], row["m"] or "-", size]
+        line += [cell(row, name, figure) for figure in (activations, peak) for name in names]
+        lines.append([*line, ratio(row)])
+    return Table([*columns, "ours / 0.0.7"], lines, caption)
+
+
+def grid_charts(model: str, rows: Sequence[Row], names: Sequence[str]) -> Iterator[Chart]:
+    """Activations of the largest device against micro-batches, and against partitions."""
+    plain = next((mebibytes(x, "plain", activations) for x in rows if not x["m"]), None)
+    wrapped = [row for row in rows if row["m"]]
+    for key, other in [("m", "n"), ("n", "m")] if wrapped else []:
+        fixed = max(row[other] for row in wrapped)
+        found = [row for row in wrapped if row[other] == fixed]
+        labels = sorted({row[key] for row in found})
+        series = {}
+        for name in names:
+            for mode in dict.fromkeys(row["mode"] for row in found):
+                points = {row[key]: row for row in found if row["mode"] == mode}
+                values = [mebibytes(points[x], name, activations) for x in labels]
+                series[f"{name}, {mode}"] = values
+        title = f"{model}, {other} = {fixed}: activations against {key} (dashed: plain)"
+        yield Chart(title, "MiB, largest device", [*map(str, labels)], series, True, plain)
+
+
+def summarise(result: dict[str, Any]) -> Summary:
+    """The tables and charts of a result."""
+    virtual = result["device"] == "virtual"
+    tables: list[Table] = []
+    more: list[Table] = []
+    charts: list[Chart] = []
+    wrappers = [*result["rivals"]]
+    for family in ("experiments", "grid"):
+        some = [row for row in result["rows"] if row["family"] == family]
+        for model in dict.fromkeys(row["model"]["name"] for row in some):
+            rows = [row for row in some if row["model"]["name"] == model]
+            size = f"size {rows[0]['size']}, mini-batches of {rows[0]['batch']}"
+            names = [x for x in ("plain", *wrappers) if any(x in row["rivals"] for row in rows)]
+            if family == "grid":
+                charts += grid_charts(model, rows, [x for x in names if x != "plain"])
+                caption = f"Modes, partitions and micro-batches of a small {model}: {size}."
+            else:
+                labels = [row["name"] for row in rows]
+                series = {x: [mebibytes(row, x, peak) for row in rows] for x in names}
+                title = f"{model}, the papers' experiments: peak"
+                charts.append(Chart(title, "MiB, largest device", labels, series))
+                scaled = ", scaled" if result["scaled"] else ""
+                caption = f"The papers' experiments on {model}{scaled}: {size}."
+            (more if family == "grid" else tables).append(table(rows, caption, names))
+    where = "virtual accelerators" if virtual else "GPUs"
+    title = f"Memory of a training step, on {where}"
+    if not tables:
+        tables, more = more, []
+    return Summary(title, tables, charts, notes(result), more)
+
+
+def notes(result: dict[str, Any]) -> str:
+    """How to read the tables."""
+    text = (
+        "MiB of the device that needs most, and in brackets of all devices together. Parameters "
+        "are those of the whole model. The peak is the most that was allocated during the second "
+        "step: forward, backward, SGD without momentum, and gradients dropped. It includes "
+        "parameters, buffers and the mini-batch. Activations are the peak less the parameters and "
+        "less once more as much for their gradients, as the torchgpipe paper counts; while not "
+        "all gradients are there, activations take their room, so where parameters are most of "
+        "the memory this is less than the activations of that moment. The plain model is on one "
+        "device, with the whole mini-batch at once. The last column is ours by 0.0.7, of peaks: "
+        "the largest device, and all together. How far one device is ahead of another depends on "
+        "the host's threads, so where there are several, figures may differ a little from run to "
+        "run. Under checkpointing, ours holds one gradient more of a linear layer's weight for a "
+        "moment: all micro-batches are one backward, in which PyTorch adds gradients that are "
+        "views into a new tensor."
+    )
+    if result["device"] == "virtual":
+        text += (
+            "\n\nThese are virtual accelerators, whose allocator counts the bytes of the tensors "
+            "exactly, as if each were freed when the host frees it; what a GPU's libraries take as "
+            "workspace is not in it. Full size on GPUs: not run here; `python -m benchmarks memory "
+            "--device cuda` does it."
+        )
+    return text

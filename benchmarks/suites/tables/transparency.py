@@ -1,0 +1,189 @@
+"""The tables and charts of trainings, plain and under GPipe: losses, weights and accuracies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import copysign, inf, sqrt
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.report.summary import Chart, Summary, Table
+
+__all__ = ["Row", "summarise"]
+
+#: Accuracies are the same if their means differ by no more than so many standard errors.
+NOISE = 2
+
+Row = dict[str, Any]
+
+
+def same(row: Row, rows: Sequence[Row]) -> str:
+    """Whether a training ended bit for bit as that over the first number of partitions did."""
+    keys = ("part", "deferred", "seed")
+    like = [x for x in rows if x["n"] and all(x[key] == row[key] for key in keys)]
+    if row["n"] in (None, like[0]["n"]):
+        return ""
+    return "yes" if row["digests"] == like[0]["digests"] else "no"
+
+
+def groups(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
+    """The rows of each variant, in the order of seeds."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["part"] == part:
+            found.setdefault(row["variant"], []).append(row)
+    return found
+
+
+def compared(values: Sequence[float], plain: Sequence[float]) -> tuple[str, str, str]:
+    """The difference of the means, Welch's t of it, and whether it is noise."""
+    difference = mean(values) - mean(plain)
+    if len(values) < 2:
+        return f"{difference:+.2f}", "", ""
+    error = standard_error(values, plain)
+    t = difference / error if error else copysign(inf, difference) if difference else 0.0
+    return f"{difference:+.2f}", f"{t:+.2f}", "yes" if abs(t) <= NOISE else "no"
+
+
+def standard_error(values: Sequence[float], plain: Sequence[float]) -> float:
+    """That of the difference of two means."""
+    return sqrt(stdev(values) ** 2 / len(values) + stdev(plain) ** 2 / len(plain))
+
+
+def exact_table(rows: Sequence[Row]) -> Table:
+    """What differs without batch normalisation."""
+    first = next(x["n"] for x in rows if x["n"])
+    return Table(
+        (
+            "training",
+            "accuracy, %",
+            "losses differ by",
+            "weights differ by",
+            f"as n = {first}, bit for bit",
+        ),
+        [
+            (
+                row["variant"],
+                f"{row['accuracy']:.2f}",
+                *(
+                    f"{row[x]:.1e}" if row["n"] else ""
+                    for x in ("loss_difference", "weight_difference")
+                ),
+                same(row, rows),
+            )
+            for row in rows
+            if row["part"] == "exact"
+        ],
+        "Without batch normalisation, in double precision:",
+    )
+
+
+def batch_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """The accuracies with batch normalisation: what they come to, and each of them."""
+    found = groups(rows, "batch")
+    accuracies = {name: [x["accuracy"] for x in group] for name, group in found.items()}
+    first = next(x["n"] for x in rows if x["n"])
+    lines = []
+    for name, values in accuracies.items():
+        spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+        of_each = {same(x, rows) for x in found[name]}
+        lines.append(
+            (
+                name,
+                f"{mean(values):.2f}{spread}",
+                *(("", "", "") if name == "plain" else compared(values, accuracies["plain"])),
+                f"{mean(x['last_loss'] for x in found[name]):.5f}",
+                "no" if "no" in of_each else of_each.pop(),
+            )
+        )
+    columns = ("training", "accuracy, %", "difference", "t", "within noise", "last loss")
+    yield Table(
+        (*columns, f"as n = {first}, bit for bit"),
+        lines,
+        "With batch normalisation, in single precision, mean ± standard deviation over seeds:",
+    )
+    yield Table(
+        ("accuracy, %", *(f"seed {x['seed']}" for x in found["plain"])),
+        [(name, *(f"{x:.2f}" for x in values)) for name, values in accuracies.items()],
+        "Of each seed:",
+    )
+
+
+def charts(rows: Sequence[Row]) -> Iterator[Chart]:
+    """The losses without batch normalisation, and the errors with it."""
+    exact = [x for x in rows if x["part"] == "exact"]
+    if exact:
+        plain, *_, last = exact
+        every = plain["every"]
+        yield Chart(
+            "Loss by step, without batch normalisation",
+            "loss",
+            [str(every * k) for k in range(len(plain["losses"]))],
+            {x["variant"]: x["losses"] for x in (plain, last)},
+            lines=True,
+        )
+    errors = {
+        name: [100 - x["accuracy"] for x in group] for name, group in groups(rows, "batch").items()
+    }
+    yield Chart(
+        "Test images that are told wrong, with batch normalisation",
+        "%",
+        list(errors),
+        {f"{f.__name__} of seeds": [f(x) for x in errors.values()] for f in (min, mean, max)},
+        limit=mean(errors["plain"]),
+    )
+
+
+#: Where the partitions are, by the option ``--device``.
+DEVICES = {
+    "cpu": "All partitions share one device, the CPU: nothing is copied between them.",
+    "virtual": "Each partition has a virtual accelerator of its own, which computes what the CPU "
+    "does, on streams and with copies as on GPUs.",
+}
+
+NOTES = f"""\
+For a seed, all trainings start from the same weights and see the same mini-batches. What losses
+and weights differ by is relative: the largest difference at any step, and the largest of any
+tensor over its largest value. Sums over micro-batches are in another order, so rounding is to be
+expected.
+
+With batch normalisation, a micro-batch is normalised by its own statistics. That is another
+training than on whole mini-batches, and as good a one if it comes to the same accuracy. "Within
+noise" is a difference of means of no more than {NOISE} times its standard error; t is their ratio
+(Welch's). Deferred batch normalisation changes the running statistics, which evaluation uses, and
+not how parameters are trained. The last loss is the mean of the last epoch's, on the images
+trained on, with the statistics of micro-batches. These vary more the fewer images a micro-batch
+has, and on the digits this loss ends higher then: with 96, 48, 24, 12 and 6 images it rose each
+time, for each of three seeds."""
+
+
+def where(result: dict[str, Any]) -> str:
+    """On which devices the partitions were."""
+    kind = result["device"]
+    return DEVICES.get(kind) or (
+        f"Partitions are on devices of {kind}, and share them where there are more partitions "
+        f"(devices: {result['devices']})."
+    )
+
+
+def summarise(result: dict[str, Any]) -> Summary:
+    """What is to be seen of a result."""
+    rows = result["rows"]
+    exact = [exact_table(rows)] if result["exact_epochs"] else []
+    data = result["images"]
+    what = (
+        f"{result['model']} on {data['name']}, {data['classes']} classes, {data['train']} images "
+        f"to train on and {data['test']} to test; {result['epochs']} epochs of mini-batches of "
+        f"{result['batch']}, under GPipe in {result['chunks']} micro-batches. {where(result)}"
+    )
+    notes = f"{what}\n\n{NOTES}"
+    found = [[x["accuracy"] for x in group] for group in groups(rows, "batch").values()]
+    if len(found[0]) > 1:
+        seen = NOISE * max(standard_error(x, found[0]) for x in found)
+        notes += f" With {len(found[0])} seeds, {seen:.2f} points would have been told from noise."
+    return Summary(
+        "Transparency: training under GPipe, and without",
+        [*exact, *batch_tables(rows)],
+        list(charts(rows)),
+        notes,
+    )

@@ -1,0 +1,82 @@
+"""Results become JSON, Markdown and pictures."""
+
+import builtins
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.render import summarise
+from benchmarks.report import files
+from benchmarks.report.summary import Chart, Summary, Table
+
+CHARTS = [
+    Chart("bars", "s", ["a", "b"], {"x": [1, None], "y": [2, 3]}, limit=1.0),
+    Chart("lines", "s", [str(i) for i in range(50)], {"x": range(50)}, lines=True),
+]
+
+
+@pytest.fixture
+def published(monkeypatch, tmp_path, capsys):
+    """A published result of two rows."""
+    tables = [Table(["name", "seconds"], [["one", "1.5 (2)"], ["two", None]], "Times:")]
+    found = Summary("A title", tables, CHARTS, "A note.")
+    monkeypatch.setattr("benchmarks.suites.parts.summarise", lambda result: found)
+    path = tmp_path / "folder" / "result.json"
+    head = files.head("parts", ["--n", "2"], left_out={"three": "no such thing"})
+    files.publish(path, head, [{"name": "one"}, {"name": "two"}], lambda result: found)
+    return path
+
+
+def test_publish(published, capsys):
+    text = published.with_suffix(".md").read_text("utf-8")
+    assert text.splitlines()[0] == "# A title"
+    assert "`python -m benchmarks parts --n 2`" in text
+    assert text.split("Times:\n\n")[1].startswith(
+        "| name | seconds |\n| :--- | ------: |\n| one  | 1.5 (2) |\n| two  | not run |\n\nA note."
+    )
+    assert "Not run: three: no such thing" in text
+    assert text in capsys.readouterr().out
+    result = json.loads(published.read_text("utf-8"))
+    assert {"torch", "python", "cpu", "cores", "commit"} <= result["machine"].keys()
+    lines = published.read_text("utf-8").splitlines()
+    assert [line.strip(" ,]") for line in lines if '"name"' in line] == [
+        '{"name": "one"}',
+        '{"name": "two"}',
+    ]
+
+
+def test_pictures_are_the_same_each_time(published):
+    picture = published.with_suffix(".png")
+    first = picture.read_bytes()
+    assert first.startswith(b"\x89PNG")
+    picture.unlink()
+    assert main(["render", str(published)]) == 0
+    assert picture.read_bytes() == first
+
+
+def test_without_matplotlib(published, monkeypatch, capsys):
+    original = builtins.__import__
+
+    def missing(name, *arguments, **options):
+        if "picture" in (arguments[2] or ()):
+            raise ImportError(name)
+        return original(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    published.with_suffix(".png").unlink()
+    main(["render", str(published)])
+    assert f"python -m benchmarks render {published}" in capsys.readouterr().out
+    assert not published.with_suffix(".png").exists()
+
+
+def test_tables_of_a_page(published, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- folder/result.json -->\nstale\n<!-- end -->\nb\n", "utf-8")
+    files.render_page(page, summarise)
+    text = page.read_text("utf-8")
+    assert "stale" not in text
+    assert text.startswith("a\n<!-- folder/result.json -->\n")
+    assert text.endswith("Not run: three: no such thing\n<!-- end -->\nb\n")
+    files.render_page(page, summarise)
+    assert page.read_text("utf-8") == text

@@ -1,0 +1,51 @@
+"""The overhead of a cell is measured, at tiny size."""
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.report.machine import ROOT
+from benchmarks.suites.overhead import parsed, settings
+
+pytestmark = pytest.mark.usefixtures("prompt")
+
+TINY = ["--n", "2", "--m", "2", "--rounds", "2", "--seconds", "0.001", "--rivals", "ours"]
+
+
+@pytest.fixture
+def measured(tmp_path, capsys):
+    """Runs it, and gives the result and what was printed."""
+
+    def measured(*options):
+        path = tmp_path / "overhead.json"
+        assert main(["overhead", *TINY, *options, "--output", str(path)]) == 0
+        return json.loads(path.read_text("utf-8")), capsys.readouterr().out
+
+    return measured
+
+
+def test_overhead(measured, tmp_path):
+    result, printed = measured("--against", f"same={ROOT}", "--against", f"none={tmp_path}")
+    assert result["machine"]["torch"]
+    assert result["machine"]["threads"] == 1
+    assert list(result["rivals"]) == ["ours", "same"]
+    assert "no checkout" in result["left_out"].pop("none")
+    assert not result["left_out"]
+    assert len(result["rows"]) == 1 + 3 + 3
+    for row in result["rows"]:
+        for found in row["rivals"].values():
+            assert found["plain_min"] <= found["plain_median"]
+            assert len(found["rounds"]) == 2
+    lines = [line.strip("| ").split() for line in printed.splitlines()]
+    (head,) = [k for k, line in enumerate(lines) if line[:3] == ["n", "|", "m"]]
+    for row, line in zip(result["rows"], lines[head + 2 :]):
+        assert line[:8:2] == [str(row[key]) for key in ("n", "m", "kind", "mode")]
+        assert f"{row['rivals']['same']['overhead_min']:.1f}" in line
+    assert "Not run: none: this is no checkout" in printed
+
+
+def test_default_settings():
+    found = settings(parsed([]))
+    assert len(found) == 4 * 3 * (1 + 3 + 3)
+    assert {x["mode"] for x in found if x["kind"] == "inference"} == {"never"}

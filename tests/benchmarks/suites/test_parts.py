@@ -1,0 +1,36 @@
+"""The parts of a cell are told apart, at tiny size."""
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.suites import parts
+
+pytestmark = pytest.mark.usefixtures("prompt")
+
+
+@pytest.mark.parametrize("mode", ["inference", "always"])
+def test_parts(mode, tmp_path, capsys):
+    path = tmp_path / "parts.json"
+    few = ["--n", "2", "--m", "2", "--steps", "2", "--modes", mode]
+    assert main(["parts", *few, "--output", str(path)]) == 0
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    assert sum(row["shares"].values()) == pytest.approx(1, abs=0.01)
+    needed = {part for part, share in row["shares"].items() if share > 0}
+    only_in_training = {"autograd's engine", "recomputation"}
+    assert (only_in_training <= needed) == (mode == "always")
+    assert mode == "always" or not only_in_training & needed
+    assert f"{row['shares']['layers']:.1%}" in capsys.readouterr().out
+
+
+def test_every_module_has_a_part():
+    modules = {
+        path.stem if path.is_file() else path.name
+        for path in parts.PACKAGE.iterdir()
+        if not path.stem.startswith("__") and path.name != "py.typed"
+    }
+    # What takes no part in a step.
+    assert modules - {"balance", "schedule", "testing"} == {
+        x for y in parts.PARTS.values() for x in y
+    }
