@@ -66,7 +66,7 @@ class Stages:
             *(model, size, batch, balance, m, mode, schedule),
             *(devices, threads, f"file://{folder.name}/rendezvous"),
         )
-        # A forkserver has imported this and nothing else, and has no threads, so it may fork.
+        # The forkserver imports this module once, and forks processes that have it already.
         context = get_context("forkserver")
         context.set_forkserver_preload([stage.__name__])
         self.pipes: list[Connection] = []
