@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.models import amoebanetd, gpt, unet
+from tests.benchmarks import soak
 from tests.benchmarks.models import count
 
 
@@ -21,8 +22,8 @@ def rounded(number, published):
         ((18, 208), 81_505_540, "81.5M"),
         ((18, 416), 319_024_120, "319.0M"),
         ((18, 544), 542_734_840, "542.7M"),
-        ((36, 544), 1_055_832_376, "1.06B"),
-        ((72, 512), 1_844_858_344, "1.84B"),
+        pytest.param((36, 544), 1_055_832_376, "1.06B", marks=soak),
+        pytest.param((72, 512), 1_844_858_344, "1.84B", marks=soak),
     ],
 )
 def test_amoebanetd(size, exact, published):
