@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.__main__ import main
 from benchmarks.models.experiments import unet
-from benchmarks.rivals.switches import PARTS, switched_off
+from benchmarks.rivals.switches import PARTS, CopyForCompute, switched_off
 from benchmarks.simulate.standins import StageCosts
 from benchmarks.suites import ablation
 from torchgpipe import testing
@@ -47,7 +47,8 @@ def test_each_part_is_missed(measured, part):
 
 @pytest.mark.parametrize("parts", [(), ("lanes",)], ids=ablation.name)
 def test_lanes_are_where_copies_belong_and_not_where_they_run(devices, monkeypatch, parts):
-    backward = Copy.backward
+    function = CopyForCompute if parts else Copy
+    backward = function.backward
     belong = []
 
     def seen(ctx, *grads):
@@ -55,7 +56,7 @@ def test_lanes_are_where_copies_belong_and_not_where_they_run(devices, monkeypat
         belong.append((torch.accelerator.current_stream(lane.device), lane))
         return backward(ctx, *grads)
 
-    monkeypatch.setattr(Copy, "backward", seen)
+    monkeypatch.setattr(function, "backward", seen)
     computes = [torch.accelerator.current_stream(device) for device in devices[:2]]
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with switched_off(parts) as wrap:
