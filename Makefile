@@ -42,7 +42,7 @@ hooks: $(installed)  ## Makes git run the checks before each commit.
 
 dist: $(venv)/.dist  ## Makes the sdist and the wheel, and tries the wheel in a fresh environment.
 	rm -rf build dist
-	$(python) -m build
+	$(python) -m build --quiet
 	$(python) -m twine check --strict dist/*
 	$(python) tools/check_dist.py
 

@@ -15,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: PyTorch works without NumPy, and says so.
+QUIET = ["-W", "ignore:Failed to initialize NumPy"]
+
 TRAIN = """
 import sys
 import torch
@@ -91,7 +94,7 @@ def main() -> None:
         # With an empty cache, the library is compiled from what the wheel has.
         environment = os.environ | {"XDG_CACHE_HOME": str(Path(folder, "cache"))}
         for program in (TRAIN, VIRTUAL):
-            subprocess.run([python, "-c", program], check=True, cwd=folder, env=environment)
+            subprocess.run([python, *QUIET, "-c", program], check=True, cwd=folder, env=environment)
 
 
 if __name__ == "__main__":

@@ -53,19 +53,19 @@ def install(folder: Path, python: str, torch: str) -> Path:
     # The versions that the tests are known to pass with, save PyTorch's.
     constraints = folder.with_name(f"{folder.name}.txt")
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    others = [line for line in lines if not line.startswith("torch==")]
     constraints.parent.mkdir(parents=True, exist_ok=True)
-    constraints.write_text("\n".join([f"torch=={torch}", *others, ""]))
+    constraints.write_text("\n".join(line for line in lines if not line.startswith("torch==")))
 
     if not (folder / "bin" / "python").exists():
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(constraints)]
-    done = subprocess.run([*pip, "torch"], stderr=subprocess.PIPE, text=True)
-    if "No matching distribution found for torch" in done.stderr:
+    done = subprocess.run([*pip, f"torch=={torch}"], stderr=subprocess.PIPE, text=True)
+    if "No matching distribution found for torch==" in done.stderr:
+        shutil.rmtree(folder)
         raise NotAvailableError(f"no PyTorch {torch} for this Python in the package index")
     print(done.stderr, end="", file=sys.stderr)
     done.check_returncode()
-    subprocess.run([*pip, "-e", f"{ROOT}[{EXTRAS}]"], check=True)
+    subprocess.run([*pip, f"torch=={torch}", "-e", f"{ROOT}[{EXTRAS}]"], check=True)
     return folder / "bin" / "python"
 
 
