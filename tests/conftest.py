@@ -14,11 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.fresh import popen
+from tests.support.size import SOAK, rotate, some
 from torchgpipe import GPipe
 from torchgpipe.devices.streams import accelerators
 
 # The same examples in every run; `make test HYPOTHESIS=explore` looks for new ones.
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "default", deadline=None, derandomize=True, max_examples=some(100, 40)
+)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS", "default"))
 
@@ -37,6 +40,13 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path == VIRTUAL and not any(x.resolve().is_relative_to(VIRTUAL) for x in asked):
         return True
     return None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Take few combinations of parameters, unless one is asked for by name."""
+    if not SOAK and not any("[" in name for name in config.args):
+        items[:], dropped = rotate(items)
+        config.hook.pytest_deselected(items=dropped)
 
 
 def pytest_collection_finish():

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import CPUS, Apply, Plain
+from tests.support.helpers import CPUS, MODES, Apply, Plain
 from torchgpipe import GPipe
-from torchgpipe.gpipe import CHECKPOINT_MODES
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(params=CHECKPOINT_MODES)
+@pytest.fixture(params=MODES)
 def models(request):
     """A wrapped model and the plain one."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))

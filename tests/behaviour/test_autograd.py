@@ -5,10 +5,9 @@ import torch
 from torch import nn
 from torch.autograd.functional import hessian, jacobian
 
-from tests.support.helpers import Plain
+from tests.support.helpers import MODES, Plain
 from torchgpipe import GPipe, is_recomputing
 
-MODES = ["never", "except_last", "always"]
 ROWS = 5
 
 

@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.helpers import plain
+from tests.support.helpers import MODES, plain
 from torchgpipe import GPipe, is_recomputing
 
-MODES = ["never", "except_last", "always"]
 M = 3
 #: How many micro-batches are computed again.
 RECOMPUTED = {"never": 0, "except_last": M - 1, "always": M}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import note_of, plain
-from tests.support.recomputation import CHECKPOINTED, MODES, M, numbered, wrap
+from tests.support.helpers import MODES, note_of, plain
+from tests.support.recomputation import CHECKPOINTED, M, numbered, wrap
 from torchgpipe import GPipe
 
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import note_of
+from tests.support.helpers import MODES, note_of
 from torchgpipe import GPipe, is_recomputing, verify_recomputation
 from torchgpipe.ambient.context import Modes
 
 WIDTH = 4
-MODES = ("never", "except_last", "always")
 
 
 class SpecialError(Exception):

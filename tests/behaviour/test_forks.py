@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.forks import WIDTH, Pausing, forward, in_child, layers, step
-from tests.support.helpers import Apply
-from tests.support.long_runs import MODES, WAYS
+from tests.support.helpers import MODES, Apply
+from tests.support.long_runs import WAYS
 from torchgpipe import GPipe
 
 pytestmark = [

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from tests.support import structures
-from tests.support.helpers import plain
+from tests.support.helpers import MODES, plain
 
-MODES = ["never", "except_last", "always"]
 CHUNKS = 3
 
 

@@ -9,10 +9,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 
-from tests.support.helpers import note_of, plain
+from tests.support.helpers import MODES, note_of, plain
 from torchgpipe import GPipe, NoChunk
 
-MODES = ["never", "except_last", "always"]
 M = 3
 
 # Torch compiles decompositions for forward-mode differentiation.

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import Apply, plain
+from tests.support.helpers import MODES, Apply, plain
 from torchgpipe import GPipe, NoChunk
 
-MODES = ["never", "except_last", "always"]
 CHANGED_INPUT = "under checkpointing, a partition must not change its input in place"
 CASES = pytest.mark.parametrize(
     ("chunks", "mode"),

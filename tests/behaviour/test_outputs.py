@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.structures import (
-    CHUNKS,
-    MODES,
-    Partial,
-    Point,
-    integers,
-    model,
-    passed,
-    rows,
-    verify,
-)
+from tests.support.helpers import MODES
+from tests.support.structures import CHUNKS, Partial, Point, integers, model, passed, rows, verify
 from torchgpipe import NoChunk
 
 # Joining.

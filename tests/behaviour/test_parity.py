@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.conftest import DEVICES
-from tests.support.helpers import plain
+from tests.support.helpers import MODES, plain
 from torchgpipe import GPipe
 
 CHUNKS = [1, 2, 3, 8]
-MODES = ["never", "except_last", "always"]
 WIDTH = 4
 
 

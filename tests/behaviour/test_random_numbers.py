@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.helpers import MODES
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.ambient.random_numbers import get_state, set_state
 
-MODES = ["never", "except_last", "always"]
 BALANCES = [[4], [1, 3], [2, 2], [1, 1, 1, 1]]
 WIDTH = 4
 

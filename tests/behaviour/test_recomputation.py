@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import CPUS, Apply, note_of, run_pipeline
-from tests.support.recomputation import CHECKPOINTED, MODES, Differs, M, numbered, saving, wrap
+from tests.support.helpers import CPUS, MODES, Apply, note_of, run_pipeline
+from tests.support.recomputation import CHECKPOINTED, Differs, M, numbered, saving, wrap
 from torchgpipe import GPipe, is_recomputing, verify_recomputation
 
 DIFFERENCES = {

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.recomputation import MODES
+from tests.support.helpers import MODES
 from torchgpipe import GPipe
 from torchgpipe._torch.dynamo import VERSION
 

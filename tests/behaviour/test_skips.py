@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support.helpers import CPUS, nodes, note_of, plain, run_pipeline
+from tests.support.helpers import CPUS, MODES, nodes, note_of, plain, run_pipeline
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-MODES = ["never", "except_last", "always"]
 KINDS = ["layer", "input", "output", "view", "none", "constant", "unused", "integer", "nested"]
 WIDTH = 3
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import (
     tree_map_only,
 )
 
+from tests.support.helpers import MODES
 from tests.support.structures import (
     CHUNKS,
-    MODES,
     Custom,
     Partial,
     Point,

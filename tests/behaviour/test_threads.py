@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import Apply
+from tests.support.helpers import MODES, Apply
 from tests.support.long_runs import (
-    MODES,
     WAYS,
     Piped,
     eventually,

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from tests.support.helpers import CPUS, plain
+from tests.support.helpers import CPUS, MODES, plain
 from torchgpipe import GPipe
 from torchgpipe.partition.split import split_module, tensors, verify_sharing
 
-MODES = ["never", "except_last", "always"]
 WORDS, WIDTH = 7, 4
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import Apply, note_of
-from tests.support.recomputation import MODES, Differs, numbered, wrap
+from tests.support.helpers import MODES, Apply, note_of
+from tests.support.recomputation import Differs, numbered, wrap
 from torchgpipe import verify_recomputation
 
 VALUES = {

@@ -9,13 +9,12 @@ from torch import nn
 
 from examples import mixed_precision
 from examples.mixed_precision import Cast
-from tests.support.helpers import CPUS, Plain
+from tests.support.helpers import CPUS, MODES, Plain
 from torchgpipe import GPipe, verify_recomputation
 from torchgpipe.gpipe import CHECKPOINT_MODES
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-MODES = pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +69,7 @@ def loss_of(output):
 
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("where", ["outside", "within", "in the other dtype"])
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 @DTYPES
 def test_autocast(dtype, mode, where, cache):
     """Around forward alone, or backward too, or another one around backward."""
@@ -93,7 +92,7 @@ def test_autocast(dtype, mode, where, cache):
     assert {p.grad.dtype for p in models[0].parameters()} == {torch.float32}
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_second_runs_cast_as_the_first(mode):
     model = pair(mode)[0]
     with verify_recomputation(), torch.autocast("cpu", BF16):
@@ -153,7 +152,7 @@ class Own(nn.Linear):
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["outside", "within"])
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("function", [Casting, Float])
 def test_layers_that_set_autocast_themselves(function, mode, within):
     module = nn.Sequential(Calls(function), nn.Tanh(), Own(enabled=False), Own(dtype=FP16))
@@ -204,7 +203,7 @@ def trained(model, dtype, bad=(), fused=False):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_scaler(mode, fused):
     """One row of one micro-batch overflows: no optimizer steps, and the scale is halved."""
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -213,7 +212,7 @@ def test_scaler(mode, fused):
     assert [step[0] for step in found] == [1024, 2048, 2048, 1024, 1024, 2048]
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["before", "to", "bfloat16", "optimizer before"])
 def test_model_in_bfloat16(how, mode):
     module = layers()
@@ -247,7 +246,7 @@ def mixed(before, after):
     )
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_partition_in_bfloat16(mode):
     models, x = pair(mode, mixed(Cast(BF16), Cast(torch.float32)), (2, 2, 1)), torch.rand(8, 8)
     for model in models:
@@ -256,7 +255,7 @@ def test_partition_in_bfloat16(mode):
     assert [p.grad.dtype for p in models[0].parameters()][::2] == [torch.float32, BF16, torch.float]
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_partition_in_bfloat16_after_wrapping(mode):
     """Hooks of a partition cast, too."""
     models = pair(mode, nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), (1, 1, 1))
@@ -281,7 +280,7 @@ def test_border_without_a_cast():
 
 
 @DTYPES
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_deferred_batch_norm_under_autocast(mode, dtype):
     """Statistics are those of the mini-batch, in single precision."""
     norm = nn.BatchNorm2d(4)

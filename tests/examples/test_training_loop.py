@@ -10,11 +10,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from examples import training_loop
-from tests.support.helpers import CPUS, Plain
+from tests.support.helpers import CPUS, MODES, Plain
 from torchgpipe import GPipe
-from torchgpipe.gpipe import CHECKPOINT_MODES
-
-MODES = pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 
 
 def test_example(capsys):
@@ -223,13 +220,13 @@ def verify(mode, loop, models=None):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOOPS)
 def test_losses_are_those_of_the_plain_model(name, mode):
     verify(mode, LOOPS[name])
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_norm_that_is_not_finite(mode):
     for model in pair(mode):
         (x, y), *_ = batches()
@@ -300,19 +297,19 @@ def tied():
     return module
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("devices", [CPUS[:3], ["cpu"] * 3], ids=["three", "one"])
 def test_steps_within_backward(devices, mode):
     verify(mode, lambda model: within_backward(model, momentum=0.9), pair(mode, devices=devices))
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward_with_tied_parameters(mode):
     models = pair(mode, tied(), devices=["cpu"] * 3)
     verify(mode, within_backward, models)
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 # torch.distributed.optim compiles some functions when it is imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_optimizer_in_backward_of_torch(mode):

@@ -9,6 +9,9 @@ from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.values.microbatch import gather, scatter
 
+#: The checkpoint modes.
+MODES = ("never", "except_last", "always")
+
 #: Devices that differ for torchgpipe and are all the CPU for torch: each has a worker of its own.
 CPUS = [torch.device("cpu", k) for k in range(4)]
 
@@ -39,6 +42,11 @@ def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, worker
     stages.workers = workers or stages.workers
     Pipeline(stages, batches, checkpointed).run()
     return gather(batches)
+
+
+def assert_no_races(seen):
+    """No two streams used the same memory in no order."""
+    assert not seen.races, "\n".join(map(str, seen.races[:3]))
 
 
 class Apply(nn.Module):

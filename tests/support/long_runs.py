@@ -10,15 +10,14 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support.helpers import CPUS, run_pipeline
+from tests.support.helpers import CPUS, MODES, run_pipeline
+from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.engine.workers import Workers
 from torchgpipe.partition.split import split_module
 
-MODES = ("never", "except_last", "always")
-
-#: How many steps a long run takes; `make soak` sets more.
-STEPS = int(os.environ.get("TORCHGPIPE_STEPS", "100"))
+#: How many steps a long run takes.
+STEPS = some(1000, 60)
 
 #: After so many steps a run has all that it will ever have.
 WARM = 10

@@ -5,7 +5,6 @@ from torch import nn
 
 from torchgpipe import GPipe, is_recomputing
 
-MODES = ["never", "except_last", "always"]
 CHECKPOINTED = ["except_last", "always"]
 M = 3
 

@@ -1,31 +1,51 @@
 """How much the tests try: a part that has every value, or all with ``TORCHGPIPE_SOAK=1``."""
 
 import os
-from itertools import product
+from collections import defaultdict
 
 #: Whether to try all combinations, many seeds and long runs, as `make soak` does.
 SOAK = os.environ.get("TORCHGPIPE_SOAK") == "1"
 
 
-def matrix(*axes):
-    """Combinations of values for ``parametrize``.
-
-    A soak takes all of them. Otherwise the axes turn side by side, as often as the longest one has
-    values: each value of each axis is there. Where two axes are of the same length, or one length
-    divides the other, the shorter one is shifted by one after each round, so that its values do
-    not always meet the same ones.
-    """
-    if SOAK:
-        return [*product(*axes)]
-    found = []
-    shifts = [0] * len(axes)
-    for k in range(max(map(len, axes))):
-        for a, axis in enumerate(axes[1:], 1):
-            shifts[a] += k > 0 and k % len(axis) == 0
-        found.append(tuple(axis[(k + s) % len(axis)] for axis, s in zip(axes, shifts)))
-    return found
-
-
 def some(full, few):
     """A number of steps or examples, or a list of cases: all of it in a soak, few otherwise."""
     return full if SOAK else few
+
+
+def rotate(items):
+    """Divide tests into those to run and those for a soak only.
+
+    Take a test function with several axes, each of them one ``parametrize`` or one fixture with
+    params. Number the values of each axis. A combination is taken if its numbers add up to a
+    multiple of the length of the second longest axis. So every value of every axis is taken, and
+    with three axes of one length every pair of values. A function that needs all combinations is
+    marked by ``pytest.mark.full``.
+    """
+    functions = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("full"):
+            functions[item.parent, item.originalname].append(item)
+    dropped = set()
+    for cases in functions.values():
+        numbers = [numbered(axis) for axis in zip(*map(values, cases))]
+        if len(numbers) > 1:
+            second = sorted(max(axis) + 1 for axis in numbers)[-2]
+            dropped |= {x for x, *numbers in zip(cases, *numbers) if sum(numbers) % second}
+    return [x for x in items if x not in dropped], [x for x in items if x in dropped]
+
+
+def values(item):
+    """What a test takes from each of its axes."""
+    rest = {name: id(value) for name, value in item.callspec.params.items()}
+    axes = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        axes.append(tuple(rest.pop(name.strip()) for name in names))
+    return axes + [*rest.values()]
+
+
+def numbered(axis):
+    """The numbers of values, in the order in which they come first."""
+    numbers = {}
+    return [numbers.setdefault(value, len(numbers)) for value in axis]

@@ -17,7 +17,6 @@ from torch.utils._pytree import (
 
 from torchgpipe import GPipe, NoChunk
 
-MODES = ["never", "except_last", "always"]
 CHUNKS = [1, 2, 3]
 
 Point = namedtuple("Point", ["x", "y"])

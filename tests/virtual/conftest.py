@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.size import SOAK
 from torchgpipe import testing
 
 REQUIRED = os.environ.get("TORCHGPIPE_REQUIRE_VIRTUAL") == "1"
 
-if "TORCHGPIPE_SEEDS" not in os.environ and hasattr(os, "sched_setaffinity"):
+if not SOAK and hasattr(os, "sched_setaffinity"):
     # One thread at a time has Python, and takes it over sooner on the same core.
     os.sched_setaffinity(0, {random.choice([*os.sched_getaffinity(0)])})
 

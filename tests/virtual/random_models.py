@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tests.support.helpers import MODES
 from tests.virtual.models import LAYERS, POP, ROWS, STASH, WIDTH, skip_layer
-from tests.virtual.stages import MODES
 from tests.virtual.training import WAYS
 from torchgpipe import GPipe
 from torchgpipe.skip.skippable import skips

@@ -1,6 +1,5 @@
 """Models of known cost, and the schedule's limits."""
 
-import os
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -8,18 +7,15 @@ import torch
 from torch import nn
 
 from benchmarks.simulate.critical import recomputed
+from tests.support.helpers import assert_no_races
+from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
 from torchgpipe.testing.busy import BusyFunction
 
-MODES = ("never", "except_last", "always")
-
-#: Seeds of the jitter; `make soak` sets more.
-SEEDS = range(int(os.environ.get("TORCHGPIPE_SEEDS", "2")))
-
-#: Whether all combinations of what is independent are tried, or each two of them together.
-FULL = len(SEEDS) > 2
+#: Seeds of the jitter.
+SEEDS = range(some(50, 2))
 
 
 class Stage(Busy):
@@ -95,5 +91,5 @@ def makespans(model, *, rows=2, seed=None, requires_grad=False, steps=2, **obser
         for _ in range(steps):
             model(x).sum().backward()
             spans.append(seen.makespan)
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
     return [b - a for a, b in pairwise(spans)]

@@ -12,6 +12,7 @@ from benchmarks.models.experiments import unet
 from benchmarks.rivals.switches import PARTS, CopyForCompute, switched_off
 from benchmarks.simulate.standins import StageCosts
 from benchmarks.suites import ablation
+from tests.support.helpers import assert_no_races
 from torchgpipe import testing
 from torchgpipe.autograd.copy import Copy
 
@@ -68,7 +69,7 @@ def test_lanes_are_where_copies_belong_and_not_where_they_run(devices, monkeypat
     for stream, lane in belong:
         assert lane not in computes
         assert stream == (computes[1] if parts else lane)
-    assert not observed.races
+    assert_no_races(observed)
     ran = {span.stream for span in observed.spans if span.stream.device == 1}
     assert {stream.number for stream in ran} == {lane.stream_id for _, lane in belong}
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.autograd.functional import jacobian
 from torch.func import functional_call
 
+from tests.support.helpers import MODES, assert_no_races
 from tests.virtual.models import LAYERS, WIDTH
-from tests.virtual.stages import MODES
 from tests.virtual.training import loss_of, verify
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.testing import observe
@@ -266,7 +266,7 @@ def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
             assert not is_recomputing()
         layer.fails = False
         model(x).sum().backward()
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
 
 
 def test_output_is_no_view(devices):
@@ -304,5 +304,5 @@ def test_parameter_that_is_passed_on_is_not_given_away(devices, place):
     model = GPipe(nn.Sequential(Give(), Double()), [1, 1], devices=[devices[d] for d in place])
     with observe() as seen:
         model(batch()[:2].to(devices[0]))
-    assert not seen.races
+    assert_no_races(seen)
     assert model[0].weight.cpu().eq(1).all()

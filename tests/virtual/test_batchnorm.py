@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.virtual.stages import MODES
+from tests.support.helpers import MODES, assert_no_races
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
@@ -30,7 +30,7 @@ def test_statistics_can_be_read_after_a_forward(devices, place, mode):
         output = model(x)
         read = [buffer + 0 for buffer in model.buffers()]
         output.sum().backward()
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
     assert len(read) == 3 * len(place)
 
 
@@ -39,4 +39,4 @@ def test_a_forward_without_backward(devices, place):
     model = wrap([devices[d] for d in place], "never")
     with observe(jitter=0) as seen, torch.no_grad():
         model(torch.rand(16, 4, device=devices[0]))
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from tests.support.fresh import METHOD
-from tests.support.recomputation import MODES
+from tests.support.helpers import MODES, assert_no_races
 from torchgpipe import GPipe
 from torchgpipe.testing import load, observe
 
@@ -89,7 +89,7 @@ def train(rank, devices, setting, mode, place):
             reference(x).square().mean().backward()
             for one, other in zip(layers.parameters(), reference.parameters()):
                 assert_close(one.grad.cpu(), other.grad)
-    assert not seen.races
+    assert_no_races(seen)
 
 
 def work(rank, folder):

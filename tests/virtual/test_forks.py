@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.support.forks import WIDTH, ChildError, Pausing, forward, in_child, layers, step
-from tests.support.long_runs import MODES
+from tests.support.helpers import MODES
 from torchgpipe import GPipe
 
 pytestmark = [

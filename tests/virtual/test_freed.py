@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.helpers import assert_no_races
 from tests.virtual.programs import new_streams, one, place, read
 from torchgpipe.testing import Stream, observe
 
@@ -74,7 +75,7 @@ def test_memory_freed_after_record_stream(devices):
     with observe() as seen:
         use_and_free(devices[0], s, record=True)
         torch.ones(4, device=devices[0])
-    assert not seen.races
+    assert_no_races(seen)
 
 
 def test_memory_freed_and_ordered_before_reuse(devices):
@@ -82,9 +83,9 @@ def test_memory_freed_and_ordered_before_reuse(devices):
     with observe() as seen:
         use_and_free(devices[0], s)
         torch.accelerator.current_stream(devices[0]).wait_stream(s)
-        assert not seen.races
+        assert_no_races(seen)
         torch.ones(4, device=devices[0])
-    assert not seen.races
+    assert_no_races(seen)
 
 
 def test_memory_goes_back_to_the_stream_it_came_from(devices):

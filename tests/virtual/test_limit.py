@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate.critical import step_path
+from tests.support.helpers import MODES, assert_no_races
+from tests.support.size import some
 from tests.virtual.stages import (
-    FULL,
-    MODES,
     SEEDS,
     WIDER,
     Popping,
@@ -27,9 +27,7 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
 
 #: One micro-batch, fewer than there are partitions, as many, and more; `make soak` takes all.
-MATRIX = [(2, 1), (8, 4), (4, 4), (4, 8), (8, 32)]
-if FULL:
-    MATRIX = [*product((2, 4, 8), (1, 4, 8, 32))]
+SIZES = some([*product((2, 4, 8), (1, 4, 8, 32))], [(2, 1), (8, 4), (4, 4), (8, 32)])
 
 #: Eight places for partitions, by the index of their device.
 SHARED = {
@@ -39,18 +37,19 @@ SHARED = {
 }
 
 #: Sizes, and which of them share how.
-PLACES = [
-    (2, 4, "one device"),
-    (4, 8, "one device"),
-    (8, 8, "neighbours share"),
-    (8, 8, "in turns"),
-]
-if FULL:
-    PLACES = [(*size, place) for size, place in product([(2, 4), (4, 8), (8, 8)], SHARED)]
+PLACES = [(*size, place) for size, place in product([(2, 4), (4, 8), (8, 8)], SHARED)]
+PLACES = some(PLACES, PLACES[::4])
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("n", "m"), MATRIX)
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_the_limit_of_all_sizes(devices, n, m, mode):
+    test_the_limit(devices, n, m, mode)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "m"), [(4, 8)])
 def test_the_limit(devices, n, m, mode):
     model = wrap([Stage() for _ in range(n)], devices[:n], m, mode)
     for seed in SEEDS:
@@ -101,7 +100,7 @@ def test_partitions_that_share_layers_do_not_overlap(devices):
     assert limit("never", 4, 4) < found < limit("never", 1, 16)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some(MODES, ["always"]))
 def test_more_micro_batches_than_streams(devices, mode):
     """CUDA has 32 streams on each device."""
     model = wrap([Stage() for _ in range(4)], devices[:4], 64, mode)
@@ -118,14 +117,9 @@ class Lagging(Stage):
         return y
 
 
-@pytest.mark.parametrize(
-    ("j", "mode", "requires_grad"),
-    [
-        (j, mode, grad)
-        for (j, (k, mode)), grad in product(product([0, 1], enumerate(MODES)), [False, True])
-        if FULL or grad == (j + k) % 2
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("j", [0, 1])
+@pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
     """The next one gets ahead of it by as many micro-batches as there are copy streams."""
     stages = [Stage(), Stage(), Stage()]
@@ -136,10 +130,8 @@ def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
     assert found == [limit(mode, 3, 16)] * 2
 
 
-@pytest.mark.parametrize(
-    ("mode", "requires_grad"),
-    [*(product(MODES, [False, True]) if FULL else zip(MODES, [True, False, True]))],
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requires_grad", [True, False])
 def test_few_copy_streams_do(devices, mode, requires_grad):
     with patch.object(StreamPool, "COPIES", 4):
         model = wrap([Stage() for _ in range(4)], devices[:4], 32, mode)
@@ -169,7 +161,7 @@ def pipelines(draw):
     return forward, each(TIMES), each(TIMES), copies, skip
 
 
-@settings(max_examples=40 * max(1, len(SEEDS) // 3))
+@settings(max_examples=some(40 * len(SEEDS) // 3, 15))
 @given(pipelines(), st.sampled_from(MODES), st.integers(1, 9), st.booleans())
 def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, mode, m, grad):
     forward, recompute, backward, copies, skip = pipeline
@@ -193,7 +185,7 @@ def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("n", "m"), [(3, 4), *[(4, 8)] * FULL, (8, 16)])
+@pytest.mark.parametrize(("n", "m"), some([(3, 4), (4, 8), (8, 16)], [(3, 4), (8, 16)]))
 def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
     model = wrap([Stashing(), *[Stage() for _ in range(n - 2)], Popping()], devices[:n], m, mode)
     for seed in SEEDS[::2]:
@@ -206,7 +198,7 @@ def test_a_skip_that_arrives_just_in_time_takes_no_time(devices, mode):
     # 2 rows of 20 numbers of 4 bytes, in the time of two forwards.
     links = {(0, 3): 80, (3, 0): 80}
     model = wrap([Stashing(), Stage(), Stage(), Popping()], devices[:4], 8, mode)
-    for seed in range((3 if FULL else 1) * len(SEEDS)):
+    for seed in range(some(3, 1) * len(SEEDS)):
         found = makespans(model, seed=seed, bandwidth=links)
         assert found == [limit(mode, 4, 8)] * 2, f"jitter {seed}"
 
@@ -217,4 +209,4 @@ def test_inference_takes_the_time_of_the_forwards(devices):
     with observe(jitter=0) as seen, torch.inference_mode():
         model(x)
     assert seen.makespan == 8 + 4 - 1
-    assert not seen.races
+    assert_no_races(seen)

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import Plain
+from tests.support.helpers import MODES, Plain, assert_no_races
 from torchgpipe import GPipe
-from torchgpipe.gpipe import CHECKPOINT_MODES
 from torchgpipe.testing import observe
 
 BF16, FP16 = torch.bfloat16, torch.float16
-MODES = pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 
 
 def layers():
@@ -48,7 +46,7 @@ def loss_of(output):
 
 @pytest.mark.parametrize("where", ["outside", "within", "in the other dtype"])
 @LAYOUTS
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_autocast(mode, layout, where, devices):
     """Around forward alone, or backward too, or another one around backward."""
     models = pair(mode, [devices[k] for k in layout])
@@ -66,11 +64,11 @@ def test_autocast(mode, layout, where, devices):
             elif where == "in the other dtype":
                 with torch.autocast("virtual", FP16):
                     loss.backward()
-    assert not seen.races
+    assert_no_races(seen)
     verify(*[[p.grad for p in model.parameters()] for model in models])
 
 
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_weights_that_a_second_run_casts_are_not_used_after_a_step(mode, devices):
     models, found = pair(mode, devices[:3]), []
     x = torch.rand(8, 8, device=devices[0])

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.size import some
 from tests.virtual.programs import new_streams, one, place, read
-from tests.virtual.stages import FULL
 from torchgpipe.testing import observe
 
 STREAMS, EVENTS = range(4), range(2)
@@ -107,7 +107,7 @@ def order(kind, stream, event=None):
         stream.synchronize()
 
 
-@settings(max_examples=300 if FULL else 150)
+@settings(max_examples=some(300, 80))
 @given(programs(ACCESS))
 def test_races_are_what_no_path_orders(devices, program):
     # The last stream is another device's: it only passes on what it waited for.
@@ -138,7 +138,7 @@ def test_races_are_what_no_path_orders(devices, program):
 # ---------------------------------------------------------------- time
 
 
-@settings(max_examples=200 if FULL else 100)
+@settings(max_examples=some(200, 60))
 @given(programs(WORK))
 def test_time_is_the_longest_path(devices, program):
     streams = [*new_streams(devices[0], 2), *new_streams(devices[1], 2)]

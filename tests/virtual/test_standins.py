@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.rivals.library import Library
 from benchmarks.simulate.costs import Costs
-from benchmarks.simulate.critical import MODES
 from benchmarks.simulate.standins import SCALE, StageCosts, Steps, cut
+from tests.support.helpers import MODES
 from torchgpipe import GPipe, testing
 
 NUMBER = 4 * SCALE

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.virtual.stages import MODES, SEEDS, Stage, limit, makespans, own_streams, wrap
+from tests.support.helpers import MODES, assert_no_races
+from tests.virtual.stages import SEEDS, Stage, limit, makespans, own_streams, wrap
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.testing import observe
 
@@ -148,7 +149,7 @@ def test_values(devices, place, requires_grad, mode):
         with own_streams(devices, wanted=seed % 2 == 1), observe(jitter=seed) as seen:
             for _ in range(2):
                 found = step(model, model, args, kwargs)
-        assert not seen.races, "\n".join(map(str, seen.races[:3]))
+        assert_no_races(seen)
         for a, b in zip(found, expected):
             assert type(a) is type(b)
             if isinstance(b, Tensor):

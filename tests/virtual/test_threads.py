@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.long_runs import MODES, run_in_threads, verify_nothing_stays
+from tests.support.helpers import MODES, assert_no_races
+from tests.support.long_runs import run_in_threads, verify_nothing_stays
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
@@ -88,7 +89,7 @@ def test_wrapper_within_a_layer(devices, place, outer, inner):
         for _ in range(3):
             leaves = [*module.parameters(), *within.parameters()]
             torch.testing.assert_close(found(model, input, leaves), right)
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
 
 
 @pytest.mark.usefixtures("issuer")
@@ -101,7 +102,7 @@ def test_wrapper_as_a_layer_on_the_same_device(devices, outer, inner):
     model, input = wrap(module, devices[:2], outer), batch(devices[0])
     with observe(jitter=0) as seen:
         torch.testing.assert_close(found(model, input), right)
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
 
 
 @pytest.mark.parametrize("place", [(2, 3), (1, 2), (0, 1)], ids=str)

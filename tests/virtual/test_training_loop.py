@@ -8,12 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.helpers import Plain
+from tests.support.helpers import MODES, Plain, assert_no_races
 from torchgpipe import GPipe
-from torchgpipe.gpipe import CHECKPOINT_MODES
 from torchgpipe.testing import observe
 
-MODES = pytest.mark.parametrize("mode", CHECKPOINT_MODES)
 CPU = torch.device("cpu")
 
 
@@ -36,7 +34,7 @@ def verify(loop, mode, places, module=None):
     expected = [*loop(plain, CPU, CPU)]
     with observe(jitter=1) as seen:
         found = [*loop(model, places[0], places[-1])]
-    assert not seen.races
+    assert_no_races(seen)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -71,7 +69,7 @@ def within_backward(model, first, last):
 
 
 @pytest.mark.parametrize("layout", ["three", "one", "between", "mixed"])
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward(mode, layout, devices):
     """Once for each backward, on autograd's threads, while other partitions are differentiated."""
     a, b, c = devices[:3]
@@ -80,7 +78,7 @@ def test_steps_within_backward(mode, layout, devices):
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one device", "another between"])
-@MODES
+@pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward_with_tied_parameters(mode, shared, devices):
     module = layers()
     module[5] = module[0]

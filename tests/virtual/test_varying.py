@@ -10,7 +10,7 @@ from benchmarks.rivals.library import Library
 from benchmarks.simulate.blocking import KINDS, Blocks, draw
 from benchmarks.simulate.critical import backward_path, forward_path, recomputed, step_path
 from benchmarks.suites import varying
-from tests.virtual.stages import MODES
+from tests.support.helpers import MODES
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.usefixtures("prompt")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tests.support.helpers import assert_no_races
 from tests.virtual.models import WIDTH, First, first, tensors
 from tests.virtual.stages import own_streams
 from torchgpipe.ambient.random_numbers import StepNumbers
@@ -295,6 +296,6 @@ def verify(
         with observe(jitter=seed, **observed) as seen:
             found = train(model, given, way, steps)
             del given
-    assert not seen.races, "\n".join(map(str, seen.races[:3]))
+    assert_no_races(seen)
     wrong = differences(found, expected)
     assert not wrong, f"differs: {wrong}"

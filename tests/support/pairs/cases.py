@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.behaviour.test_sharding import GATHERS_AGAIN
 from tests.support.fresh import METHOD
+from tests.support.helpers import MODES
 from tests.support.pairs.models import (
     RANKS,
     plain,
@@ -41,7 +42,6 @@ from tests.support.pairs.parallel import (
     within_parent,
 )
 from tests.support.pairs.shards import sharded, tensor_parallel
-from tests.support.recomputation import MODES
 
 
 def _named(function, **how):

@@ -251,7 +251,7 @@ def test_skipped_where_unavailable(tmp_path):
 def test_fails_where_required(monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent")
     monkeypatch.setenv("TORCHGPIPE_REQUIRE_VIRTUAL", "1")
-    # The seeds leave this process on all of its cores.
-    monkeypatch.setenv("TORCHGPIPE_SEEDS", "2")
+    # A soak leaves this process on all of its cores.
+    monkeypatch.setattr("tests.support.size.SOAK", True)
     with pytest.raises(testing.UnavailableError, match="CXX: '/nonexistent'"):
         runpy.run_path(str(ROOT / "tests" / "virtual" / "conftest.py"))
