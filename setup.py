@@ -15,7 +15,10 @@ examples = ["accelerate", "lightning", "safetensors", "transformers"]
 # Not among all: it needs torchvision, which has to be made for the very build of torch.
 timm = ["timm"]
 test = ["hypothesis", "pytest"]
-check = ["mypy", "ruff"]
+check = ["mypy", "pre-commit", "ruff"]
+# Not among all either: only `make coverage` and `make dist` use them.
+coverage = ["coverage[toml]"]
+dist = ["build", "twine"]
 
 setup(
     name="torchgpipe",
@@ -49,6 +52,8 @@ setup(
         "timm": timm,
         "test": test,
         "check": check,
+        "coverage": coverage,
+        "dist": dist,
         "all": benchmarks + demo + examples + test + check,
     },
 )

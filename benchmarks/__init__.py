@@ -1,13 +1,14 @@
 """Benchmarks: ``python -m benchmarks --help`` lists the commands.
 
-============  ====================================================================================
-``suites``    what is measured: each a module with a ``main``; the longer tables in ``tables``
-``simulate``  costs of layers, critical paths, and stand-ins that take known times
-``rivals``    whoever trains: other libraries, ours and plain training, in processes of their own
-``report``    results as JSON, Markdown and pictures, and the machine they were measured on
+============  =====================================================================================
+``suites``    measurements: each module has a ``main`` and a ``summarise``; ``tables`` for long ones
+``simulate``  costs of layers, critical paths, and stand-ins for partitions
+``rivals``    training by other libraries, by ours and without a pipeline, in other processes
+``report``    results as JSON, Markdown and pictures, and the machine that measured them
 ``models``    the papers' models and experiments, and images
-``results``   what was measured, as data
-============  ====================================================================================
+``results``   measured data
+============  =====================================================================================
 
-A room imports itself and the rooms below it in this table, never one above.
+A room imports itself and the rooms below it in this table, never one above. Beside the rooms are
+the command line (``__main__``, ``command``, ``progress``) and ``render``, which needs the suites.
 """

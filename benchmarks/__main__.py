@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-#: Each has a module, with a ``main`` that takes its arguments.
+#: Names of the commands. The ``main`` of a command's module takes its arguments.
 NAMES = (
     "ablation",
     "memory",
@@ -23,30 +23,30 @@ NAMES = (
 
 
 def module(name: str) -> str:
-    """The name of a benchmark's module, below this package."""
+    """Name of a command's module, below this package."""
     return name if name == "render" else f"suites.{name}"
 
 
 def summary(name: str) -> str:
-    """The first line of a benchmark's docstring; nothing is imported for it."""
+    """First line of a command's docstring, read without importing its module."""
     file = Path(__file__).parent.joinpath(*module(name).split(".")).with_suffix(".py")
     source = file.read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 def usage() -> str:
-    """What ``python -m benchmarks --help`` prints."""
+    """Text of ``python -m benchmarks --help``."""
     lines = [f"  {name:12} {summary(name)}" for name in NAMES]
     return "\n".join(["usage: python -m benchmarks NAME [options]", "", *lines, ""]) + (
-        "\n`python -m benchmarks NAME --help` tells the options of one."
+        "\n`python -m benchmarks NAME --help` lists the options of a command."
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark that the first argument names with the other ones.
+    """Run the command that the first argument names, with the other arguments.
 
     Returns:
-        The status of the process: 0, or 2 if there is no such benchmark.
+        Exit status: 0, or 2 if there is no such command.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):

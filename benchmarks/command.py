@@ -1,4 +1,4 @@
-"""What the command lines of all benchmarks have in common."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["add_device", "add_scale", "at_least", "output", "parse", "parser"]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Prints the description as it is, and the default of each option that has one."""
+    """Print the description as it is, and the default of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
@@ -28,11 +28,11 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser that explains the benchmark, with the option ``--output``.
+    """A parser that describes the command, with the option ``--output``.
 
     Args:
-        name: of the benchmark.
-        doc: the docstring of its module.
+        name: of the command.
+        doc: docstring of its module.
     """
     parser = argparse.ArgumentParser(
         f"python -m benchmarks {name}", description=doc, formatter_class=Formatter
@@ -41,20 +41,20 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         "--output",
         type=json_file,
         metavar="FILE.json",
-        help="where the result goes; .md and .png go beside it (default: into benchmarks/results)",
+        help="file of the result, with .md and .png beside it (default: in benchmarks/results)",
     )
     return parser
 
 
 def json_file(text: str) -> Path:
-    """The argument of ``--output``."""
+    """Parse the argument of ``--output``."""
     path = Path(text)
     if path.suffix != ".json":
         raise argparse.ArgumentTypeError(
             f"the result is JSON (file: {text}); name it {path.with_suffix('.json')}"
         )
     try:
-        # Not when all has been measured.
+        # Make the folder now: an error after hours of measuring would come too late.
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(
@@ -64,23 +64,23 @@ def json_file(text: str) -> Path:
 
 
 def output(options: argparse.Namespace, name: str) -> Path:
-    """Where the result goes: what ``--output`` says, or among the results by its name."""
+    """The file of the result: the one that ``--output`` names, or the default in its folder."""
     path: Path = options.output or RESULTS / f"{name}.json"
     return path
 
 
 def add_device(parser: argparse.ArgumentParser, *devices: str) -> None:
-    """Adds the option ``--device``, of which the first is the default."""
+    """Add the option ``--device``; the first device is the default."""
     parser.add_argument(
         "--device",
         choices=devices,
         default=devices[0],
-        help="where it runs; virtual accelerators need a C++ compiler",
+        help="kind of device; virtual accelerators need a C++ compiler",
     )
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parses arguments, and checks that there is a GPU if one is asked for."""
+    """Parse arguments, and check that there is a GPU if ``--device cuda`` asks for one."""
     options = parser.parse_args(argv)
     if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         parser.error("there must be a GPU that CUDA knows (device: cuda); take another --device")
@@ -88,12 +88,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:
-    """Adds the option ``--scale``."""
+    """Add the option ``--scale``."""
     parser.add_argument(
         "--scale",
         type=at_least(1),
         nargs=3,
         metavar=("CHANNELS", "SIZE", "SAMPLES"),
-        help="what channels are divided by, pixels on a side, and the most samples in a mini-batch "
+        help="divisor of channels, pixels on a side, and the most samples in a mini-batch "
         f"(default: as in the papers; {' '.join(map(str, SCALE))} where the CPU computes them)",
     )

@@ -1,4 +1,4 @@
-"""A progress bar for whatever takes minutes."""
+"""A progress bar for loops that take minutes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ T = TypeVar("T")
 
 
 def progress(items: Sequence[T], name: str, unit: str) -> Iterable[T]:
-    """The items, with a bar on a terminal if tqdm is installed.
+    """Iterate over items, with a bar on a terminal if tqdm is installed.
 
     Args:
-        items: what is done one by one.
-        name: what stands before the bar.
-        unit: what an item is called.
+        items: to iterate over.
+        name: text before the bar.
+        unit: name of an item.
     """
     try:
         from tqdm import tqdm

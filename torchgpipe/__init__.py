@@ -1,7 +1,7 @@
 """Pipeline parallelism with micro-batches and checkpointing (GPipe) for PyTorch."""
 
 from torchgpipe.gpipe import GPipe
-from torchgpipe.recompute.checkpoint import is_checkpointing, is_recomputing
+from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.slots import verify_recomputation
 from torchgpipe.values.structure import NoChunk
 

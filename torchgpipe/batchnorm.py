@@ -1,9 +1,9 @@
 """Deferred batch normalisation: running statistics of the mini-batch, not of its micro-batches.
 
 A batch normalisation in a wrapped model normalises each micro-batch by its own mean and variance,
-since the others are not there yet. But the running statistics, which evaluation uses, need not
-suffer: here they are updated once, when all micro-batches of the mini-batch have come by, with the
-mean and the variance of all of them together.
+since the other micro-batches are not there yet. The running statistics, which evaluation uses, can
+do better: a deferred batch normalisation updates them once, when all micro-batches of a mini-batch
+have passed, with the mean and the variance of the whole mini-batch.
 
 ::
 
@@ -18,34 +18,40 @@ computing sample variances (1979).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.devices.streams import current_stream, record_stream
-from torchgpipe.recompute.checkpoint import is_recomputing
+from torchgpipe.recompute.phase import is_recomputing
 
 __all__ = ["DeferredBatchNorm"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
+if TYPE_CHECKING:
+    # It is combined with a batch normalisation of one to three dimensions; all have these types.
+    Base = nn.BatchNorm2d
+else:
+    Base = nn.Module
+
 
 class Moments(NamedTuple):
-    """What the statistics of a batch are computed from."""
+    """The numbers that the statistics of a batch are computed from."""
 
     size: int
-    """How many values each channel has."""
+    """The number of values in each channel."""
     mean: Tensor
     """Their mean, of shape ``(channels,)``."""
     squares: Tensor
     """The sum of their squared distances from the mean, of shape ``(channels,)``."""
 
     def merged(self, other: Moments) -> Moments:
-        """Those of both batches together."""
+        """The moments of both batches together."""
         size = self.size + other.size
         delta = other.mean - self.mean
         mean = self.mean + delta * (other.size / size)
@@ -53,22 +59,22 @@ class Moments(NamedTuple):
         return Moments(size, mean, squares + delta.square() * (self.size * other.size / size))
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(Base):
     """A batch normalisation that updates its running statistics once per mini-batch.
 
-    It is made of an :class:`nn.BatchNorm1d`, :class:`nn.BatchNorm2d` or :class:`nn.BatchNorm3d` by
-    :meth:`convert_deferred_batch_norm`. Outside of a wrapper it does what that does.
+    :meth:`convert_deferred_batch_norm` makes it of an :class:`nn.BatchNorm1d`,
+    :class:`nn.BatchNorm2d` or :class:`nn.BatchNorm3d`. Outside of a wrapper it does what that does.
     """
 
-    #: Whether micro-batches come by, and what those that have add up to.
+    #: Whether a wrapper runs a step, and the moments of the micro-batches so far.
     _collects = False
     _moments: Moments | None = None
 
     @staticmethod
     def convert_deferred_batch_norm(module: Module) -> Module:
-        """Makes deferred ones of all batch normalisations in a module that have statistics.
+        """Make all batch normalisations in a module that have running statistics deferred.
 
-        They stay the same objects: parameters, buffers, names, hooks and flags do, too.
+        Only their class changes: objects, parameters, buffers, names, hooks and flags stay.
 
         Args:
             module: a batch normalisation, or a module with some below it.
@@ -79,7 +85,7 @@ class DeferredBatchNorm(_BatchNorm):
         Raises:
             TypeError: a batch normalisation is not one of torch's own plain ones.
         """
-        norms = [x for x in module.modules() if isinstance(x, _BatchNorm)]
+        norms = [x for x in module.modules() if isinstance(x, _torch.BatchNorm)]
         norms = [x for x in norms if x.track_running_stats and not isinstance(x, DeferredBatchNorm)]
         for norm in norms:
             if type(norm) not in DEFERRED:
@@ -92,20 +98,20 @@ class DeferredBatchNorm(_BatchNorm):
             norm.__class__ = DEFERRED[type(norm)]
         return module
 
-    # What a second run computes, and how many rows there were before, would be compiled anew each.
+    # The compiler would make one graph for each run of a cell, and for each number of rows.
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         mean = self.running_mean
         if not (self._collects and self.training and mean is not None) or is_recomputing():
             return super().forward(input)
         self._check_input_dim(input)
-        # With a momentum of 1, these become those of this micro-batch.
+        # With a momentum of 1, these become the mean and the variance of this micro-batch.
         mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         size = input.numel() // input.size(1)
         if size:
             with torch.no_grad():
-                # The sums may be larger than a number of half precision can be.
+                # The sums may exceed the range of half precision.
                 wide = torch.promote_types(mean.dtype, torch.float32)
                 moments = Moments(size, mean.to(wide), variance.to(wide) * (size - 1))
                 self._moments = moments if self._moments is None else self._moments.merged(moments)
@@ -116,7 +122,7 @@ class DeferredBatchNorm(_BatchNorm):
             return
         size, mean, squares = self._moments
         for tensor in (mean, squares):
-            # The partition may have a stream of its own, which they are from.
+            # Their memory may be that of a stream which the partition has for itself.
             # guard: recording moments
             record_stream(tensor, current_stream(tensor.device))
         momentum = self.momentum
@@ -135,7 +141,7 @@ class DeferredBatchNorm(_BatchNorm):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # What torchgpipe 0.0.7 saved besides.
+        # torchgpipe 0.0.7 saved these, too.
         for name in ("sum", "sum_squares"):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -153,7 +159,7 @@ class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
     """A deferred :class:`nn.BatchNorm3d`."""
 
 
-#: What becomes of what.
+#: The deferred class of each class.
 DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
     nn.BatchNorm1d: DeferredBatchNorm1d,
     nn.BatchNorm2d: DeferredBatchNorm2d,
@@ -162,16 +168,16 @@ DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
 
 
 def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
-    """Those in a module."""
+    """All deferred batch normalisations in a module."""
     return [norm for norm in module.modules() if isinstance(norm, DeferredBatchNorm)]
 
 
-# Not a generator with @contextmanager, here and elsewhere around layers: some exceptions, such as
-# those whose attributes cannot be set, would not pass as they are.
+# A class and not a generator with @contextmanager, here and elsewhere around layers: through a
+# generator some exceptions would not pass as they are, such as those without settable attributes.
 
 
 class deferred_updates:
-    """Has norms update their statistics once, after a ``with`` block, and not if it raises."""
+    """Make norms update their statistics once, after a ``with`` block, and not if it raises."""
 
     def __init__(self, norms: Sequence[DeferredBatchNorm]) -> None:
         self.norms = norms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -12,18 +11,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import prepare, uncompiled
-from torchgpipe.ambient.context import verify_no_tangents, verify_no_transform
-from torchgpipe.ambient.snapshot import Snapshot
+from torchgpipe._torch.dynamo import uncompiled, watch
+from torchgpipe.ambient.context import Snapshot
+from torchgpipe.ambient.nesting import is_within_cell
+from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
+from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
-from torchgpipe.devices.streams import Device, Streams
+from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
-from torchgpipe.engine.workers import Workers
+from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import checked_balance, checked_devices, is_positive_int
 from torchgpipe.partition.sharding import verify_sharding
-from torchgpipe.partition.split import groups, place, split_module, verify_module, verify_placement
-from torchgpipe.recompute.layers import unchanged
-from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
+from torchgpipe.partition.split import place, split_module, verify_module, verify_placement
+from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
 
@@ -109,23 +109,16 @@ class GPipe(nn.Module):
 
     def _prepare(self) -> None:
         """Makes what belongs to this object alone, and is neither copied nor pickled."""
-        prepare()
         self._process = os.getpid()
-        self._streams = Streams()
-        self._workers = Workers(self.devices)
+        self._stages = Stages([*self.partitions], self.devices)
         # Layers may have been converted for another wrapper.
         self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
-        # guard: groups
-        self._groups = groups(self.partitions)
-        locks = {group: threading.RLock() for group in self._groups}
-        self._locks = [locks[group] for group in self._groups]
-        self._skip_layout = inspect_skip_layout(list(self.partitions))
         # Not as an attribute, which would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_streams", "_workers", "_norms", "_groups", "_locks", "_skip_layout"}
-        return {k: value for k, value in self.__dict__.items() if k not in own | {"_plain"}}
+        own = {"_process", "_stages", "_norms", "_plain"}
+        return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -220,8 +213,8 @@ class GPipe(nn.Module):
         Raises:
             TypeError: a device is among the arguments.
         """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
+        first = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
+        if isinstance(first, torch.device | str | int | Tensor):
             raise _moving_denied()
         return super().to(*args, **kwargs)
 
@@ -304,6 +297,7 @@ class GPipe(nn.Module):
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork, and a lock may be held for good.
             self._prepare()
+        watch(self, is_within_cell)
         verify_no_transform()
         partitions: Any = self.partitions
         verify_sharding(self, self.devices)
@@ -315,17 +309,7 @@ class GPipe(nn.Module):
         m = len(batches)
         recorded = self.training and torch.is_grad_enabled()
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
-        pipeline = Pipeline(
-            partitions,
-            self.devices,
-            batches,
-            checkpoint_stop=checkpointed if recorded else 0,
-            groups=self._groups,
-            locks=self._locks,
-            skip_layout=self._skip_layout,
-            streams=self._streams,
-            workers=self._workers,
-        )
+        pipeline = Pipeline(self._stages, batches, checkpointed if recorded else 0)
         whole = microbatch.in_all(batches)
         # guard: what is interrupted
         with Snapshot(self.devices), deferred_updates(self._norms), unchanged(whole):

@@ -1,8 +1,8 @@
 """The models of the papers, each a flat nn.Sequential that GPipe can cut at any layer.
 
-What a layer hands to a later one goes through :mod:`torchgpipe.skip`, and what it hands to the next
-one is a tensor or a tuple of tensors. Nothing is used that torchgpipe 0.0.7 does not have, so the
-same models can be wrapped by it, in a process where ``torchgpipe`` is 0.0.7.
+A layer hands the next one a tensor or a tuple of tensors; for a later layer it stashes a skip, by
+:mod:`torchgpipe.skip`. The models use only names that torchgpipe 0.0.7 has too, so that 0.0.7 can
+wrap them in a process where it is ``torchgpipe``.
 """
 
 from benchmarks.models.amoebanet import amoebanetd

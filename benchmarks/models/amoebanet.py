@@ -1,15 +1,15 @@
 """AmoebaNet-D (L, D), the model that the papers on GPipe and torchgpipe measure.
 
-A cell takes the outputs of the two cells before it. The nearer one arrives as any input does, and
-the other as a skip, past the cell between::
+A cell takes the outputs of the two cells before it. The nearer output arrives as the cell's input,
+and the other as a skip past the cell between::
 
     ──→ cell 1 ──┬──→ cell 2 ──┬──→ cell 3 ──┬──→ cell 4 ──→
                  │             │      ↑      │      ↑
                  └─────────────│──────┘      …      │
                                └────────────────────┘
 
-Within a cell each operation is a layer. They hand each other a tuple of the states that are still
-needed, so a cut between any two of them is a cut that GPipe can make.
+Within a cell each operation is a layer. Operations hand each other a tuple of the states that later
+ones need, so GPipe can cut between any two of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ States = tuple[Tensor, ...]
 
 @skippable(pop=["skip"])
 class Previous(nn.Module):
-    """Makes state 1 of a cell from the output of the last cell but one, beside state 0."""
+    """Make state 1 of a cell from the output of the last cell but one, and keep state 0."""
 
     def __init__(self, inputs: int, outputs: int, larger: bool) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class Previous(nn.Module):
 
 
 class Operate(nn.Module):
-    """One operation of a cell; its outcome becomes the last state.
+    """One operation of a cell; its result becomes the last state.
 
     Args:
-        operation: what it does.
-        at: where in the tuple its input is.
-        keep: where the states are that others need after it.
-        add: whether the outcome is added to the last state, which is then the left summand.
+        operation: module that computes.
+        at: place of its input in the tuple.
+        keep: places of the states that later operations need.
+        add: whether to add the result to the last state, which is then the left summand.
     """
 
     def __init__(self, operation: nn.Module, at: int, keep: Sequence[int], add: bool) -> None:
@@ -72,14 +72,14 @@ class Operate(nn.Module):
 
 
 class Join(nn.Module):
-    """Joins the states that are left along the channels."""
+    """Join the remaining states along the channels."""
 
     def forward(self, states: States) -> Tensor:
         return torch.cat(states, dim=1)
 
 
 def operations(genotype: Genotype, channels: int) -> Iterator[Operate]:
-    """The ten operations of a cell; the states 0 and 1 go into the first."""
+    """The ten operations of a cell; the first takes states 0 and 1."""
     live = [0, 1]
     inputs = [state for state, _ in genotype.operations]
     for k, (state, make) in enumerate(genotype.operations):
@@ -97,7 +97,7 @@ def operations(genotype: Genotype, channels: int) -> Iterator[Operate]:
 
 
 class Cell(NamedTuple):
-    """What is planned for a cell; ``channels`` are those of each of its states."""
+    """Plan of a cell; each of its states has ``channels`` channels."""
 
     name: str
     genotype: Genotype
@@ -105,7 +105,7 @@ class Cell(NamedTuple):
 
 
 def plan(num_layers: int, num_filters: int) -> list[Cell]:
-    """All cells in order."""
+    """Plans of all cells, in order."""
     cells = [Cell(f"stem{k}", REDUCTION, num_filters * k // 2) for k in (1, 2)]
     thirds = [k * num_layers // 3 for k in range(4)]
     for stage in range(3):
@@ -123,20 +123,20 @@ def amoebanetd(
 ) -> nn.Sequential:
     """AmoebaNet-D (L, D): images of shape ``(rows, 3, h, w)`` to logits ``(rows, num_classes)``.
 
-    The size of images is divided by 32, and rounded up. In training batch normalisation needs more
-    than one pixel in each micro-batch: images of more than 32 pixels, or more than one row.
+    The model divides the size of images by 32, and rounds it up. In training batch normalisation
+    needs more than one pixel in each micro-batch: images of more than 32 pixels, or two rows.
 
     The cells, their channels and the count of parameters are those of torchgpipe's model
-    (https://arxiv.org/abs/2004.09910; kakaobrain/torchgpipe, ``benchmarks/models/amoebanet``). It
-    takes the mean of nine pixels where the name of the operation asks for the largest, and has a
-    ReLU before its first convolution but none after its last cell; in all three this model is as
-    TensorFlow's (tensorflow/tpu, ``models/official/amoeba_net``). That one's stem cells have half
-    as many channels, with which the published counts do not come out.
+    (https://arxiv.org/abs/2004.09910; kakaobrain/torchgpipe, ``benchmarks/models/amoebanet``). In
+    three points this model follows TensorFlow's (tensorflow/tpu, ``models/official/amoeba_net``)
+    instead: torchgpipe's takes the mean of nine pixels where the operation's name says maximum, has
+    a ReLU before its first convolution, and has none after its last cell. TensorFlow's stem cells
+    have half as many channels, which does not give the published counts.
 
     Args:
-        num_classes: how many classes.
-        num_layers: L, how many normal cells. Cells that halve the image come after a third and two
-            thirds of them, rounded down.
+        num_classes: number of classes.
+        num_layers: L, the number of normal cells. Cells that halve the image come after a third
+            and two thirds of them, rounded down.
         num_filters: D, the channels of the first normal cells.
 
     Raises:
@@ -157,7 +157,7 @@ def amoebanetd(
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["conv"] = nn.Conv2d(3, current, 3, stride=2, padding=1, bias=False)
     layers["norm"] = nn.BatchNorm2d(current)
-    # There is nothing before what the first cell takes, so it takes that twice.
+    # Only one output comes before the first cell, which takes that one twice.
     layers["stash"] = isolated(Stash(), skips[0])
     for (name, genotype, channels), skip, following in zip(cells, skips, [*skips[1:], None]):
         if following is not None:

@@ -1,4 +1,4 @@
-"""The papers' experiments as settings: which model, at what size, cut into how much.
+"""Settings of the papers' experiments: model, size, partitions and micro-batches.
 
 Source: Huang et al., GPipe (arXiv 1811.06965), tables 1 and 2; Kim et al., torchgpipe
 (arXiv 2004.09910), tables 1 to 4, with the settings that torchgpipe 0.0.7 published for them.
@@ -16,10 +16,10 @@ from benchmarks import models
 
 __all__ = ["ABLATION", "MEMORY", "SCALE", "SPEED", "Experiment", "scaled"]
 
-#: By what models are smaller on a CPU: channels divided by, pixels on a side, samples at most.
+#: Scale for a CPU: divisor of channels, pixels on a side, the most samples in a mini-batch.
 SCALE = (16, 64, 8)
 
-#: The name of a function of :mod:`benchmarks.models`, as ``"name"``, and its arguments.
+#: ``"name"``, a function of :mod:`benchmarks.models`, and the arguments of that function.
 Model = dict[str, Any]
 
 
@@ -28,14 +28,14 @@ class Experiment:
     """A model in training.
 
     Args:
-        name: as the paper has it.
-        model: which one.
+        name: in the paper.
+        model: to train.
         size: pixels on a side of an image, or tokens in a row.
         batch: samples in a mini-batch.
-        n: how many partitions.
-        m: how many micro-batches, or None for the plain model.
-        mode: when checkpoints are made.
-        published: samples per second that torchgpipe 0.0.5 was published to reach on Tesla P40.
+        n: number of partitions.
+        m: number of micro-batches, or None for the plain model.
+        mode: which micro-batches are checkpointed.
+        published: published samples per second of torchgpipe 0.0.5 on Tesla P40.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Experiment:
 
 
 def build(model: Model) -> nn.Sequential:
-    """Makes a model."""
+    """Make a model."""
     arguments = dict(model)
     layers: nn.Sequential = getattr(models, arguments.pop("name"))(**arguments)
     return layers
@@ -74,7 +74,7 @@ def unet(convs: int, channels: int) -> Model:
 
 RESNET: Model = {"name": "resnet", "blocks": [3, 4, 23, 3], "width": 64}
 
-#: Throughput: the model is the same, and the mini-batch whatever fits.
+#: Throughput: the model stays the same, and the mini-batch is the largest that fits.
 SPEED = {
     "unet": [
         Experiment("baseline", unet(5, 64), 192, 40, published=28.5),
@@ -103,7 +103,7 @@ SPEED = {
     ],
 }
 
-#: Memory: the model grows with the devices.
+#: Memory: the model grows with the number of devices.
 MEMORY = {
     "unet": [
         Experiment("baseline", unet(6, 72), 192, 32),
@@ -121,18 +121,18 @@ MEMORY = {
     ],
 }
 
-#: What each part of the method brings.
+#: Ablation: parts of the method are switched off.
 ABLATION = Experiment("ablation", unet(5, 64), 192, 128, 4, 8)
 
 
 def scaled(experiment: Experiment, channels: int, size: int, batch: int) -> Experiment:
-    """The same at a size that a CPU can do: the layers stay as many.
+    """An experiment that a CPU can do, with as many layers.
 
     Args:
-        experiment: which one.
-        channels: what channels and classes are divided by; they stay multiples of four.
+        experiment: at full size.
+        channels: divisor of channels and classes, which stay multiples of four.
         size: pixels on a side of an image, or tokens in a row.
-        batch: how many samples there are at most. There are no more micro-batches then.
+        batch: the most samples, and so the most micro-batches, in a mini-batch.
     """
     model = dict(experiment.model)
     if model["name"] in ("amoebanetd", "resnet"):

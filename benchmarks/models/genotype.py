@@ -1,10 +1,10 @@
-"""The cells of AmoebaNet-D: which operation takes which state.
+"""Cells of AmoebaNet-D: their operations, and the state that each operation takes.
 
-`Real et al. <https://arxiv.org/abs/1802.01548>`_ found them. What follows is ``amoeba_net_d`` of
-tensorflow/tpu (``models/official/amoeba_net/model_specs.py``). Its normal cell joins the states 0,
-3, 4 and 6, where the authors of torchgpipe read 4, 5 and 6 in the paper. The counts that they and
-the authors of GPipe print decide: (18, 208) has 81.5 million parameters with the former, and 71.2
-million with the latter.
+`Real et al. <https://arxiv.org/abs/1802.01548>`_ found the cells. These are ``amoeba_net_d`` of
+tensorflow/tpu (``models/official/amoeba_net/model_specs.py``). Its normal cell joins states 0, 3, 4
+and 6, where the authors of torchgpipe read 4, 5 and 6 in the paper. The published counts decide:
+(18, 208) has 81.5 million parameters with 0, 3, 4 and 6, and 71.2 million with 4, 5 and 6; both
+papers print the former.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 __all__ = ["Genotype", "NORMAL", "REDUCTION", "FactorizedReduction", "convolution"]
 
-#: Makes an operation of a number of channels and a stride.
+#: Function that makes an operation, given a number of channels and a stride.
 Operation = Callable[[int, int], nn.Module]
 
 
@@ -26,13 +26,13 @@ Operation = Callable[[int, int], nn.Module]
 class Genotype:
     """A cell of five combinations, each the sum of two operations on earlier states.
 
-    State 0 comes from the output of the cell before, state 1 from that of the one before it, and
-    combination ``k`` makes state ``2 + k``.
+    State 0 comes from the output of the previous cell, state 1 from the output of the cell before
+    that one, and combination ``k`` makes state ``2 + k``.
 
     Args:
-        operations: ten pairs of a state and what it goes through; two by two they are added.
-        output: the states that are joined along the channels at the end.
-        stride: of what operates on the states 0 and 1.
+        operations: ten pairs of a state and an operation on it; the results are added two by two.
+        output: states that are joined along the channels at the end.
+        stride: of the operations on states 0 and 1.
     """
 
     operations: tuple[tuple[int, Operation], ...]
@@ -43,7 +43,7 @@ class Genotype:
 def convolution(
     inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
 ) -> nn.Sequential:
-    """ReLU, convolution and batch normalisation; the image has its size divided by the stride."""
+    """ReLU, convolution and batch normalisation; the stride divides the size of the image."""
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
         nn.ReLU(),
@@ -53,9 +53,9 @@ def convolution(
 
 
 class FactorizedReduction(nn.Module):
-    """Halves images of shape ``(rows, inputs, h, w)``, and skips none of the rows and columns.
+    """Halve images of shape ``(rows, inputs, h, w)`` without leaving out rows or columns.
 
-    Half of the ``outputs`` channels see the pixels in even places, the others those in odd ones.
+    Half of the ``outputs`` channels see the pixels in even places, the others the odd ones.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -66,30 +66,30 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         input = input.relu()
-        # One row and one column fewer in front, and as many zeros behind.
+        # Drop a row and a column in front, and append zeros instead.
         shifted = F.pad(input, (-1, 1, -1, 1))
         output: Tensor = self.norm(torch.cat([self.even(input), self.odd(shifted)], dim=1))
         return output
 
 
 def none(channels: int, stride: int) -> nn.Module:
-    """Nothing; no cell asks for it with a stride."""
+    """The identity; no cell uses it with a stride."""
     assert stride == 1
     return nn.Identity()
 
 
 def max_pool_2x2(channels: int, stride: int) -> nn.Module:
-    """The largest of four; also of what is left at the end of an odd row."""
+    """Maximum of four pixels, or of the fewer ones at the end of an odd row."""
     return nn.MaxPool2d(2, stride, ceil_mode=True)
 
 
 def max_pool_3x3(channels: int, stride: int) -> nn.Module:
-    """The largest of nine."""
+    """Maximum of nine pixels."""
     return nn.MaxPool2d(3, stride, padding=1)
 
 
 def avg_pool_3x3(channels: int, stride: int) -> nn.Module:
-    """The mean of nine, or of as many of them as are in the image."""
+    """Mean of nine pixels, or of the ones among them that are in the image."""
     return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
 
 
@@ -99,7 +99,7 @@ def conv_1x1(channels: int, stride: int) -> nn.Module:
 
 
 def conv_3x3(channels: int, stride: int) -> nn.Module:
-    """A convolution, through a bottleneck of a quarter of the channels."""
+    """A convolution through a bottleneck of a quarter of the channels."""
     narrow = channels // 4
     return nn.Sequential(
         convolution(channels, narrow),
@@ -109,7 +109,7 @@ def conv_3x3(channels: int, stride: int) -> nn.Module:
 
 
 def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    """Seven pixels across and then seven down, through such a bottleneck."""
+    """Convolutions of seven pixels across and seven down, through such a bottleneck."""
     narrow = channels // 4
     return nn.Sequential(
         convolution(channels, narrow),

@@ -1,4 +1,4 @@
-"""A decoder of text in the style of GPT-2, each block of which is two layers."""
+"""A language model like GPT-2, with two layers for each block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["gpt"]
 
 
 class Embed(nn.Module):
-    """Tokens of shape ``(rows, length)`` to features of shape ``(rows, length, width)``."""
+    """Embed tokens ``(rows, length)`` as features ``(rows, length, width)``."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Adds what each place takes from itself and from those before it."""
+    """Add causal self-attention to the features."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Adds what a network of one hidden layer makes of each place."""
+    """Add the output of a network with one hidden layer to each position's features."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class FeedForward(nn.Module):
 
 
 def initialise(model: nn.Module, layers: int) -> None:
-    """Gives a model the random weights that GPT-2 began with."""
+    """Initialise a model at random as GPT-2 was."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            # What is added up along the way is smaller the more there is of it.
+            # The more terms a residual sum has, the smaller each of them.
             std = 0.02 / math.sqrt(2 * layers) if name.endswith(".output") else 0.02
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -86,17 +86,17 @@ def gpt(
     """A decoder: tokens ``(rows, length)`` to logits ``(rows, length, vocabulary)``.
 
     The structure and the defaults are those of the smallest GPT-2 (Radford et al., 2019, "Language
-    models are unsupervised multitask learners"): normalisations before attention and feed-forward
-    network, and learnt places. But the head has weights of its own and not those of the embedding,
-    which is on another device.
+    models are unsupervised multitask learners"): normalisation before attention and before the
+    feed-forward network, and learnt positions. Only the head differs: it has weights of its own,
+    since the embedding, whose weights GPT-2 uses there, is on another device.
 
     Args:
-        vocabulary: how many tokens there are.
+        vocabulary: number of tokens.
         context: the greatest length.
-        layers: how many blocks, each of two layers of the ``nn.Sequential``.
+        layers: number of blocks, each of two layers of the ``nn.Sequential``.
         width: of the features.
-        heads: how many heads share the width in attention.
-        dropout: the part of the features, and of the attention, that is dropped in training.
+        heads: number of attention heads, which share the width.
+        dropout: share of the features, and of the attention, to drop in training.
 
     Raises:
         ValueError: the width is not a multiple of the heads.

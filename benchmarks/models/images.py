@@ -1,4 +1,4 @@
-"""Images and their classes, to train on and to test on: digits, or a folder of any.
+"""Images and their classes, to train and to test on: handwritten digits, or a folder of images.
 
 An image is a tensor of shape ``(3, size, size)`` with values from 0 to 1.
 """
@@ -16,22 +16,22 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 __all__ = ["Images", "batches", "digits", "folder"]
 
-#: What of the data is for the test, where they do not say so themselves: one in so many.
+#: One in so many images is for the test, where the data has no such division of its own.
 TEST = 5
 
-#: How to get what is missing.
+#: Command that installs a missing package.
 EXTRA = "run `pip install '.[benchmarks]'` in a clone of torchgpipe"
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images with the number of their class.
+    """Images, each with the number of its class.
 
     Args:
-        name: where they come from.
-        classes: how many there are.
-        train: what to train on.
-        test: what to test on.
+        name: of the data.
+        classes: number of classes.
+        train: images to train on.
+        test: images to test on.
     """
 
     name: str
@@ -44,7 +44,7 @@ def digits(size: int) -> Images:
     """The handwritten digits of scikit-learn, 8 by 8 pixels, enlarged to ``size``.
 
     Raises:
-        ImportError: there is no scikit-learn.
+        ImportError: scikit-learn is missing.
     """
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # It has no types.
@@ -63,11 +63,11 @@ def digits(size: int) -> Images:
 
 
 def folder(path: Path, size: int) -> Images:
-    """Images of a folder that has a folder for each class, or two such, ``train`` and ``val``.
+    """Images of a folder that holds a folder per class, or two such folders, ``train`` and ``val``.
 
     Raises:
-        ImportError: there is no Pillow.
-        ValueError: there are no such folders, or no images in them.
+        ImportError: Pillow is missing.
+        ValueError: such folders are missing, or have no images.
     """
     if (path / "train").is_dir() and (path / "val").is_dir():
         train, test = files(path / "train"), files(path / "val")
@@ -95,7 +95,7 @@ def folder(path: Path, size: int) -> Images:
 
 
 def files(path: Path) -> dict[str, list[Path]]:
-    """The images of each class, both in the order of their names."""
+    """Files of each class; classes and files are in the order of their names."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -123,7 +123,7 @@ def files(path: Path) -> dict[str, list[Path]]:
 
 
 def split(labels: Sequence[str | int]) -> tuple[Tensor, Tensor]:
-    """Which rows are for training, and which for the test: one in five, and one, of each class."""
+    """Rows for training, and rows for the test: one in five of each class, and at least one."""
     generator = torch.Generator().manual_seed(0)
     train, test = [], []
     for label in sorted({*labels}):
@@ -139,7 +139,7 @@ class Files(Dataset[tuple[Tensor, ...]]):
     """Images that are read when they are needed, cut to squares and resized.
 
     Args:
-        classes: the images of each class.
+        classes: files of each class.
         size: pixels on a side.
     """
 
@@ -167,11 +167,11 @@ def batches(
     """Mini-batches of images and classes.
 
     Args:
-        data: where they are from.
-        rows: which ones each mini-batch has.
-        workers: how many processes read them, or 0 to read them here.
+        data: images.
+        rows: indices of the images in each mini-batch.
+        workers: number of processes that read images; with 0, this process reads them.
     """
-    # Without a generator of its own, a loader would draw from the one that initialises models.
+    # A loader without a generator would draw from the one that initialises models.
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(
         data,
         batch_sampler=[x.tolist() for x in rows],

@@ -1,7 +1,7 @@
-"""ResNet-101, with which torchgpipe's paper shows that accuracy stays the same.
+"""ResNet-101, the model of the torchgpipe paper's experiment on accuracy.
 
-Of each residual block all layers are layers of the flat model. The block's input goes as a skip to
-where it is added::
+Every layer of a residual block is a layer of the flat model. The block's input goes as a skip to
+the layer that adds it::
 
     ──→ stash ──→ conv1 ──→ bn1 ──→ … ──→ conv3 ──→ bn3 ──→ add ──→ relu3 ──→
           └────────────────── skip ────────────────────────→┘
@@ -23,7 +23,7 @@ __all__ = ["resnet", "resnet101", "usual_name"]
 
 @skippable(pop=["skip"])
 class Add(nn.Module):
-    """Adds the input of the block."""
+    """Add the input of the block."""
 
     def forward(self, input: Tensor) -> Generator[pop, Tensor, Tensor]:
         skip = yield pop("skip")
@@ -32,7 +32,7 @@ class Add(nn.Module):
 
 @skippable(pop=["skip"])
 class AddDownsampled(nn.Sequential):
-    """Adds the input of the block, brought to the size and the channels of its output."""
+    """Add the input of the block, after fitting it to the size and channels of the output."""
 
     def forward(self, input: Tensor) -> Generator[pop, Tensor, Tensor]:
         skip = yield pop("skip")
@@ -42,7 +42,7 @@ class AddDownsampled(nn.Sequential):
 
 
 def bottleneck(inputs: int, inner: int, stride: int) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a block of ``4 * inner`` output channels, and their names in it."""
+    """Layers of a block with ``4 * inner`` output channels, by name."""
     outputs = 4 * inner
     skip = Namespace()
     yield "stash", isolated(Stash(), skip)
@@ -65,15 +65,15 @@ def bottleneck(inputs: int, inner: int, stride: int) -> Iterator[tuple[str, nn.M
 def resnet(blocks: Sequence[int], num_classes: int = 1000, width: int = 64) -> nn.Sequential:
     """A ResNet: images of shape ``(rows, 3, h, w)`` to logits of shape ``(rows, num_classes)``.
 
-    Of `He et al. <https://arxiv.org/abs/1512.03385>`_, table 1, in the form that torchvision has
-    made usual, where the second convolution of a block has the stride. What has parameters has
-    torchvision's names and order, see :func:`usual_name`, so its weights fit.
+    Source: `He et al. <https://arxiv.org/abs/1512.03385>`_, table 1, in torchvision's form, where
+    the second convolution of a block has the stride. Layers with parameters have torchvision's
+    order and, up to :func:`usual_name`, its names, so torchvision's weights fit.
 
     Args:
-        blocks: how many blocks each stage has; each but the first one halves the image, and doubles
-            the channels.
-        num_classes: how many classes.
-        width: the channels between the convolutions of the first stage.
+        blocks: number of blocks in each stage; each stage but the first halves the image, and
+            doubles the channels.
+        num_classes: number of classes.
+        width: channels between the convolutions of the first stage.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["conv1"] = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
@@ -103,7 +103,7 @@ def resnet101(num_classes: int = 1000) -> nn.Sequential:
 
 
 def usual_name(key: str) -> str:
-    """The key in a ``state_dict`` of torchvision's model for one of this one's.
+    """Translate a key of this model's ``state_dict`` into torchvision's.
 
     ::
 

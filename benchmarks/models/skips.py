@@ -1,4 +1,4 @@
-"""The layers at the ends of a skip that several of the models have."""
+"""The layer that begins a skip, and a typed ``isolate``, for several of the models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Stash", "isolated"]
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Passes its input on, and stashes it for a later layer."""
+    """Pass the input on, and stash it for a later layer."""
 
     def forward(self, input: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("skip", input)
@@ -22,6 +22,6 @@ class Stash(nn.Module):
 
 
 def isolated(layer: Any, namespace: Namespace) -> nn.Module:
-    """A skippable layer, in a namespace: its method ``isolate`` is unknown to type checkers."""
+    """Put a skippable layer into a namespace; type checkers do not know its method ``isolate``."""
     found: nn.Module = layer.isolate(namespace)
     return found

@@ -1,4 +1,4 @@
-"""U-Net (B, C), the model whose skips torchgpipe's paper measures.
+"""U-Net (B, C), the model of the torchgpipe paper's experiments on skips.
 
 ::
 
@@ -24,7 +24,7 @@ __all__ = ["unet"]
 
 @skippable(pop=["skip"])
 class Join(nn.Module):
-    """Joins its input with what an encoder has stashed, along the channels."""
+    """Join the input and the skip of an encoder along the channels."""
 
     def forward(self, input: Tensor) -> Generator[pop, Tensor, Tensor]:
         skip = yield pop("skip")
@@ -34,13 +34,13 @@ class Join(nn.Module):
 def convolutions(
     name: str, count: int, channels: tuple[int, int, int], dropout: float
 ) -> Iterator[tuple[str, nn.Module]]:
-    """A stack of convolutions, each with what follows it, and the names of all these layers.
+    """Layers of a stack of convolutions, with their names.
 
     Args:
-        name: what their names begin with.
-        count: how many convolutions.
+        name: prefix of the names.
+        count: number of convolutions.
         channels: of the input, between the convolutions, and of the output.
-        dropout: the part of the channels that is dropped.
+        dropout: share of the channels to drop.
     """
     first, inner, last = channels
     widths = [first, *[inner] * (count - 1), last]
@@ -65,18 +65,18 @@ def unet(
     ``w`` must be multiples of ``2 ** depth``, and not both equal to it, since a normalisation needs
     more than one pixel.
 
-    Channels double with each encoder; the bottleneck doubles them once more and halves them again,
-    and so does each decoder, which leaves half of the base in the end. The layers are those of
+    Each encoder doubles the channels. The bottleneck doubles them once more and halves them again,
+    and each decoder halves them, down to half of the base. The layers and their number are those of
     torchgpipe's model (https://arxiv.org/abs/2004.09910; kakaobrain/torchgpipe,
-    ``benchmarks/models/unet``), also in number, so the balances that were published for it fit.
+    ``benchmarks/models/unet``), so the balances that were published for it fit.
 
     Args:
-        depth: how many encoders, and decoders.
-        num_convs: B, how many convolutions each of them has, and the bottleneck.
+        depth: number of encoders, and of decoders.
+        num_convs: B, the number of convolutions in an encoder, a decoder and the bottleneck.
         base_channels: C, the channels of the first encoder.
-        input_channels: those of the input.
-        output_channels: those of the output.
-        dropout: the part of the channels that is dropped after each convolution.
+        input_channels: channels of the input.
+        output_channels: channels of the output.
+        dropout: share of the channels to drop after each convolution.
 
     Raises:
         ValueError: there is no encoder or no convolution, or C is odd.

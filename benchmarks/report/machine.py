@@ -1,4 +1,4 @@
-"""Where and with what a result was measured."""
+"""The machine, the versions and the commit that a result was measured with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-#: The checkout that these benchmarks belong to.
+#: The checkout that contains these benchmarks.
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, Any]:
-    """The hardware, the versions and the date, as they stand beside every result."""
+    """Hardware, versions and date, which every result keeps."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def heading(machine: dict[str, Any]) -> str:
-    """The same in a line, for the top of a table."""
+    """A line of :func:`describe`, to stand above a table."""
     return (
         f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, "
         f"torch {machine['torch']}, Python {machine['python']}, {machine['date'][:10]}"
@@ -43,7 +43,7 @@ def heading(machine: dict[str, Any]) -> str:
 
 
 def gpus() -> str | None:
-    """How many GPUs of CUDA there are, of which kind and with how much memory."""
+    """Number, kind and memory of the CUDA GPUs, or None."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
@@ -51,7 +51,7 @@ def gpus() -> str | None:
 
 
 def cpu() -> str:
-    """The processor's name."""
+    """Name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -61,14 +61,14 @@ def cpu() -> str:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit of a checkout, with a ``+`` if files differ from it; None where there is none."""
+    """Commit of a checkout, with a ``+`` if files of the package differ; None if there is none."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]

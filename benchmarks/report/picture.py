@@ -1,4 +1,4 @@
-"""Pictures of results, by matplotlib."""
+"""Pictures of results, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report.summary import Chart
 
-#: Of rivals, the same in all pictures; others take what is left.
+#: Colours of rivals, the same in all pictures; other series take the remaining colours.
 COLOURS = {
     "plain": "tab:gray",
     "baseline": "tab:gray",
@@ -21,23 +21,23 @@ COLOURS = {
 OTHERS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 STYLES = ("-", "--", ":")
 
-#: Inches of a chart, and dots per inch.
+#: Size of a chart in inches, and dots per inch.
 WIDTH, HEIGHT, DOTS = 6.4, 4.0, 80
 
 
 def draw(charts: Sequence[Chart], path: Path) -> None:
-    """Draws charts into a file, two side by side."""
+    """Draw charts into a file, two side by side."""
     columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
     figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
     for k, chart in enumerate(charts, start=1):
         draw_chart(figure.add_subplot(rows, columns, k), chart)
-    # Without the version of matplotlib, so that the same result makes the same file.
+    # Leave the version of matplotlib out, so that the same result makes the same file.
     figure.savefig(path, dpi=DOTS, metadata={"Software": None})
 
 
 def draw_chart(axes: Any, chart: Chart) -> None:
-    """Draws lines, or groups of bars."""
+    """Draw lines, or groups of bars."""
     width = 0.8 / max(1, len(chart.series))
     others = iter(OTHERS * 2)
     for k, (name, values) in enumerate(chart.series.items()):
@@ -46,7 +46,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
         colour = COLOURS.get(name) or next(others)
         if chart.lines:
             marker = "." if len(points) < 40 else None
-            # What is covered by another line shows through its gaps.
+            # Gaps in a line show the lines that it covers.
             style = STYLES[k * len(STYLES) // len(chart.series)]
             axes.plot(places, heights, style, marker=marker, color=colour, label=name)
         else:

@@ -1,1 +1,1 @@
-"""Whoever trains: other libraries, ours and plain training, in processes of their own."""
+"""Training by other libraries, by ours and without a pipeline, in processes of their own."""

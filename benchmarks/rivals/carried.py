@@ -1,8 +1,7 @@
-"""A model whose partitions carry skips along, as partitions have to that know no skips.
+"""A model whose partitions hand skips on, for pipelines that know no skips.
 
-Between two of them goes a tuple: the value, and every skip that was stashed before and is popped
-later, on its way through all partitions between. In a pipeline the devices between receive it, hold
-it and send it on::
+A partition hands the next one a tuple: the value, and every skip that an earlier partition stashed
+and a later one pops. The devices between receive the skip, hold it and send it on::
 
        ┌───────────┐  value  ┌───────────┐  value  ┌───────────┐
     ──→│ stash("a")│────────→│           │────────→│ pop("a")  │──→
@@ -27,16 +26,16 @@ __all__ = ["carried"]
 
 
 class Carrier(nn.Module):
-    """A partition that takes and gives skips beside the value.
+    """A partition that takes skips beside its input, and returns skips beside its output.
 
-    Its argument is what the partition before it gave, as a tuple or tensor by tensor.
+    Its arguments are the previous partition's output, as one tuple or tensor by tensor.
 
     Args:
         layers: of the partition.
-        arriving: the skips that come with the input.
-        leaving: the skips that go with the output.
-        first: whether its input is the model's.
-        last: whether its output is the model's.
+        arriving: skips that come with the input.
+        leaving: skips that go with the output.
+        first: whether the input is the model's.
+        last: whether the output is the model's.
     """
 
     def __init__(
@@ -68,20 +67,20 @@ class Carrier(nn.Module):
         return (*values, *[tracker.load(skip) for skip in self.leaving])
 
     def unpacked(self, parts: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-        """The value, and the skips behind it."""
+        """Split arguments into the value, and the skips behind it."""
         count = len(parts) - len(self.arriving)
         values = parts[:count]
         return values[0] if count == 1 else values, parts[count:]
 
 
 def carried(layers: nn.Sequential, balance: Sequence[int]) -> nn.Sequential:
-    """Makes a module of each partition, between which skips are carried.
+    """Make a module of each partition; the modules hand skips on.
 
-    What a layer gives has to be a tensor or a tuple of several, and what is stashed a tensor.
+    A layer must return a tensor or a tuple of several tensors, and stash tensors.
 
     Args:
-        layers: of the model. They are the partitions' from then on: nobody else sees their skips.
-        balance: how many of them there are in each partition.
+        layers: of the model, which is changed: its layers no longer declare their skips.
+        balance: number of layers in each partition.
     """
     rest = iter(layers)
     blocks = [nn.Sequential(*islice(rest, count)) for count in balance]
@@ -91,7 +90,7 @@ def carried(layers: nn.Sequential, balance: Sequence[int]) -> nn.Sequential:
         for source, stashed in enumerate(layout.stashed)
         for skip, target in stashed.items()
     ]
-    # Of each cut, the skips that cross it.
+    # The skips that cross each cut.
     crossing = [[skip for skip, j, k in ends if j < cut <= k] for cut in range(len(blocks) + 1)]
     for layer in layers.modules():
         hide(layer)
@@ -104,7 +103,7 @@ def carried(layers: nn.Sequential, balance: Sequence[int]) -> nn.Sequential:
 
 
 def hide(layer: nn.Module) -> None:
-    """Has a layer stash and pop as before, but declare nothing: GPipe would make portals of it."""
+    """Make a layer declare no skips; otherwise GPipe would make portals of them."""
     kind = type(layer)
     if skips(layer) != ([], []):
         layer.__class__ = type(kind.__name__, (kind,), {"skips_declared": None})

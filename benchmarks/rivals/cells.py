@@ -1,4 +1,4 @@
-"""A pipeline of tiny layers beside a plain loop, in the process of a rival."""
+"""A pipeline of tiny layers, and a plain loop over them, in the process of a rival."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from benchmarks.rivals.library import Library
 class Cells:
     """``n`` partitions of two tiny layers, and ``m`` micro-batches of one row of two features.
 
-    The second layer saves what it computes, so there is something to recompute.
+    The second layer saves its output, so a checkpoint has something to recompute.
 
     Args:
-        library: what makes the pipeline.
-        n: how many partitions.
-        m: how many micro-batches.
-        mode: when the pipeline makes checkpoints.
-        kind: what a step does: ``"inference"`` is a forward without gradients, ``"forward"`` one
-            with them, and ``"training"`` has a backward too.
+        library: makes the pipeline.
+        n: number of partitions.
+        m: number of micro-batches.
+        mode: which micro-batches the pipeline checkpoints.
+        kind: of a step: ``"inference"`` is a forward without gradients, ``"forward"`` a forward
+            with gradients, and ``"training"`` a forward and a backward.
 
     Raises:
-        RuntimeError: the pipeline's values or gradients are not those of the plain loop.
+        RuntimeError: the pipeline and the plain loop compute different values or gradients.
     """
 
     def __init__(self, library: Library, n: int, m: int, mode: str, kind: str) -> None:
@@ -47,11 +47,11 @@ class Cells:
             raise RuntimeError("the pipeline computes something else than the plain loop")
 
     def loop(self, input: Tensor) -> Tensor:
-        """The layers on each micro-batch in turn."""
+        """Run the layers on each micro-batch in turn."""
         return torch.cat([self.layers(x) for x in self.micro_batches])
 
     def move_between(self, input: Tensor) -> Tensor:
-        """The same with the copies from device to device, which a pipeline has to make too."""
+        """Run the layers in turn, with the copies between devices that a pipeline makes too."""
         outputs = []
         for x in self.micro_batches:
             for device, layer in zip(self.devices, self.layers):
@@ -60,7 +60,7 @@ class Cells:
         return torch.cat(outputs)
 
     def step(self, model: Callable[[Tensor], Tensor]) -> float:
-        """Seconds of one step; gradients of the last one are dropped before."""
+        """Drop the gradients of the previous step, and return the seconds of another."""
         for parameter in self.parameters:
             parameter.grad = None
         with torch.set_grad_enabled(self.kind != "inference"):
@@ -71,7 +71,7 @@ class Cells:
             return perf_counter() - start
 
     def outcome(self, model: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The output, and the gradients that a step leaves."""
+        """The output of a step and the gradients that it leaves."""
         self.step(model)
         with torch.no_grad():
             output = model(self.input)
@@ -79,7 +79,7 @@ class Cells:
         return [x.cpu() for x in (output, *grads)]
 
     def measure(self, seconds: float) -> dict[str, dict[str, float]]:
-        """Steps of both in turn, at least three of each.
+        """Take steps of the plain loop and of the pipeline in turn, at least three of each.
 
         Returns:
             The least and the median microseconds per cell of either.

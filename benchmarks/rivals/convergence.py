@@ -1,4 +1,4 @@
-"""A model that is trained from the first step to the last, plain or under GPipe."""
+"""A whole training of a model, plain or under GPipe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Course", "Outcome", "Variant", "count", "grouped"]
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is run.
+    """The plain model or a pipeline.
 
     Args:
-        n: over how many partitions, or None for the plain model, on whole mini-batches.
-        deferred: whether batch normalisation is deferred.
+        n: number of partitions, or None for the plain model, which takes whole mini-batches.
+        deferred: whether to defer batch normalisation.
     """
 
     n: int | None = None
@@ -32,7 +32,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         if self.n is None:
             return "plain"
         return f"n = {self.n}" + self.deferred * ", deferred"
@@ -40,13 +40,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a training.
+    """Losses, accuracy and weights of a training.
 
     Args:
         losses: of each step.
         accuracy: on the test images, in percent.
         parameters: at the end, on the CPU.
-        buffers: likewise.
+        buffers: at the end, on the CPU.
     """
 
     losses: list[float]
@@ -56,45 +56,45 @@ class Outcome:
 
     @property
     def digests(self) -> list[str]:
-        """Short texts that are equal if the parameters, and the buffers, are so bit for bit."""
+        """Digests of the parameters and of the buffers, which are equal if all bits are."""
         return [digest(self.parameters), digest(self.buffers)]
 
     def difference_of_losses(self, other: Outcome) -> float:
-        """The largest at any step, relative to the other's."""
+        """Largest difference at any step, relative to the other's loss."""
         a, b = (torch.tensor(x.losses, dtype=torch.float64) for x in (self, other))
         return relative(a - b, b)
 
     def difference_of_parameters(self, other: Outcome) -> float:
-        """The largest of any tensor, relative to the largest value of the other's."""
+        """Largest difference of any tensor, relative to the largest value of the other's."""
         pairs = zip(self.parameters, other.parameters, strict=True)
         return largest([relative((a - b).abs().max(), b.abs().max()) for a, b in pairs])
 
 
 def relative(difference: Tensor, value: Tensor) -> float:
-    """The largest of some differences, each relative to a value."""
+    """Largest of several differences, each relative to a value."""
     return largest(difference.abs() / value.abs().where(value != 0, 1))
 
 
 def largest(values: Tensor | Sequence[float]) -> float:
-    """The largest value, which is NaN if one is."""
+    """Largest value, or NaN if any value is NaN."""
     return torch.as_tensor(values, dtype=torch.float64).max().item()
 
 
 @dataclass(frozen=True)
 class Course:
-    """A training: SGD with momentum; the rate rises for a fifth of the steps, and falls to zero.
+    """A training by SGD with momentum; the rate rises for a fifth of the steps, and falls to zero.
 
     Args:
-        images: what it is trained on, and tested.
+        images: to train and to test on.
         make: makes the model.
-        dtype: what it computes in.
-        devices: where partitions may sit.
-        balances: for each number of partitions, how many layers each of them has.
-        chunks: micro-batches of a mini-batch.
-        epochs: how often it sees each image.
-        batch: images in a mini-batch; those that do not fill one are left out of an epoch.
-        rate: the highest learning rate.
-        workers: processes that read images.
+        dtype: of the parameters and the images.
+        devices: for the partitions.
+        balances: number of layers in each partition, for each number of partitions.
+        chunks: number of micro-batches in a mini-batch.
+        epochs: number of times that the model sees each image.
+        batch: images in a mini-batch; an epoch leaves out images that do not fill one.
+        rate: highest learning rate.
+        workers: number of processes that read images.
     """
 
     images: Images
@@ -109,7 +109,7 @@ class Course:
     workers: int = 0
 
     def run(self, variant: Variant, seed: int) -> Outcome:
-        """Trains from the weights, and in the order of the images, that the seed makes."""
+        """Train; the seed gives the initial weights and the order of the images."""
         torch.manual_seed(seed)
         order = torch.Generator().manual_seed(seed)
         model = self.wrapped(self.make().to(self.dtype), variant)
@@ -140,7 +140,7 @@ class Course:
         )
 
     def wrapped(self, layers: nn.Sequential, variant: Variant) -> nn.Module:
-        """A model as a variant has it."""
+        """The plain model on a device, or a pipeline of it."""
         n = variant.n
         if n is None:
             return layers.to(self.devices[0])
@@ -154,7 +154,7 @@ class Course:
         )
 
     def accuracy(self, model: nn.Module) -> float:
-        """Of how many of the test images a model tells the class, in percent."""
+        """Share of the test images that a model classifies rightly, in percent."""
         rows = torch.arange(count(self.images.test)).split(self.batch)
         right = 0
         model.eval()
@@ -167,12 +167,12 @@ class Course:
 
 
 def count(data: Dataset[tuple[Tensor, ...]]) -> int:
-    """How many images there are."""
-    return len(data)  # type: ignore[arg-type]  # Those of benchmarks.models.images have a length.
+    """Number of images."""
+    return len(data)  # type: ignore[arg-type]  # The data sets of benchmarks.models.images have a length.
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """A short text that is another one for other bits."""
+    """A short text that differs if any bit does."""
     found = sha256()
     for tensor in tensors:
         found.update(tensor.contiguous().numpy().tobytes())
@@ -180,10 +180,10 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 
 def grouped(layers: nn.Sequential) -> nn.Sequential:
-    """A model with group normalisation, which does not look at the batch, instead of batch's.
+    """Replace batch normalisation by group normalisation, which treats each sample alone.
 
     Args:
-        layers: the model, which is changed.
+        layers: the model, which is changed in place.
     """
     for module in list(layers.modules()):
         for name, child in list(module.named_children()):

@@ -1,8 +1,8 @@
-"""What runs in the process of a rival: its library, and the requests of the parent.
+"""The process of a rival: it imports the rival's library, and answers requests of the parent.
 
-``python -m benchmarks.rivals.library NAME FOLDER DEVICE COUNT THREADS`` is started by
-:mod:`benchmarks.rivals.processes`. Requests and answers are lines of JSON on stdin
-and stdout; what a library prints goes to stderr.
+:mod:`benchmarks.rivals.processes` starts
+``python -m benchmarks.rivals.library NAME FOLDER DEVICE COUNT THREADS``. Requests and answers are
+lines of JSON on stdin and stdout; the library's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks.rivals import streams
 
 @dataclass(frozen=True)
 class Library:
-    """A pipeline library in this process, and the devices that it may use.
+    """A pipeline library in this process, and its devices.
 
     Args:
         wrap: ``wrap(layers, balance, devices=, chunks=, checkpoint=)`` makes the pipeline.
-        devices: one for each partition that there can be.
-        testing: what made the devices, if they are virtual.
+        devices: one for each possible partition.
+        testing: the module that made the devices, if they are virtual.
     """
 
     wrap: Callable[..., nn.Module]
@@ -39,7 +39,7 @@ class Library:
     testing: Any = None
 
 
-#: Each name with the module and the class of the pipeline, and its module of streams.
+#: Module and class of each library's pipeline, and its module of streams.
 PIPELINES = {
     "torchgpipe": ("torchgpipe", "GPipe", "torchgpipe.devices.streams"),
     "fairscale": ("fairscale.nn", "Pipe", "fairscale.nn.pipe.stream"),
@@ -47,13 +47,13 @@ PIPELINES = {
 
 
 def load(name: str, folder: Path, device: str, count: int) -> Library:
-    """Imports a library from a folder.
+    """Import a library from a folder.
 
-    On virtual devices, the accelerators are those of this checkout for every rival. A library that
-    names streams of CUDA gets ours (:mod:`benchmarks.rivals.streams`) instead.
+    Virtual accelerators are those of this checkout, for every rival. If a library names CUDA
+    streams, :mod:`benchmarks.rivals.streams` replaces its module of streams.
 
     Raises:
-        RuntimeError: it was imported from elsewhere.
+        RuntimeError: Python imported the library from elsewhere.
     """
     devices = [torch.device("cpu")] * count
     testing: Any = None
@@ -78,16 +78,17 @@ def load(name: str, folder: Path, device: str, count: int) -> Library:
     return Library(getattr(module, wrapper), devices, testing)
 
 
-#: Modules that made the virtual accelerators, which live as long as the process.
+#: Modules of this checkout's package. The virtual accelerators need them until the process ends.
 KEPT: list[Any] = []
 
 
 def serve(library: Library, requests: TextIO, answers: TextIO) -> None:
-    """Answers requests until there are no more.
+    """Answer requests until there are no more.
 
-    ``{"make": "module:Class", "arguments": {…}}`` makes the object that ``{"call": "method",
-    "arguments": {…}}`` then calls; it is given the library first. ``{"drop": true}`` lets go of it,
-    and of its memory. An answer is ``{"value": …}`` or ``{"error": traceback}``.
+    ``{"make": "module:Class", "arguments": {…}}`` makes an object, with the library as its first
+    argument; ``{"call": "method", "arguments": {…}}`` calls a method of the object, and
+    ``{"drop": true}`` frees it and its memory. An answer is ``{"value": …}`` or
+    ``{"error": traceback}``.
     """
     subject: Any = None
     for line in requests:
@@ -114,7 +115,7 @@ def serve(library: Library, requests: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Loads the library, says so in the first answer, and serves."""
+    """Load the library, confirm that in the first answer, and serve requests."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     name, folder, device, count, threads = sys.argv[1:]
@@ -128,7 +129,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         serve(library, sys.stdin, answers)
-    # Without the usual end of Python, in which threads of fairscale's Pipe are waited for in vain.
+    # Skip the usual end of Python, which would wait for threads of fairscale's Pipe in vain.
     os._exit(0)
 
 

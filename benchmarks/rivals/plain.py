@@ -1,4 +1,4 @@
-"""What one would use without a pipeline: gradient accumulation, and ``nn.DataParallel``."""
+"""Training without a pipeline: gradient accumulation, and ``nn.DataParallel``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ __all__ = ["Accumulation", "Replicas"]
 
 
 class Accumulation(Training):
-    """The plain model on one device, trained on micro-batches one after another.
+    """A training of the plain model on one device, micro-batch after micro-batch.
 
     Args:
-        library: where the device comes from.
-        m: how many micro-batches.
-        arguments: others of :class:`Training`; those of a pipeline do not count.
+        library: provides the device.
+        m: number of micro-batches.
+        balance: unused.
+        mode: unused.
+        arguments: further arguments of :class:`Training`.
     """
 
     def __init__(
@@ -38,14 +40,14 @@ class Accumulation(Training):
 
 
 class Replicas(Training):
-    """A model in training by ``nn.DataParallel``, on as many GPUs as there are partitions.
+    """A training by ``nn.DataParallel``, on as many GPUs as there are partitions.
 
     Args:
-        library: where the devices come from.
-        arguments: those of :class:`Training`; of a pipeline, the number of partitions alone counts.
+        library: provides the devices.
+        arguments: of :class:`Training`; the balance only says how many GPUs to use.
 
     Raises:
-        ValueError: there are fewer GPUs.
+        ValueError: there are fewer GPUs than partitions.
     """
 
     def __init__(self, library: Library, **arguments: Any) -> None:
@@ -55,7 +57,7 @@ class Replicas(Training):
 def wrap(
     layers: nn.Module, balance: list[int], devices: list[torch.device], **pipeline: Any
 ) -> nn.Module:
-    """Stands in for the pipeline of a library."""
+    """Wrap layers in ``nn.DataParallel``, in place of a library's pipeline."""
     if len({*devices} - {torch.device("cpu")}) < len(devices):
         raise ValueError(f"each replica needs a GPU (devices: {[*map(str, devices)]})")
     return nn.DataParallel(layers.to(devices[0]), devices)

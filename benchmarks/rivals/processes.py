@@ -1,8 +1,8 @@
-"""Libraries that are measured side by side, each in a process of its own.
+"""Rival libraries, each in a process of its own.
 
 torchgpipe 0.0.7 has the name of ours, so they cannot share a process. The processes stay alive, and
-answer one request at a time: the parent asks one while the others are blocked, in as many rounds as
-it likes, so that what disturbs the machine disturbs all of them.
+the parent asks one at a time, in rounds, while the others are idle. Thus a disturbance of the
+machine hits all rivals alike.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks.report.machine import ROOT, commit
 
-#: Where libraries of PyPI are unpacked.
+#: Folder of the libraries that come from PyPI.
 INSTALLED = ROOT / ".venv" / "rivals"
 
-#: Those that can be had there, by the name of the rival.
+#: Requirements of the rivals that come from PyPI, by name.
 REQUIREMENTS = {"0.0.7": "torchgpipe==0.0.7", "fairscale": "fairscale==0.4.13"}
 
 
@@ -33,20 +33,20 @@ class UnavailableError(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """Its last line that says what was wrong: notes on where it was come behind that."""
+        """The last line that says what went wrong; notes on the place come behind it."""
         lines = [x for x in str(self).splitlines() if not x.startswith("raised in ")]
         return lines[-1] if lines else "no reason given"
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A library, and the folder that it is imported from.
+    """A library, and the folder to import it from.
 
     Args:
-        name: what it is called in results.
+        name: in results.
         library: a key of :data:`benchmarks.rivals.library.PIPELINES`.
-        folder: what is put on the module search path.
-        version: what was measured: a requirement, or a commit.
+        folder: to put on the module search path.
+        version: a requirement, or a commit.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Rival:
 
 
 def checkout(name: str, folder: Path) -> Rival:
-    """A checkout of torchgpipe.
+    """A checkout of torchgpipe as a rival.
 
     Raises:
-        UnavailableError: there is none.
+        UnavailableError: the folder is not a checkout.
     """
     if not (folder / "torchgpipe" / "__init__.py").is_file():
         raise UnavailableError(f"this is no checkout of torchgpipe (folder: {folder})")
@@ -67,10 +67,10 @@ def checkout(name: str, folder: Path) -> Rival:
 
 
 def installed(name: str) -> Rival:
-    """A library of PyPI, which is installed apart from everything else when it is missing.
+    """A library of PyPI as a rival; pip installs it into a folder of its own if it is missing.
 
     Raises:
-        UnavailableError: it could not be installed.
+        UnavailableError: pip failed.
     """
     requirement = REQUIREMENTS[name]
     folder = INSTALLED / requirement
@@ -92,14 +92,14 @@ def installed(name: str) -> Rival:
 class Running:
     """The process of a rival, for a ``with`` block.
 
-    It starts at once, and the block waits until its library is imported: it raises
-    :exc:`UnavailableError` if that cannot be, or has no such devices.
+    The process starts at once. Entering the block waits until the process has imported the library,
+    and raises :exc:`UnavailableError` if the library or the devices are missing.
 
     Args:
-        rival: whose it is.
+        rival: to run.
         device: ``"cpu"``, ``"cuda"`` or ``"virtual"``.
-        count: how many devices.
-        threads: how many compute an operator.
+        count: number of devices.
+        threads: number of threads that compute an operator.
     """
 
     def __init__(self, rival: Rival, device: str, count: int, threads: int = 1) -> None:
@@ -116,27 +116,27 @@ class Running:
         )
 
     def make(self, name: str, **arguments: Any) -> None:
-        """Makes the ``module:Class`` that :meth:`call` speaks to, in place of the last one.
+        """Make an object of ``module:Class`` in the process, in place of the previous one.
 
         Raises:
-            UnavailableError: it raised.
+            UnavailableError: making it raised an error.
         """
         self._ask(make=name, arguments=arguments)
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Calls a method of what was made, and waits for its result.
+        """Call a method of the object in the process, and wait for the result.
 
         Raises:
-            UnavailableError: it raised.
+            UnavailableError: the method raised an error.
         """
         return self._ask(call=method, arguments=arguments)
 
     def drop(self) -> None:
-        """Lets go of what was made, and of its memory."""
+        """Free the object in the process, and its memory."""
         self._ask(drop=True)
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -160,7 +160,7 @@ class Running:
 
     def _ask(self, **request: Any) -> Any:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # The answer, which is missing then, says so.
+        with suppress(BrokenPipeError):  # The missing answer reports that.
             print(json.dumps(request), file=self.process.stdin, flush=True)
         return self._answer()
 
@@ -176,7 +176,7 @@ class Running:
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Adds the options that choose rivals."""
+    """Add the options that choose rivals."""
     parser.add_argument("--rivals", nargs="+", choices=names, default=names, help="who takes part")
     parser.add_argument(
         "--against",
@@ -189,7 +189,7 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
 
 @contextmanager
 def on_cores(count: int) -> Iterator[None]:
-    """Keeps processes that are started within a ``with`` block on so many cores, if possible."""
+    """Keep processes that start within a ``with`` block on ``count`` cores, if possible."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -209,18 +209,18 @@ def start(
     count: int,
     threads: int = 1,
 ) -> tuple[list[Running], dict[str, str]]:
-    """Starts the processes of rivals.
+    """Start the processes of rivals.
 
     Args:
-        stack: closes them.
-        names: of the rivals; those that are not of PyPI are made of this checkout.
+        stack: ends them.
+        names: of the rivals; names that are not in :data:`REQUIREMENTS` mean this checkout.
         against: other checkouts, ``[NAME=]FOLDER`` each.
         device: ``"cpu"``, ``"cuda"`` or ``"virtual"``.
-        count: how many devices.
-        threads: how many compute an operator.
+        count: number of devices.
+        threads: number of threads that compute an operator.
 
     Returns:
-        The processes, and why other rivals are left out.
+        The processes, and the reasons why rivals are left out, by name.
     """
     running, left_out = [], {}
     makers: dict[str, Callable[[], Rival]] = {

@@ -28,19 +28,25 @@ from benchmarks.rivals.training import synchronize
 
 __all__ = ["Plan", "work"]
 
-#: Of whatever one process waits for in another one.
+#: Limit of every wait of one process for another.
 TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all stages are told; see :class:`benchmarks.rivals.stages.Stages`.
+    """Orders for all stages; the first seven are those of :class:`benchmarks.rivals.stages.Stages`.
 
     Args:
-        model: as there, and so are those behind it.
-        devices: of each stage.
-        threads: of each stage.
-        rendezvous: a URL of a file, where they find each other.
+        model: to train.
+        size: of a sample.
+        batch: samples in a mini-batch.
+        balance: number of layers in each stage.
+        m: number of micro-batches.
+        mode: which micro-batches are checkpointed.
+        schedule: class of the schedule.
+        devices: device of each stage.
+        threads: number of threads of each stage.
+        rendezvous: URL of a file through which the stages find each other.
     """
 
     model: Model
@@ -56,7 +62,7 @@ class Plan:
 
 
 def work(pipe: Connection, rank: int, plan: Plan) -> None:
-    """The process of a stage: answers requests until there are no more."""
+    """Run a stage in its process: answer requests until there are no more."""
     threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
         worker = Worker(rank, plan)
@@ -70,12 +76,12 @@ def work(pipe: Connection, rank: int, plan: Plan) -> None:
     except Exception:
         with suppress(OSError):
             pipe.send((False, traceback.format_exc()))
-    # Without the usual end, in which a process group may wait for others.
+    # Skip the usual end of Python, in which a process group may wait for others.
     os._exit(0)
 
 
 def leave_with_parent() -> None:
-    """Ends this process when its parent has ended, whatever it waits for."""
+    """End this process as soon as its parent has ended, even while it waits for something."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -86,8 +92,8 @@ class Worker:
     """A stage in its process.
 
     Args:
-        rank: which one.
-        plan: what to do.
+        rank: number of the stage.
+        plan: orders for all stages.
     """
 
     def __init__(self, rank: int, plan: Plan) -> None:
@@ -96,7 +102,7 @@ class Worker:
         self.devices = [device]
         on_cpu = device.type == "cpu"
         if on_cpu:
-            # All of them are here, whatever the machine's name resolves to.
+            # All stages are on this machine, even if its name resolves to another address.
             os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         else:
             torch.accelerator.set_device_index(device.index)
@@ -115,7 +121,7 @@ class Worker:
         self.schedule = getattr(pipelining, plan.schedule)(
             stage, plan.m, loss_fn=lambda output, target: output.square().mean()
         )
-        # What is not this stage's business is None there.
+        # Only the first stage has inputs, and only the last one a target.
         self.inputs = []
         if rank == 0:
             self.inputs.append(samples(plan.model, plan.size, plan.batch, device))
@@ -124,7 +130,7 @@ class Worker:
         self.optimizer = torch.optim.SGD([{"params": self.parameters}], lr=1e-6)
 
     def compute(self) -> list[Tensor]:
-        """Forward and backward; gives the losses, in the last stage."""
+        """Run forward and backward, and return the losses if this is the last stage."""
         losses: list[Tensor] = []
         self.schedule.step(*self.inputs, target=self.target, losses=losses, return_outputs=False)
         return losses
@@ -151,18 +157,18 @@ class Worker:
         return losses, grads
 
     def together(self) -> None:
-        """Waits until all stages have done what they were given."""
+        """Wait until all stages have finished their work."""
         synchronize(self.devices)
         distributed.barrier()
         synchronize(self.devices)
 
 
 class Stage(nn.Module):
-    """What a stage computes; it sends nothing but contiguous tensors, as it has to.
+    """Computation of a stage; it sends contiguous tensors only, as torch.distributed requires.
 
     Args:
         partition: the layers.
-        mode: when checkpoints are made.
+        mode: which micro-batches are checkpointed.
     """
 
     def __init__(self, partition: nn.Module, mode: str) -> None:
@@ -179,7 +185,7 @@ class Stage(nn.Module):
 
 
 def arrived(input: Tensor) -> Tensor:
-    """The same tensor, whose gradient will be contiguous."""
+    """The input as a tensor whose gradient will be contiguous."""
     if input.requires_grad:
         input = input.view_as(input)
         input.register_hook(Tensor.contiguous)

@@ -1,8 +1,9 @@
-"""torch.distributed.pipelining as a rival: a process for each stage, started by the rival's own.
+"""torch.distributed.pipelining as a rival: the rival's process starts a process for each stage.
 
-The stages are the partitions of :func:`benchmarks.rivals.carried.carried`, since there are no skips
-there: what crosses several stages goes through all of them. The processes share the rival's
-threads, and talk through gloo on the CPU, through NCCL on CUDA, where each has a GPU.
+The stages are the partitions of :func:`benchmarks.rivals.carried.carried`, since
+torch.distributed.pipelining knows no skips: the stages between hand them on. The processes share
+the rival's threads. They talk through gloo on the CPU, and through NCCL on CUDA, where each process
+has a GPU.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """A model that stages train, each by SGD in a process of its own.
+    """A model in training, with each stage in a process of its own.
 
-    ``torch.distributed.pipelining`` makes no checkpoints. For any other mode than ``"never"``, each
-    stage checkpoints all micro-batches: the last one is not to be told from the others there.
+    ``torch.distributed.pipelining`` makes no checkpoints. In any other mode than ``"never"``, each
+    stage checkpoints all micro-batches, because it cannot tell which one is the last.
 
     Args:
-        library: where the devices come from.
-        model: which one.
+        library: provides the devices.
+        model: to train.
         size: of a sample.
         batch: samples in a mini-batch, a multiple of ``m``.
-        balance: how many layers each stage has.
-        m: how many micro-batches.
-        mode: when checkpoints are made.
+        balance: number of layers in each stage.
+        m: number of micro-batches.
+        mode: which micro-batches are checkpointed.
         schedule: a class of :mod:`torch.distributed.pipelining`.
 
     Raises:
-        ValueError: the schedule cannot do that, or there are fewer GPUs than stages.
+        ValueError: the schedule cannot run this setting, or there are fewer GPUs than stages.
         RuntimeError: a process failed.
     """
 
@@ -65,7 +66,7 @@ class Stages:
             *(model, size, batch, balance, m, mode, schedule),
             *(devices, threads, f"file://{folder.name}/rendezvous"),
         )
-        # Its children are forked from a process that has imported all of this, and no more.
+        # The forkserver imports this module once, and forks processes that have it already.
         context = get_context("forkserver")
         context.set_forkserver_preload([stage.__name__])
         self.pipes: list[Connection] = []
@@ -81,31 +82,31 @@ class Stages:
         self._counts = self._answers()
 
     def seconds(self, steps: int) -> list[float]:
-        """What each of some steps takes, from when all begin until all have done theirs."""
+        """Seconds of each step, from the common start until all stages have finished."""
         found: list[float] = self._ask("seconds", steps)[0]
         return found
 
     def parameters(self) -> int:
-        """How many parameters there are."""
+        """Number of parameters."""
         return sum(self._counts)
 
     def outcome(self) -> tuple[list[float], list[Any]]:
-        """The losses of a step, and the gradients that it leaves in all stages, as lists."""
+        """Losses of a step, and the gradients that it leaves in all stages, as lists."""
         found = self._ask("outcome")
         return found[-1][0], [grad for _, grads in found for grad in grads]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         self._finalizer()
 
     def _ask(self, *request: Any) -> list[Any]:
         for pipe in self.pipes:
-            with suppress(OSError):  # The answer, which is missing then, says so.
+            with suppress(OSError):  # The missing answer reports that.
                 pipe.send(request)
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        """Those of all stages. One that fails ends all of them, since others may wait for it."""
+        """Collect an answer of each stage; if one fails, end all, since others may wait for it."""
         found: dict[int, Any] = {}
         try:
             while len(found) < len(self.pipes):
@@ -122,10 +123,10 @@ class Stages:
 
 
 def verify(n: int, m: int, batch: int, devices: Sequence[str], schedule: str) -> None:
-    """Checks that a schedule can be run.
+    """Check that a schedule can run a setting.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the schedule cannot.
     """
     if batch % m:
         raise ValueError(f"micro-batches must have the same size (batch: {batch}, m: {m})")
@@ -136,7 +137,7 @@ def verify(n: int, m: int, batch: int, devices: Sequence[str], schedule: str) ->
 
 
 def receive(pipe: Connection) -> tuple[bool, Any]:
-    """Whether a stage did what it was asked, and its answer."""
+    """Receive whether a stage fulfilled its request, and its answer."""
     try:
         found: tuple[bool, Any] = pipe.recv()
     except (EOFError, OSError):
@@ -145,7 +146,7 @@ def receive(pipe: Connection) -> tuple[bool, Any]:
 
 
 def end(pipes: list[Connection], processes: list[Any], folder: TemporaryDirectory[str]) -> None:
-    """Ends processes: those that are idle leave by themselves."""
+    """End processes; idle ones leave by themselves."""
     for pipe in pipes:
         pipe.close()
     for process in processes:

@@ -1,9 +1,8 @@
-"""Streams for libraries that know those of CUDA only, on whatever accelerator there is.
+"""Streams of any accelerator, for libraries that know CUDA streams only.
 
-It takes the place of a module that torchgpipe 0.0.7 and fairscale's Pipe have, which is where they
-name :mod:`torch.cuda`: with it they run on virtual accelerators. The functions bear the names by
-which those libraries import them. They are no slower than they need to be, so that a library is not
-made to look slow.
+torchgpipe 0.0.7 and fairscale's Pipe name :mod:`torch.cuda` in one module. This module replaces
+that one, with functions of the same names, so that these libraries run on virtual accelerators. The
+functions are as fast as they can be, so that no library looks slower than it is.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from torch import Tensor
 
 
 class CPUStreamType:
-    """The type of the CPU's only stream."""
+    """Type of the CPU's only stream."""
 
 
-#: The stream of the CPU, whose work is done in the order of the host.
+#: Stream of the CPU, which works in the order of the host.
 CPUStream = CPUStreamType()
 
 AbstractStream: TypeAlias = torch.Stream | CPUStreamType
 
 
 def new_stream(device: torch.device) -> AbstractStream:
-    """Another stream of a device."""
+    """Make a stream of a device."""
     return CPUStream if device.type == "cpu" else torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> AbstractStream:
-    """The stream that this thread issues to."""
+    """Stream that this thread issues work to."""
     return CPUStream if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-#: A device's default stream is only asked for where it is the current one too.
+#: The libraries ask for the default stream only where it is the current stream too.
 default_stream = current_stream
 
 
 class use_stream:
-    """Makes a stream and its device the current ones within a ``with`` block."""
+    """Make a stream and its device current within a ``with`` block."""
 
     def __init__(self, stream: AbstractStream | None) -> None:
         self.stream = stream
@@ -57,17 +56,17 @@ class use_stream:
 
 
 def use_device(device: torch.device) -> use_stream:
-    """Makes a device the current one within a ``with`` block."""
+    """Make a device current within a ``with`` block."""
     return use_stream(current_stream(device))
 
 
 def get_device(stream: AbstractStream) -> torch.device:
-    """The device of a stream."""
+    """Device of a stream."""
     return stream.device if isinstance(stream, torch.Stream) else torch.device("cpu")
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
-    """Lets the first stream wait for what was issued to the second."""
+    """Make the first stream wait for the work that was issued to the second."""
     if isinstance(target, torch.Stream):
         if isinstance(source, torch.Stream):
             source.wait_stream(target)
@@ -76,17 +75,17 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
-    """Keeps a tensor's memory until what was issued to the stream is done."""
+    """Keep a tensor's memory until the work that was issued to the stream is done."""
     if isinstance(stream, torch.Stream):
         tensor.record_stream(stream)
 
 
 def is_cuda(stream: AbstractStream | None) -> bool:
-    """Whether it is a stream of an accelerator."""
+    """Tell whether a stream is an accelerator's."""
     return isinstance(stream, torch.Stream)
 
 
 def as_cuda(stream: AbstractStream) -> torch.Stream:
-    """The same stream, known not to be the CPU's."""
+    """Narrow the type of a stream that is not the CPU's."""
     assert isinstance(stream, torch.Stream)
     return stream

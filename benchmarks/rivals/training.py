@@ -14,16 +14,16 @@ __all__ = ["Training"]
 
 
 class Training:
-    """A model that is trained by SGD, on data that stays the same.
+    """A model in training by SGD, on one mini-batch.
 
     Args:
-        library: what makes the pipeline.
-        model: which one.
+        library: makes the pipeline.
+        model: to train.
         size: of a sample.
-        batch: samples in a mini-batch.
-        balance: how many layers each partition has, or None for the plain model on one device.
-        m: how many micro-batches.
-        mode: when checkpoints are made.
+        batch: samples in the mini-batch.
+        balance: number of layers in each partition, or None for the plain model on one device.
+        m: number of micro-batches.
+        mode: which micro-batches are checkpointed.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
 
     def step(self) -> None:
-        """Forward, backward, and what an optimizer does."""
+        """Run forward, backward, and the optimizer."""
         self.model(self.input).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def seconds(self, steps: int) -> list[float]:
-        """What each of some steps takes."""
+        """Seconds of each step."""
         found = []
         gc.collect()
         for _ in range(steps):
@@ -66,9 +66,9 @@ class Training:
         return found
 
     def memory(self) -> list[dict[str, int]]:
-        """What a step needs on each device, in bytes, once whatever stays has been allocated.
+        """Bytes that a step needs on each device; a first step allocates whatever stays.
 
-        Devices of the CPU do not count their memory.
+        The CPU does not count its memory.
         """
         devices = [*dict.fromkeys(self.devices)]
         self.step()
@@ -91,11 +91,11 @@ class Training:
         return found
 
     def parameters(self) -> int:
-        """How many parameters there are."""
+        """Number of parameters."""
         return sum(x.numel() for x in self.model.parameters())
 
 
 def synchronize(devices: list[torch.device]) -> None:
-    """Waits until devices have done what they were given."""
+    """Wait until devices have finished their work."""
     for device in {*devices} - {torch.device("cpu")}:
         torch.accelerator.synchronize(device)

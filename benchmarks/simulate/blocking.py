@@ -1,8 +1,8 @@
-"""Pipelines of partitions that block their threads for times that are drawn.
+"""Pipelines of partitions that block the host's threads for random times.
 
-A cell sleeps in its forward and in its backward, as a device does whose operators run at once. On
-virtual accelerators each device has threads of its own, which sleep side by side on however few
-cores there are.
+A cell sleeps in its forward and in its backward, like a device whose operators block the host. On
+virtual accelerators each device has threads of its own, which sleep side by side even on one
+core.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.simulate.critical import Times
 
 __all__ = ["KINDS", "draw", "Block", "Blocks"]
 
-#: How times may vary.
+#: Distributions of times.
 KINDS = ("constant", "uniform", "exponential")
 
 
 def draw(kind: str, mean: float, m: int, n: int, numbers: random.Random) -> list[list[float]]:
-    """Times, one for each of ``m`` micro-batches in each of ``n`` partitions."""
+    """Draw a time for each of ``m`` micro-batches in each of ``n`` partitions."""
     one: Callable[[], float] = {
         "constant": lambda: mean,
         "uniform": lambda: mean * numbers.uniform(0.5, 1.5),
@@ -35,20 +35,20 @@ def draw(kind: str, mean: float, m: int, n: int, numbers: random.Random) -> list
     return [[one() for _ in range(n)] for _ in range(m)]
 
 
-#: What a cell takes in the warm-up, in seconds: longer than to issue it.
+#: Seconds of a cell in the warm-up, more than it takes to issue the cell.
 WARM_UP = 0.004
 
 
 class Block(nn.Module):
-    """Stands for a partition: ``output = input * weight``, later.
+    """A partition that sleeps, and computes ``output = input * weight``.
 
     Args:
-        forward: what it takes, in seconds, for each micro-batch.
-        backward: likewise.
+        forward: seconds of the forward of each micro-batch.
+        backward: seconds of the backward of each micro-batch.
 
     Shape:
-        ``(1, 1)``. A micro-batch is its own number, so that it is known in whatever order micro-
-        batches come, and however often. One of the number behind the last is for the warm-up.
+        ``(1, 1)``. The value of a micro-batch is its number, so the block finds its times in
+        whatever order micro-batches come. The number after the last means the warm-up.
     """
 
     def __init__(self, forward: Sequence[float], backward: Sequence[float]) -> None:
@@ -71,7 +71,7 @@ class BlockFunction(torch.autograd.Function):
         i = int(input)
         ctx.time = backward[i]
         time.sleep(forward[i])
-        # A copy, so that there is something to recompute.
+        # A copy is no input of the layer, so a checkpoint has something to recompute.
         ctx.save_for_backward(input.clone(), weight)
         return input * weight
 
@@ -86,10 +86,10 @@ class Blocks:
     """A pipeline of blocks, one on each device, in the process of a rival.
 
     Args:
-        library: what makes the pipeline.
-        mode: what is checkpointed.
-        forward: what each cell takes, in row ``i``, column ``j``.
-        backward: likewise.
+        library: makes the pipeline.
+        mode: which micro-batches are checkpointed.
+        forward: seconds of each cell's forward, in row ``i``, column ``j``.
+        backward: seconds of each cell's backward, likewise.
     """
 
     def __init__(self, library: Library, mode: str, forward: Times, backward: Times) -> None:
@@ -98,12 +98,12 @@ class Blocks:
         layers = nn.Sequential(*map(Block, zip(*forward), zip(*backward)))
         self.model = library.wrap(layers, [1] * n, devices=devices, chunks=m, checkpoint=mode)
         self.numbers = torch.arange(float(m), device=devices[0]).unsqueeze(1)
-        # Threads and streams are made, gradients allocated, and it is found out that layers block.
+        # These steps make threads and streams, allocate gradients, and show that layers block.
         for _ in range(4):
             self.model(torch.full_like(self.numbers, m)).sum().backward()
 
     def seconds(self) -> tuple[float, float]:
-        """What the forward, and the backward, of a step takes."""
+        """Seconds of the forward and of the backward of a step."""
         gc.collect()
         gc.disable()
         try:

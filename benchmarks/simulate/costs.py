@@ -1,9 +1,8 @@
-"""What the layers of a model cost, counted on the meta device: nothing is computed.
+"""Costs of the layers of a model, counted on the meta device, which computes nothing.
 
-An operator takes the time of its arithmetic and the time of its memory traffic, one after the
-other, at the rates of a GPU: an estimate that tells cheap layers from costly ones, and models of
-the same sizes from one another. The operators of backward are counted, too, each for the layer
-whose forward recorded it.
+An operator takes the time of its arithmetic plus the time of its memory traffic, at the rates of a
+GPU. This estimate tells cheap layers from costly ones, and models of the same size from one
+another. An operator in backward counts for the layer whose forward recorded it.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ __all__ = ["P40", "Costs", "Gpu", "balance", "count"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """The rates of a GPU.
+    """Rates of a GPU.
 
     Args:
-        name: what it is called.
+        name: of the GPU.
         flops: floating point operations per millisecond.
-        memory: bytes per millisecond that its memory reads or writes.
-        link: bytes per millisecond from one of them to another.
+        memory: bytes per millisecond to or from its memory.
+        link: bytes per millisecond from one GPU to another.
     """
 
     name: str
@@ -46,21 +45,21 @@ class Gpu:
     link: float
 
 
-#: What the torchgpipe paper measured on: single precision, PCI Express 3.0 with 16 lanes.
+#: The torchgpipe paper's GPU: single precision, PCI Express 3.0 with 16 lanes.
 P40 = Gpu("Tesla P40", 11.76e9, 346e6, 12e6)
 
 
 @dataclass
 class Costs:
-    """What each layer costs for a micro-batch.
+    """Costs of each layer for a micro-batch.
 
     Args:
-        forward: milliseconds.
-        backward: likewise.
-        parameters: bytes.
-        saved: bytes that are kept for backward.
+        forward: milliseconds of forward.
+        backward: milliseconds of backward.
+        parameters: bytes of parameters.
+        saved: bytes that the layer saves for backward.
         outputs: bytes that go to the next layer.
-        skips: from which layer to which one, and bytes.
+        skips: source layer, target layer and bytes of each skip.
     """
 
     forward: list[float] = field(default_factory=list)
@@ -72,11 +71,11 @@ class Costs:
 
 
 class Counter(TorchDispatchMode):
-    """Adds up, layer by layer, what operators take.
+    """Dispatch mode that adds up the times of operators, layer by layer.
 
     Args:
-        gpu: whose rates they take it at.
-        layers: how many there are.
+        gpu: with the rates.
+        layers: number of layers.
     """
 
     def __init__(self, gpu: Gpu, layers: int) -> None:
@@ -84,7 +83,7 @@ class Counter(TorchDispatchMode):
         self.gpu = gpu
         self.forward = [0.0] * layers
         self.backward = [0.0] * layers
-        #: The number that autograd gives next when a layer begins.
+        #: Number of the node that autograd would record first in each layer.
         self.begins: list[int] = []
 
     def __torch_dispatch__(
@@ -100,7 +99,7 @@ class Counter(TorchDispatchMode):
         return output
 
     def time(self, func: Any, args: Any, kwargs: Any, output: Any) -> float:
-        """The milliseconds of an operator."""
+        """Milliseconds of an operator."""
         if func.is_view or func in FREE:
             return 0.0
         formula = flop_registry.get(func.overloadpacket)
@@ -112,7 +111,7 @@ class Counter(TorchDispatchMode):
 
 _aten = torch.ops.aten
 
-#: Operators that only make a tensor, or tell of one.
+#: Operators that neither compute nor move data.
 FREE = {
     _aten.empty.memory_format,
     _aten.empty_like.default,
@@ -122,18 +121,18 @@ FREE = {
 
 
 def nbytes(tensor: Tensor) -> int:
-    """The bytes that its elements take."""
+    """Bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def count(model: Model, size: int, batch: int, gpu: Gpu = P40) -> Costs:
-    """Counts what the layers of a model cost for a micro-batch.
+    """Count the costs of a model's layers for a micro-batch.
 
     Args:
-        model: which one.
+        model: to count.
         size: of a sample.
         batch: samples in the micro-batch.
-        gpu: what it would be computed on.
+        gpu: with the rates.
     """
     with torch.device("meta"):
         layers = build(model)
@@ -142,7 +141,7 @@ def count(model: Model, size: int, batch: int, gpu: Gpu = P40) -> Costs:
     counter = Counter(gpu, len(layers))
     stays = chain(layers.parameters(), layers.buffers())
     kept = {x.untyped_storage()._cdata for x in stays}
-    # Layers that save the same memory keep it once.
+    # Memory that several layers save counts once.
     alive: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ def count(model: Model, size: int, batch: int, gpu: Gpu = P40) -> Costs:
 
 
 def ends(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
-    """What a layer stashes for others, and what it pops of theirs."""
+    """Skips that a layer stashes for others, and skips of others that it pops."""
     found = [skips(module) for module in layer.modules()]
     stashed = [x for names, _ in found for x in names]
     popped = [x for _, names in found for x in names]
@@ -182,5 +181,5 @@ def ends(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
 
 
 def balance(costs: Sequence[float], n: int) -> list[int]:
-    """How many layers to put into each of ``n`` partitions for the costliest to be cheapest."""
+    """Balance of ``n`` partitions whose costliest one is as cheap as possible."""
     return [len(block) for block in solve(costs, n)]

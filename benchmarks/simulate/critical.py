@@ -1,9 +1,9 @@
-"""The critical path of a step: how long it takes if each cell starts as soon as it may.
+"""Critical path of a step: its time if each cell starts as soon as its inputs are there.
 
-Forward of a cell needs the same micro-batch in the partition before, and the micro-batch before in
-the same partition. Backward starts when all forwards are done, for the loss, and goes the other way
-round. A checkpointed cell is computed again right before its backward, on the same device: where a
-device runs its work without blocking the host, that may be before the gradient has come.
+A cell's forward needs the same micro-batch in the previous partition, and the previous micro-batch
+in the same partition. Backward starts when all forwards are done, for the loss, and needs the
+reverse. A device recomputes a checkpointed cell right before the cell's backward; if the device
+does not block the host, it may recompute before the gradient has come.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import cache
 
 __all__ = ["MODES", "backward_path", "forward_path", "recomputed", "step_path"]
 
-#: When checkpoints may be made.
+#: Checkpoint modes.
 MODES = ("never", "except_last", "always")
 
-#: Seconds, or whatever: of micro-batch ``i`` in partition ``j`` in row ``i``, column ``j``.
+#: Times in any unit; row ``i``, column ``j`` is micro-batch ``i`` in partition ``j``.
 Times = Sequence[Sequence[float]]
 
 
 def forward_path(forward: Times) -> float:
-    """From the start of a step to the end of its last forward."""
+    """Time from the start of a step to the end of its last forward."""
     ends = [0.0] * len(forward[0])
     for row in forward:
         before = 0.0
@@ -31,13 +31,13 @@ def forward_path(forward: Times) -> float:
 
 
 def backward_path(backward: Times, again: Times | None = None, *, ahead: bool = False) -> float:
-    """From the start of a backward to the end of its last cell.
+    """Time from the start of backward to the end of its last cell.
 
     Args:
-        backward: what each cell's backward takes.
-        again: what each cell's recomputation takes, zero where it is not checkpointed.
-        ahead: whether a cell is recomputed as soon as its device is free, which is before its
-            gradient has come. Otherwise the gradient comes first.
+        backward: time of each cell's backward.
+        again: time of each cell's recomputation, zero for cells without a checkpoint.
+        ahead: whether a device recomputes a cell as soon as it is free, even before the gradient
+            has come. Otherwise it waits for the gradient first.
     """
     again = again or [[0.0] * len(row) for row in backward]
     ends = [0.0] * len(backward[0])
@@ -50,7 +50,7 @@ def backward_path(backward: Times, again: Times | None = None, *, ahead: bool = 
 
 
 def recomputed(mode: str, m: int) -> int:
-    """How many micro-batches are recomputed."""
+    """Number of micro-batches that are recomputed."""
     return {"never": 0, "except_last": m - 1, "always": m}[mode]
 
 
@@ -63,21 +63,22 @@ def step_path(
     copies: Sequence[float] | None = None,
     skips: Sequence[tuple[int, int, float]] = (),
 ) -> float:
-    """The makespan of a step in which each task starts as soon as it may.
+    """Makespan of a step in which each task starts as soon as its inputs are there.
 
-    A device computes the forwards of all micro-batches in order, then in reverse order of each the
-    recomputation, if it is due, and the backward. A forward needs those of the partitions that its
-    input and its skips come from, a backward those that they go to, all copied; a recomputation
-    needs nothing. The last partition's backwards need all its forwards, for the loss.
+    A device computes the forwards of all micro-batches in order; then, for each micro-batch in
+    reverse order, the recomputation, if there is a checkpoint, and the backward. A forward needs
+    the copied outputs of the partitions that its input and its skips come from, and a backward the
+    copied gradients of the partitions that they go to. A recomputation needs nothing. The last
+    partition's backwards need all its forwards, for the loss.
 
     Args:
-        mode: what is checkpointed.
-        m: how many micro-batches there are.
-        forward: what a forward of each partition takes.
-        again: what a recomputation takes, likewise.
-        backward: likewise.
-        copies: what a copy between each partition and the next one takes, in either direction.
-        skips: from which partition to which one, and what their copies take, likewise.
+        mode: which micro-batches are checkpointed.
+        m: number of micro-batches.
+        forward: time of a forward in each partition.
+        again: time of a recomputation in each partition.
+        backward: time of a backward in each partition.
+        copies: time of a copy between each partition and the next one, in either direction.
+        skips: source partition, target partition and time of a copy of each skip.
     """
     n = len(forward)
     edges = [(j, j + 1, copy) for j, copy in enumerate(copies or [0.0] * (n - 1))] + [*skips]
@@ -89,7 +90,7 @@ def step_path(
 
     @cache
     def end(k: int, j: int) -> float:
-        """When the k-th task of a partition is done."""
+        """Time at which the k-th task of a partition is done."""
         kind = order[k][0]
         start = end(k - 1, j) if k else 0.0
         if kind == "F":
@@ -98,7 +99,7 @@ def step_path(
             start = max([start, *[end(k, b) + copy for a, b, copy in edges if a == j]])
         return start + cost[kind][j]
 
-    # Task by task: the graph is deeper than Python's stack.
+    # Fill the cache task by task: recursion through the whole graph would overflow the stack.
     for k in range(len(order)):
         for j in range(n) if order[k][0] == "F" else reversed(range(n)):
             end(k, j)

@@ -1,8 +1,8 @@
 """Stand-ins for partitions, of known cost, on virtual accelerators.
 
-A stand-in takes the virtual time of its partition, and passes on a tensor for each one that the
-partition passes on, skips included, so many times smaller as the links are slower. Thus a step of
-the largest model takes as long as it would at the rates of a GPU, and next to nothing to compute.
+A stand-in takes the virtual time of its partition. For each tensor that the partition passes on,
+skips included, it passes on a much smaller one, over a link that is slower by the same factor. Thus
+a step of the largest model takes the virtual time of a GPU, and next to no real time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 __all__ = ["StageCosts", "Steps", "cut", "stand_in"]
 
-#: How many bytes of the model are one of its stand-in.
+#: Bytes of the model for one byte of its stand-in.
 SCALE = 4096
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the partitions of a model cost for a micro-batch; times are in milliseconds.
+    """Costs of the partitions of a model for a micro-batch; times are in milliseconds.
 
     Args:
-        forward: of each partition.
-        backward: likewise.
-        values: the numbers that each partition but the last passes on.
-        skips: from which partition to which one, and how many numbers.
+        forward: time of each partition's forward.
+        backward: time of each partition's backward.
+        values: count of numbers that each partition but the last passes on.
+        skips: source partition, target partition and count of numbers of each skip.
         link: numbers per millisecond.
     """
 
@@ -47,11 +47,11 @@ class StageCosts:
     link: float
 
     def limit(self, mode: str, m: int, free: bool = False) -> float:
-        """What a step takes if each task starts as soon as it may.
+        """Time of a step in which each task starts as soon as its inputs are there.
 
         Args:
-            mode: what is checkpointed.
-            m: how many micro-batches there are.
+            mode: which micro-batches are checkpointed.
+            m: number of micro-batches.
             free: whether copies take no time.
         """
         time = 0.0 if free else 1 / self.link
@@ -61,11 +61,11 @@ class StageCosts:
 
 
 def cut(costs: Costs, balance: list[int], link: float) -> StageCosts:
-    """Adds up the costs of layers by partition.
+    """Add up the costs of layers by partition.
 
     Args:
         costs: of the layers.
-        balance: how many layers each partition has.
+        balance: number of layers in each partition.
         link: bytes per millisecond.
     """
     ends = [0, *accumulate(balance)]
@@ -85,7 +85,7 @@ def cut(costs: Costs, balance: list[int], link: float) -> StageCosts:
 
 
 def numbers(size: int) -> int:
-    """How many numbers stand for so many bytes."""
+    """Count of numbers that stand for ``size`` bytes."""
     return max(1, round(size / (4 * SCALE)))
 
 
@@ -93,9 +93,9 @@ def stand_in(stages: StageCosts, j: int, busy: Any) -> nn.Module:
     """A stand-in for a partition.
 
     Args:
-        stages: what all of them cost.
-        j: which one.
-        busy: the autograd function that takes virtual time.
+        stages: costs of all partitions.
+        j: number of the partition.
+        busy: autograd function that takes virtual time.
     """
     costs = stages.forward[j], 0.0, stages.backward[j]
     value = stages.values[j] if j < len(stages.values) else 1
@@ -111,7 +111,7 @@ def stand_in(stages: StageCosts, j: int, busy: Any) -> nn.Module:
             for name in popped:
                 skip = yield pop(name)
                 input = input + skip.sum(1, keepdim=True)
-            # There is something to compute again: what is saved is not the input.
+            # Saving tanh(input), and not the input, gives a checkpoint something to recompute.
             done: Tensor = busy.apply(input.tanh(), self.weight, costs, COMPUTES)
             done = done.sum(1, keepdim=True)
             for name, size in stashed.items():
@@ -122,7 +122,7 @@ def stand_in(stages: StageCosts, j: int, busy: Any) -> nn.Module:
     return layer
 
 
-#: What the spans of a stand-in are called, after F and W.
+#: End of the name of a stand-in's spans, after F and W.
 COMPUTES = " computes"
 
 
@@ -130,10 +130,10 @@ class Steps:
     """A pipeline of stand-ins, in the process of a rival.
 
     Args:
-        library: what makes the pipeline.
-        stages: the arguments of :class:`StageCosts`.
-        m: how many micro-batches.
-        mode: what is checkpointed.
+        library: makes the pipeline.
+        stages: arguments of :class:`StageCosts`.
+        m: number of micro-batches.
+        mode: which micro-batches are checkpointed.
     """
 
     def __init__(self, library: Library, stages: dict[str, Any], m: int, mode: str) -> None:
@@ -144,7 +144,7 @@ class Steps:
         self.devices = library.devices[:n]
         self.model = library.wrap(layers, [1] * n, devices=self.devices, chunks=m, checkpoint=mode)
         self.input = torch.ones(m, 1, device=self.devices[0])
-        # Threads and streams are made.
+        # The first step makes threads and streams.
         self.model(self.input).sum().backward()
 
     def measure(self, seed: int | None = None, free: bool = False) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Steps:
             free: whether copies take no time.
 
         Raises:
-            RuntimeError: something in it was not ordered after another.
+            RuntimeError: there was a race.
         """
         n = len(self.devices)
         link = self.stages.link * self.input.element_size()

@@ -26,7 +26,7 @@ def measure(
 
     Args:
         running: processes of the rivals.
-        experiment: what they train.
+        experiment: for the rivals to train.
         balance: number of layers in each partition.
         repeat: number of steps, each with other delays of the host's threads.
     """

@@ -1,1 +1,1 @@
-"""What is measured: each a module with a ``main``, which ``python -m benchmarks`` calls."""
+"""Suites of measurements: each module has a ``main`` that measures, and a ``summarise``."""

@@ -1,15 +1,16 @@
-"""What each device needs in training: the plain model, ours and torchgpipe 0.0.7 side by side.
+"""Memory of each device in training: the plain model, ours and torchgpipe 0.0.7 side by side.
 
-Measured are the papers' experiments, in which the model grows with the devices, and a grid of
-modes, partitions and micro-batches over small models. Every model is cut by memory, as counted
-without running it (`benchmarks/simulate/costs.py`), in the same way for all rivals. Each rival
-trains it by SGD in a process of its own. The second step counts, when whatever stays has been
-allocated; gradients are dropped after each.
+The settings are the papers' experiments, in which the model grows with the devices, and a grid of
+modes, partitions and micro-batches over small models. All rivals have the same balance, by the
+memory that `benchmarks/simulate/costs.py` counts without running the model. Each rival trains by
+SGD in a process of its own. Only the second step counts, since the first one allocates whatever
+stays; each step drops its gradients.
 
-On virtual accelerators (`--device virtual`, the default) the experiments are scaled: the layers
-stay as many, with fewer channels, smaller images and fewer samples. Their tensors are real, and so
-are their bytes. With `--device cuda` they run at full size. What needs more GPUs than there are is
-not run, and what does not fit is marked so; the baselines and `pipeline-1` take one GPU.
+On virtual accelerators (`--device virtual`, the default) the experiments are scaled: as many
+layers, with fewer channels, smaller images and fewer samples. Their tensors are real, and so are
+their bytes. With `--device cuda` they run at full size. An experiment that needs more GPUs than
+there are does not run, and one that does not fit is marked; the baselines and `pipeline-1` take one
+GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["main", "summarise"]
 
 RIVALS = ("plain", "ours", "0.0.7")
 
-#: The models of the grid, each trained plainly.
+#: Models of the grid, each as its plain training.
 GRID = {
     "unet": Experiment("plain", unet(2, 8), 64, 32),
     "gpt": Experiment(
@@ -50,12 +51,12 @@ GRID = {
 
 Row = dict[str, Any]
 
-#: Of which family it is, what is measured, and of which rivals.
+#: Family, experiment, and rivals to measure.
 Setting = tuple[str, Experiment, Sequence[str]]
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     parser = command.parser("memory", __doc__)
     command.add_device(parser, "virtual", "cuda")
     parser.add_argument(
@@ -80,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
-    """Whatever is measured."""
+    """List the settings to measure."""
     scale = options.scale or (None if options.device == "cuda" else SCALE)
     wrappers = [name for name in (*options.rivals, *options.against) if name != "plain"]
     found: list[Setting] = []
@@ -104,14 +105,14 @@ def settings(options: argparse.Namespace) -> list[Setting]:
 
 
 def cut(setting: Experiment) -> list[int]:
-    """A balance of parameters, their gradients, and what one micro-batch saves for backward."""
+    """Balance by bytes: parameters, their gradients, and one micro-batch's saved tensors."""
     found = costs.count(setting.model, setting.size, -(-setting.batch // (setting.m or 1)))
     needed = [2 * x + saved for x, saved in zip(found.parameters, found.saved)]
     return costs.balance(needed, setting.n)
 
 
 def measure(process: Running, setting: Experiment, balance: list[int] | None) -> Row:
-    """What a rival needs, device by device, or why it is not known."""
+    """Memory of a rival, device by device, or the reason why there is none."""
     try:
         process.make(
             "benchmarks.rivals.training:Training",
@@ -128,7 +129,7 @@ def measure(process: Running, setting: Experiment, balance: list[int] | None) ->
             return {"error": "out of memory"}
         return {"error": "not run", "reason": error.reason}
     finally:
-        # Others need the GPU.
+        # The next rival needs the GPU's memory.
         with suppress(UnavailableError):
             process.drop()
 
@@ -136,7 +137,7 @@ def measure(process: Running, setting: Experiment, balance: list[int] | None) ->
 def rows(
     options: argparse.Namespace, chosen: Sequence[Setting], running: dict[str, Running]
 ) -> Iterator[Row]:
-    """A row for each setting."""
+    """Measure a row for each setting."""
     available = torch.cuda.device_count() if options.device == "cuda" else sys.maxsize
     for family, setting, rivals in progress(chosen, "memory", "setting"):
         balance = cut(setting)
@@ -154,14 +155,14 @@ def rows(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints the tables, and writes the files."""
+    """Measure and publish."""
     reads = parser()
     options = command.parse(reads, argv)
     chosen = settings(options)
     if not chosen:
         reads.error("there is nothing to measure; name --experiments, or models of the --grid")
     torch.set_num_threads(1)
-    # The plain model is in the process of ours.
+    # The process of ours trains the plain model too.
     names = [*dict.fromkeys("ours" if name == "plain" else name for name in options.rivals)]
     count = max(setting.n for _, setting, _ in chosen)
     with ExitStack() as stack:

@@ -1,15 +1,15 @@
-"""How near a pipeline comes to the schedule's limit on one device, whose partitions share it.
+"""Makespan over the schedule's limit, with partitions that share one device.
 
-Four partitions, eight micro-batches. Each partition has a compute stream of its own, so the kernels
-of different partitions overlap, as they would on four GPUs, as long as they are small. There are
-two kinds of stages: those that sleep on the GPU for a time that is known, and small matrix
-products, whose times are measured one by one. Printed is the makespan over the ideal one:
+There are four partitions and eight micro-batches. Each partition has a compute stream of its own,
+so small kernels of different partitions overlap as they would on four GPUs. Stages are of two
+kinds: some sleep on the GPU for a known time; others are small matrix products, whose times are
+measured one by one. The ideal makespans are:
 
     never         (m + n - 1) (F + B)
     except_last   (m + n - 1) F + m B + (m - 1) R + (n - 1) B
     always        (m + n - 1) F + m (R + B) + (n - 1) B
 
-To see that the script itself is right, ``--device virtual`` runs the first kind on a virtual
+To check the benchmark itself, ``--device virtual`` runs stages of known time on a virtual
 accelerator, where every ratio is 1.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 
-# Streams that share a hardware queue wait for each other; this is how many queues there can be.
+# Streams that share a hardware queue wait for each other; 32 is the largest number of queues.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import statistics
@@ -44,7 +44,7 @@ class SleepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, cycles: int) -> Tensor:
         ctx.cycles = cycles
-        # There is something to compute again.
+        # The input is a tanh, so a checkpoint has something to recompute.
         ctx.save_for_backward(input)
         torch.cuda._sleep(cycles)
         return input * weight
@@ -56,7 +56,7 @@ class SleepFunction(torch.autograd.Function):
 
 
 class Sleep(nn.Module):
-    """A stage that does nothing for a while."""
+    """A stage that keeps its stream waiting."""
 
     def __init__(self, cycles: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Sleep(nn.Module):
 
 
 def elapsed(function: Callable[[], Any]) -> float:
-    """Milliseconds of the device's time, by events on the current stream."""
+    """Milliseconds of device time, by events on the current stream."""
     device = torch.accelerator.current_accelerator()
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     torch.accelerator.synchronize()
@@ -81,16 +81,16 @@ def elapsed(function: Callable[[], Any]) -> float:
 
 
 def median(function: Callable[[], Any], repeat: int) -> float:
-    """The median of some times, after a warm-up."""
+    """Median milliseconds of a function, after a warm-up."""
     for _ in range(3):
         function()
     return statistics.median(elapsed(function) for _ in range(repeat))
 
 
 def costs(stage: nn.Module, input: Tensor, repeat: int) -> tuple[float, float]:
-    """What a forward and a backward of one micro-batch take, in milliseconds.
+    """Milliseconds of a forward and of a backward of one micro-batch.
 
-    Ten of each in a row, so that the host, which only launches them, is not what is measured.
+    Ten run in a row, since the host would need longer to launch a single one than it takes.
     """
     outputs = [stage(input) for _ in range(10)]
     grad = torch.ones_like(outputs[0])
@@ -104,7 +104,7 @@ def costs(stage: nn.Module, input: Tensor, repeat: int) -> tuple[float, float]:
 
 
 def measure(name: str, make: Callable[[], nn.Module], input: Tensor, repeat: int) -> list[Row]:
-    """A row for each checkpoint mode."""
+    """Measure a row for each checkpoint mode."""
     forward, backward = costs(make(), input[: len(input) // M].requires_grad_(), repeat)
     rows = []
     for mode in MODES:
@@ -134,7 +134,7 @@ def measure(name: str, make: Callable[[], nn.Module], input: Tensor, repeat: int
 
 
 def on_gpu(milliseconds: float, repeat: int) -> list[Row]:
-    """Sleeping stages, and products that keep a few multiprocessors busy."""
+    """Measure sleeping stages, and matrix products that keep few multiprocessors busy."""
     device = torch.device("cuda", 0)
     probe = 10_000_000
     cycles = int(milliseconds / median(lambda: torch.cuda._sleep(probe), 5) * probe)
@@ -150,12 +150,12 @@ def on_gpu(milliseconds: float, repeat: int) -> list[Row]:
 
 
 def busy(time: float) -> nn.Module:
-    """A stage that takes virtual time; as it saves what is not its input, it is computed again."""
+    """A stage that takes virtual time; a checkpoint recomputes it, since it saves its tanh."""
     return nn.Sequential(nn.Tanh(), testing.Busy(time, time, time))
 
 
 def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
-    """The same in virtual time."""
+    """Measure stages of known time, in virtual time."""
     device = testing.load()[0]
     x = torch.ones(M, 4, device=device)
     time = milliseconds
@@ -163,7 +163,7 @@ def on_virtual(milliseconds: float, repeat: int) -> list[Row]:
 
 
 def summarise(result: Result) -> Summary:
-    """A line for each kind of stages and each mode."""
+    """A line for each kind of stage and each mode."""
     times = ("forward_ms", "backward_ms", "makespan_ms", "ideal_ms", "ratio", "without_overlap")
     rows = [
         [row["stages"], row["mode"], *[f"{row[key]:.3f}" for key in times]]
@@ -181,16 +181,16 @@ def summarise(result: Result) -> Summary:
     where = "**virtual** milliseconds" if result["device"] == "virtual" else "milliseconds"
     notes = (
         f"n={result['partitions']}, m={result['micro_batches']}, times in {where}; `no overlap` is "
-        "what one partition after the other would take, over the ideal."
+        "the time of one partition after the other, over the ideal."
     )
     return Summary("Partitions that share one device", [Table(columns, rows)], [chart], notes)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures and publishes."""
+    """Measure and publish."""
     options = parser("one_gpu", __doc__)
     options.add_argument("--milliseconds", type=float, default=4.0, help="of a sleeping forward")
-    options.add_argument("--repeat", type=at_least(1), default=11, help="how often")
+    options.add_argument("--repeat", type=at_least(1), default=11, help="number of measurements")
     add_device(options, "cuda", "virtual")
     chosen = parse(options, argv)
     torch.set_num_threads(1)

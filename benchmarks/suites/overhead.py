@@ -1,16 +1,16 @@
-"""What a cell (partition × micro-batch) costs on the host, ours and rivals side by side.
+"""Cost of a cell (partition × micro-batch) on the host, ours and rivals side by side.
 
-The layers are trivially small, so that the host is all that takes time. Each rival runs in a
-process of its own, which measures its pipeline and a plain loop over the micro-batches in turn; the
-processes take turns too, in rounds, one at a time. The overhead is what a step of the pipeline
-takes beyond one of the plain loop in that process, by n · m cells.
+The layers are so small that only the host takes time. Each rival runs in a process of its own,
+which measures its pipeline and a plain loop over the micro-batches in turn; the processes take
+turns too, in rounds, one at a time. The overhead is the time of a pipeline's step beyond that of
+the plain loop in the same process, divided by the n · m cells.
 
-With ``--device virtual`` each partition has a virtual accelerator (those of this checkout for all
-rivals), and the plain loop makes the copies between them too. It is still the host's real time,
-with what the virtual accelerators' own bookkeeping takes.
+With ``--device virtual`` each partition has a virtual accelerator of this checkout, for all rivals,
+and the plain loop makes the copies between devices too. The time is still the host's real time,
+which includes the virtual accelerators' own bookkeeping.
 
-Figures are microseconds per cell: the difference of the least times that were seen, and in brackets
-the median of the rounds' differences of medians.
+Figures are microseconds per cell: the difference of the least times, and in brackets the median
+over rounds of the differences of medians.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     options = parser("overhead", __doc__)
     options.add_argument(
         "--n", type=at_least(1), nargs="+", default=[1, 2, 4, 8], help="partitions"
@@ -57,14 +57,14 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     add_device(options, "cpu", "virtual")
     add_options(options, RIVALS)
     options.add_argument(
-        "--rounds", type=at_least(1), default=7, help="that the rivals take turns in"
+        "--rounds", type=at_least(1), default=7, help="in which the rivals take turns"
     )
     options.add_argument("--seconds", type=float, default=0.1, help="of a rival in a round")
     return options.parse_args(argv)
 
 
 def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Whatever is measured; without gradients the mode makes no difference."""
+    """List the settings to measure; without gradients the mode makes no difference."""
     return [
         {"n": n, "m": m, "kind": kind, "mode": mode}
         for n, m, kind in product(options.n, options.m, options.kinds)
@@ -75,7 +75,7 @@ def settings(options: argparse.Namespace) -> list[dict[str, Any]]:
 def measure(
     running: list[Running], setting: dict[str, Any], rounds: int, seconds: float
 ) -> tuple[Row, dict[str, str]]:
-    """One setting, in rounds; also why a rival has no figures for it."""
+    """Measure a setting in rounds; also return why a rival has no figures."""
     found: dict[str, list[dict[str, dict[str, float]]]] = {}
     failed: dict[str, str] = {}
     for turn in range(rounds + 1):
@@ -97,7 +97,7 @@ def measure(
 
 
 def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Microseconds per cell of all rounds together, and what each round found."""
+    """Microseconds per cell over all rounds, and the figures of each round."""
     least = {name: min(x[name]["min"] for x in rounds) for name in ("plain", "pipeline")}
     middle = [x["pipeline"]["median"] - x["plain"]["median"] for x in rounds]
     return {
@@ -110,7 +110,7 @@ def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 
 def summarise(result: Result) -> Summary:
-    """A line for each setting; the ratio is that of ours to 0.0.7, of least times (medians)."""
+    """A line for each setting; the ratio is ours over 0.0.7, of least times (of medians)."""
     names = list(result["rivals"])
     rows = []
     for row in result["rows"]:
@@ -144,7 +144,7 @@ def summarise(result: Result) -> Summary:
 
 
 def ratio(rivals: dict[str, Any]) -> str | None:
-    """Ours by 0.0.7, where both were measured."""
+    """Ratio of ours over 0.0.7, where both were measured."""
     if not {"ours", "0.0.7"} <= rivals.keys():
         return None
     least, middle = (
@@ -154,7 +154,7 @@ def ratio(rivals: dict[str, Any]) -> str | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures and publishes."""
+    """Measure and publish."""
     options = parsed(argv)
     torch.set_num_threads(1)
     result = head("overhead", argv, unit="microseconds per cell")

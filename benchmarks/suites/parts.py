@@ -1,8 +1,8 @@
-"""Where the host's time for a cell goes, part by part.
+"""Shares of the host's time for a cell, part by part.
 
-A step on the CPU, where one thread does all of it, runs under Python's profiler. Whatever is
-written in C counts for the part that calls it. The profiler makes each call of a Python function
-dearer: parts of many small functions look larger than they are.
+Python's profiler watches a step on the CPU, where one thread does all the work. A function in C
+counts for the part that calls it. The profiler makes each call of a Python function dearer, so
+parts of many small functions look larger than they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.rivals.library import Library
 PACKAGE = Path(torchgpipe.__file__).parent
 MODES = ("inference", "never", "except_last", "always")
 
-#: What the modules of the package are for.
+#: Rooms of the package that each part consists of.
 PARTS = {
     "wrapper": ("gpipe", "batchnorm", "partition"),
     "engine": ("engine",),
@@ -41,7 +41,7 @@ ENGINE, LAYERS, REST = "autograd's engine", "layers", "the rest"
 
 
 def part_of(file: str, name: str) -> str:
-    """The part that a function belongs to."""
+    """Name of the part that a function belongs to."""
     if "run_backward" in name:
         return ENGINE
     path = Path(file)
@@ -52,9 +52,9 @@ def part_of(file: str, name: str) -> str:
 
 
 def shares(stats: pstats.Stats) -> dict[str, float]:
-    """The seconds that each part takes by itself."""
+    """Seconds that each part takes by itself."""
     seconds: Counter[str] = Counter()
-    # Documented, but not in the types of the standard library.
+    # Python documents `stats`, but its types leave it out.
     found: dict[Any, Any] = stats.stats  # type: ignore[attr-defined]
     for (file, _, name), (_, _, own, _, callers) in found.items():
         if file != "~" or part_of(file, name) == ENGINE:
@@ -66,7 +66,7 @@ def shares(stats: pstats.Stats) -> dict[str, float]:
 
 
 def measure(mode: str, n: int, m: int, steps: int) -> dict[str, Any]:
-    """The microseconds of a cell, without the profiler, and the shares of its parts with it."""
+    """Measure a cell's microseconds without the profiler, and the shares of its parts with it."""
     kind = "inference" if mode == "inference" else "training"
     library = Library(torchgpipe.GPipe, [torch.device("cpu")] * n)
     cells = Cells(library, n, m, "never" if mode == "inference" else mode, kind)
@@ -86,7 +86,7 @@ def measure(mode: str, n: int, m: int, steps: int) -> dict[str, Any]:
 
 
 def columns() -> list[str]:
-    """All parts."""
+    """Names of all parts."""
     return [LAYERS, ENGINE, *PARTS, REST]
 
 
@@ -94,7 +94,7 @@ def summarise(result: Result) -> Summary:
     """A column for each mode."""
     rows = result["rows"]
     modes = [row["mode"] for row in rows]
-    # The parts that the package had when this was measured.
+    # The parts that the package had when the result was measured.
     parts = [*rows[0]["shares"]]
     lines = [[part, *[f"{row['shares'][part]:.1%}" for row in rows]] for part in parts]
     lines.append(["µs per cell", *[f"{row['cell_us']:.1f}" for row in rows]])
@@ -115,7 +115,7 @@ def summarise(result: Result) -> Summary:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures and publishes."""
+    """Measure and publish."""
     options = parser("parts", __doc__)
     options.add_argument("--n", type=at_least(1), default=4, help="partitions")
     options.add_argument("--m", type=at_least(1), default=32, help="micro-batches")

@@ -1,7 +1,8 @@
 """The papers' speed experiments: training throughput, ours and rivals side by side.
 
-Of AmoebaNet-D, U-Net and ResNet-101, cut into n partitions, with m micro-batches. Each rival trains
-the same model with the same balance in a process of its own. They take turns, one at a time:
+The models are AmoebaNet-D, U-Net and ResNet-101, cut into n partitions, with m micro-batches. Each
+rival trains the same model with the same balance in a process of its own. They take turns, one at a
+time:
 
     baseline            the plain model on one device, with a mini-batch of its own
     ours                this checkout
@@ -11,9 +12,9 @@ the same model with the same balance in a process of its own. They take turns, o
     accumulation        the plain model on one device, on micro-batches one after another
     DataParallel        nn.DataParallel on as many GPUs as there are partitions
 
-With --device cuda, models are those of the papers, and partitions share GPUs if there are fewer;
-with cpu, models are smaller. With virtual, layers take the virtual time that those of the papers
-would take on a Tesla P40, and the pipelines of one process are compared.
+With --device cuda, models have the papers' sizes, and partitions share GPUs if there are fewer of
+these; with cpu, models are smaller. With virtual, layers of the papers' sizes take the virtual time
+that they would take on a Tesla P40, and only rivals with a pipeline in one process take part.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from benchmarks.suites.tables import speed, virtual_speed
 
 __all__ = ["main", "summarise"]
 
-#: What has a schedule of torch.distributed.pipelining.
+#: Rivals that run a schedule of torch.distributed.pipelining.
 SCHEDULES = {"pipelining-gpipe": "ScheduleGPipe", "pipelining-1f1b": "Schedule1F1B"}
 
-#: By whom each of the others trains; those that are not named here have a pipeline.
+#: Class that trains for each rival without a pipeline of its library.
 TRAININGS = {
     **dict.fromkeys(SCHEDULES, "benchmarks.rivals.stages:Stages"),
     "accumulation": "benchmarks.rivals.plain:Accumulation",
@@ -56,14 +57,14 @@ Row = dict[str, Any]
 
 
 def summarise(result: Result) -> Summary:
-    """The tables and charts of a result."""
+    """Tables and charts of a result in real or virtual time."""
     if result["device"] == "virtual":
         return virtual_speed.summarise(result)
     return speed.summarise(result)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     parser = command.parser("speed", __doc__)
     command.add_device(parser, "cpu", "cuda", "virtual")
     parser.add_argument(
@@ -95,13 +96,13 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Setting:
-    """An experiment, as it is measured.
+    """An experiment at the size to measure.
 
     Args:
-        model: its name in :data:`SPEED`.
-        experiment: what pipelines train.
-        baseline: what the plain model is trained on.
-        balance: how many layers each partition has.
+        model: name in :data:`SPEED`.
+        experiment: for the pipelines.
+        baseline: for the plain model.
+        balance: number of layers in each partition.
     """
 
     model: str
@@ -111,7 +112,7 @@ class Setting:
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
-    """Whatever is measured."""
+    """List the settings to measure."""
     scale = options.scale or (SCALE if options.device == "cpu" else None)
     counted: dict[str, list[float]] = {}
     found = []
@@ -124,7 +125,7 @@ def settings(options: argparse.Namespace) -> list[Setting]:
             baseline = plain
             if scale:
                 baseline, experiment = (experiments.scaled(x, *scale) for x in (plain, experiment))
-            # What layers cost is the same for any number of partitions.
+            # The costs of layers do not depend on the number of partitions.
             key = f"{model} {experiment.batch // (experiment.m or 1)}"
             if key not in counted:
                 counted[key] = layer_costs(experiment)
@@ -138,7 +139,7 @@ def settings(options: argparse.Namespace) -> list[Setting]:
 
 
 def with_baseline(listed: Sequence[Experiment]) -> list[Experiment]:
-    """Experiments behind their baseline. One that is missing has one device's samples."""
+    """Put a missing baseline in front of experiments; it has the samples of one device."""
     first = listed[0]
     if first.m is None:
         return [*listed]
@@ -146,14 +147,14 @@ def with_baseline(listed: Sequence[Experiment]) -> list[Experiment]:
 
 
 def layer_costs(experiment: Experiment) -> list[float]:
-    """Milliseconds of each layer for a micro-batch, by which all rivals are balanced."""
+    """Milliseconds of each layer for a micro-batch, which give all rivals' balance."""
     micro_batch = experiment.batch // (experiment.m or 1)
     found = costs.count(experiment.model, experiment.size, micro_batch)
     return [x + y for x, y in zip(found.forward, found.backward)]
 
 
 def task(name: str, setting: Setting) -> tuple[str, dict[str, Any]]:
-    """What trains in the process of a rival, and its arguments."""
+    """Class that trains in the process of a rival, and its arguments."""
     experiment = setting.baseline if name == "baseline" else setting.experiment
     arguments: dict[str, Any] = {
         key: getattr(experiment, key) for key in ("model", "size", "batch")
@@ -163,14 +164,14 @@ def task(name: str, setting: Setting) -> tuple[str, dict[str, Any]]:
     m = experiment.m or 1
     arguments.update(balance=setting.balance, m=m, mode=experiment.mode)
     if name in SCHEDULES:
-        # All micro-batches have the same size there.
+        # torch.distributed.pipelining needs micro-batches of one size.
         arguments.update(batch=max(1, round(experiment.batch / m)) * m, schedule=SCHEDULES[name])
     return TRAININGS.get(name, "benchmarks.rivals.training:Training"), arguments
 
 
 def measure(running: Iterable[Running], setting: Setting, options: argparse.Namespace) -> Row:
-    """Samples per second of each rival in each round, and why some have none."""
-    # All of them at once are too much for a GPU.
+    """Measure samples per second of each rival in each round; also return why some have none."""
+    # A GPU has no room for the models of all rivals at once.
     alone = options.device == "cuda"
     found: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -191,13 +192,13 @@ def measure(running: Iterable[Running], setting: Setting, options: argparse.Name
                 failed[name] = "out of memory" if memory else error.reason
                 found.pop(name, None)
             if alone:
-                with suppress(UnavailableError):  # It has been said already.
+                with suppress(UnavailableError):  # The error was noted above.
                     process.drop()
     return {**described(setting, options.device), "rivals": figures(found), "failed": failed}
 
 
 def described(setting: Setting, device: str) -> Row:
-    """What is measured, for the JSON."""
+    """A setting as entries of the JSON."""
     n, m = setting.experiment.n, setting.experiment.m or 1
     return {
         **asdict(setting.experiment),
@@ -209,7 +210,7 @@ def described(setting: Setting, device: str) -> Row:
 
 
 def figures(found: dict[str, list[float]]) -> dict[str, Row]:
-    """Medians; those of ratios are of ratios within a round, as what disturbs it disturbs both."""
+    """Medians of rates, and of ratios within a round, which hold although rounds vary."""
 
     def over(rates: list[float], others: list[float] | None) -> float | None:
         return round(median(x / y for x, y in zip(rates, others)), 4) if others else None
@@ -226,11 +227,11 @@ def figures(found: dict[str, list[float]]) -> dict[str, Row]:
 
 
 def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[Row], Row]:
-    """Measures; gives the rows, and what else holds for all of them."""
+    """Measure the rows, and the entries that hold for all of them."""
     names: list[str] = [*options.rivals]
     left_out = {}
     if options.device == "virtual":
-        # What has no pipeline in one process, or is measured without being run.
+        # Rivals without a pipeline in one process take no virtual time.
         names = [name for name in names if name not in TRAININGS]
     else:
         names = ["baseline", *names]
@@ -265,7 +266,7 @@ def rows(options: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[list[R
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures and publishes."""
+    """Measure and publish."""
     reads = parser()
     options = command.parse(reads, argv)
     if options.device == "virtual" and not ({*options.rivals} - {*TRAININGS} or options.against):

@@ -1,18 +1,18 @@
-r"""What training comes to under GPipe, and without it: the losses, and the accuracy at the end.
+r"""Losses and final accuracy of a training, plain and under GPipe.
 
-A ResNet is trained on images until it has converged, plain on whole mini-batches, and under GPipe
-over several numbers of partitions, from the same weights and on the same mini-batches. It is done
-in two ways:
+A ResNet trains on images until it converges: plain on whole mini-batches, and under GPipe with
+several numbers of partitions, from the same weights and on the same mini-batches. Two comparisons:
 
-- With group normalisation instead of batch normalisation, in double precision. Nothing couples the
-  images of a mini-batch then, so the losses have to be equal at each step, up to rounding.
-- As it is, in single precision, with several seeds. Batch normalisation sees micro-batches under
-  GPipe, so this is another training, and its accuracy has to be the same within noise.
+- With group normalisation instead of batch normalisation, in double precision. Then nothing couples
+  the images of a mini-batch, so the losses must be equal at each step, up to rounding.
+- With batch normalisation, in single precision, with several seeds. Under GPipe, batch
+  normalisation sees micro-batches, so the trainings differ, and only their accuracies must be the
+  same within noise.
 
-It trains on the digits of scikit-learn, or on any folder of images, for which it needs Pillow. They
-are resized, and nothing is done to them at random, so accuracies are below those of papers. Without
-GPUs, each partition has a virtual accelerator of its own. On GPUs, this is ResNet-101 on ImageNet;
-the first way takes long there, so it is left out:
+The images are the digits of scikit-learn, or a folder of images, which needs Pillow. They are
+resized and not augmented, so accuracies are below those of papers. By default, each partition has a
+virtual accelerator of its own. On GPUs, this command trains ResNet-101 on ImageNet, without the
+first comparison, which takes long there:
 
     python -m benchmarks transparency --images imagenet --model resnet101 --device cuda \
         --batch 256 --epochs 90 --exact-epochs 0 --workers 16
@@ -48,26 +48,28 @@ MODELS: dict[str, Callable[[int], nn.Sequential]] = {
     "resnet101": resnet101,
 }
 
-#: Of a list of losses, about so many are kept.
+#: Number of losses to keep of a training, roughly.
 KEPT = 500
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     parser = command.parser("transparency", __doc__)
     positive = at_least(1)
     parser.add_argument(
         "--images",
         type=Path,
         metavar="FOLDER",
-        help="that has a folder of images for each class, or train and val with such folders "
+        help="with a folder of images for each class, or train and val with such folders "
         "(default: digits)",
     )
     parser.add_argument("--size", type=positive, help="pixels (default: 32, and 224 with --images)")
     parser.add_argument("--model", choices=MODELS, default="resnet", help="11 layers deep, or 101")
     parser.add_argument("--n", type=positive, nargs="+", default=[1, 2, 4], help="partitions")
     parser.add_argument("--chunks", type=positive, default=4, help="micro-batches")
-    parser.add_argument("--seeds", type=positive, default=5, help="how many")
+    parser.add_argument(
+        "--seeds", type=positive, default=5, help="number of trainings of each kind"
+    )
     parser.add_argument("--epochs", type=positive, default=12)
     parser.add_argument(
         "--exact-epochs",
@@ -87,11 +89,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def devices_of(kind: str, n: int) -> list[torch.device]:
-    """The devices of a kind, of which n are needed at most.
+    """Devices of a kind, of which the command needs n at most.
 
     Raises:
-        ValueError: there are none.
-        UnavailableError: there can be no virtual ones.
+        ValueError: the machine has no such devices.
+        UnavailableError: virtual accelerators cannot be loaded.
     """
     if kind == "cpu":
         return [torch.device("cpu")]
@@ -107,10 +109,10 @@ def devices_of(kind: str, n: int) -> list[torch.device]:
 
 
 def verify(options: argparse.Namespace, images: Images, layers: nn.Sequential) -> None:
-    """Finds what cannot be trained.
+    """Check the options.
 
     Raises:
-        ValueError: the size of a mini-batch, or the number of partitions.
+        ValueError: the mini-batch is too large or too small, or there are too many partitions.
     """
     rows = count(images.train)
     if options.batch > rows:
@@ -132,12 +134,12 @@ def verify(options: argparse.Namespace, images: Images, layers: nn.Sequential) -
 
 
 def plan(options: argparse.Namespace) -> Course:
-    """The training in single precision that options ask for.
+    """Training in single precision that the options ask for.
 
     Raises:
-        ValueError: it is not possible.
-        ImportError: there is nothing that reads the images.
-        UnavailableError: there can be no virtual accelerators.
+        ValueError: the options are impossible.
+        ImportError: the package that reads the images is missing.
+        UnavailableError: virtual accelerators cannot be loaded.
     """
     size = options.size or (224 if options.images else 32)
     images = folder(options.images, size) if options.images else digits(size)
@@ -147,7 +149,7 @@ def plan(options: argparse.Namespace) -> Course:
     devices = devices_of(options.device, max(options.n))
     rows = [torch.arange(options.batch // options.chunks)]
     ((sample, _),) = batches(images.train, rows, 0)
-    # In virtual time, layers take none.
+    # On virtual accelerators layers take no time.
     timed = torch.device("cpu") if options.device == "virtual" else devices[0]
     balances = {n: balance_by_time(n, layers, sample, timeout=0.1, device=timed) for n in options.n}
     return Course(
@@ -165,7 +167,7 @@ def plan(options: argparse.Namespace) -> Course:
 
 
 def measure(course: Course, seeds: int, exact_epochs: int) -> Iterator[Row]:
-    """A row for each variant without batch normalisation, and for each and each seed with it."""
+    """Train each variant without batch normalisation, and with it for each seed; yield rows."""
     make = course.make
     exact = replace(course, make=lambda: grouped(make()), dtype=torch.float64, epochs=exact_epochs)
     variants = [Variant(), *map(Variant, course.balances)]
@@ -197,7 +199,7 @@ def measure(course: Course, seeds: int, exact_epochs: int) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Trains, and publishes the result."""
+    """Measure and publish."""
     reads = parser()
     options = reads.parse_args(argv)
     torch.set_num_threads(1)

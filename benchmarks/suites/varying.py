@@ -1,13 +1,13 @@
-"""What a barrier costs: steps whose stages take times that vary, over their critical path.
+"""Cost of a barrier: steps of stages with varying times, over their critical path.
 
-Each cell blocks the thread that issues it for a time of its own, on virtual accelerators. The times
-are drawn anew for each seed: constant, uniform within 50 % of the mean, or exponential; a backward
-takes twice as long as a forward on average, a recomputation as long as its forward. Printed is what
-a pass takes over the critical path of its dependency graph, the median and the maximum over seeds.
-A step is a forward and a backward, which starts when the forward has returned.
+Each cell blocks the thread that issues it for a time of its own, on virtual accelerators. Each seed
+draws the times anew: constant, uniform within 50 % of the mean, or exponential. A backward takes
+twice as long as a forward on average, and a recomputation as long as its forward. The tables show
+the time of a pass over the critical path of its dependency graph: the median and the maximum over
+seeds. A step is a forward and a backward, which starts when the forward has returned.
 
-As it is the host that is blocked, a cell is recomputed when its gradient has come, and the critical
-path is that of such a step. The last columns hold the same steps against the path of one that
+Since cells block the host, a cell is recomputed after its gradient has come, and the critical path
+takes that into account. The last column compares the same steps with the path of a step that
 recomputes without waiting for gradients, as devices with streams do.
 """
 
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     options = parser("varying", __doc__)
     options.add_argument("--n", type=at_least(1), nargs="+", default=[4], help="partitions")
     options.add_argument("--m", type=at_least(1), nargs="+", default=[8, 32], help="micro-batches")
@@ -47,20 +47,20 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
     options.add_argument("--mean", type=float, default=40.0, help="of a forward, in milliseconds")
     options.add_argument(
-        "--seeds", type=at_least(1), default=5, help="how many times times are drawn"
+        "--seeds", type=at_least(1), default=5, help="number of draws of the times"
     )
     add_options(options, RIVALS)
     return options.parse_args(argv)
 
 
 def drawn(kind: str, m: int, n: int, seed: int, mean: float) -> tuple[Times, Times]:
-    """Seconds of each forward and backward, the same in every mode."""
+    """Draw seconds of each forward and backward, the same in every mode."""
     numbers = random.Random(f"{kind} {m} {n} {seed}")
     return draw(kind, mean, m, n, numbers), draw(kind, 2 * mean, m, n, numbers)
 
 
 def paths(mode: str, forward: Times, backward: Times) -> dict[str, float]:
-    """The critical path of each pass; ``ahead`` is a step that does not wait to recompute."""
+    """Critical path of each pass; ``ahead`` is a step that recomputes without waiting."""
     m = len(forward)
     stop = recomputed(mode, m)
     again = [[time * (i < stop) for time in row] for i, row in enumerate(forward)]
@@ -70,14 +70,14 @@ def paths(mode: str, forward: Times, backward: Times) -> dict[str, float]:
 
 
 def ratios(best: dict[str, float], forward: float, backward: float) -> dict[str, float]:
-    """What each pass took, over its critical path."""
+    """Time of each pass over its critical path."""
     step = forward + backward
     found = {"forward": forward, "backward": backward, "step": step, "ahead": step}
     return {name: round(found[name] / best[name], 4) for name in PASSES}
 
 
 def measure(running: Sequence[Running], options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each setting: seconds of forward and backward, and the ratios, of each rival."""
+    """Measure each setting: each rival's seconds of forward and backward, and its ratios."""
     settings = list(
         product(options.n, options.kinds, options.m, options.modes, range(options.seeds))
     )
@@ -86,7 +86,7 @@ def measure(running: Sequence[Running], options: argparse.Namespace) -> Iterator
         best = paths(mode, forward, backward)
         row: Row = {"n": n, "m": m, "kind": kind, "mode": mode, "seed": seed, "paths": best}
         row["rivals"] = {}
-        # In turn, so that what disturbs the machine disturbs all of them.
+        # Rivals take turns, so that a disturbance of the machine hits all alike.
         for process in running:
             times = {"forward": forward, "backward": backward}
             process.make("benchmarks.simulate.blocking:Blocks", mode=mode, **times)
@@ -97,7 +97,7 @@ def measure(running: Sequence[Running], options: argparse.Namespace) -> Iterator
 
 
 def summarise(result: Result) -> Summary:
-    """A line for each setting and rival: of each pass the median and the maximum over seeds."""
+    """A line for each setting and rival: median and maximum over seeds of each pass."""
     groups: dict[tuple[str, ...], list[dict[str, float]]] = {}
     for row in result["rows"]:
         for name, found in row["rivals"].items():
@@ -135,7 +135,7 @@ def summarise(result: Result) -> Summary:
 
 
 def overslept(mean: float) -> float:
-    """By how many milliseconds a sleep of so many is too long, in the median."""
+    """Median milliseconds by which a sleep of ``mean`` milliseconds is too long."""
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -145,7 +145,7 @@ def overslept(mean: float) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures and publishes."""
+    """Measure and publish."""
     options = parsed(argv)
     torch.set_num_threads(1)
     result = head("varying", argv, unit="time over the critical path", mean_ms=options.mean)

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/schedule.rst: ``python docs/schedules/draw.py``."""
+"""Draw the pictures of docs/schedule.rst: ``python docs/schedules/draw.py``."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from torchgpipe.schedule import Costs, Schedule, simulate
 
 FOLDER = Path(__file__).parent
 
-#: Four workers, eight micro-batches.
+#: The schedules to draw, with four workers and eight micro-batches.
 NAMES = (
     *("fill_drain", "one_f_one_b", "interleaved", "looped_bfs"),
     *("zero_bubble_h1", "zero_bubble_h2", "interleaved_zero_bubble"),
@@ -17,14 +17,14 @@ NAMES = (
 
 
 def pictures() -> Iterator[tuple[str, Schedule]]:
-    """The name of each picture, and what is on it."""
+    """Yield the name of each picture, and its schedule."""
     for name in NAMES:
         yield name, schedule.named(name, workers=4, chunks=8)
     yield "recompute", schedule.fill_drain(4, 4).recompute(microbatches=range(3))
 
 
 def draw(folder: Path) -> None:
-    """Writes all pictures into a folder, with what a worker's stages take at F = 1 as the unit."""
+    """Write all pictures into a folder; one unit of time is F of all stages of a worker."""
     for name, drawn in pictures():
         part = len(drawn.program) / len(drawn.placement)
         report = simulate(drawn, Costs(F=part, I=part, W=part, R=part))

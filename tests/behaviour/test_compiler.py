@@ -18,7 +18,7 @@ from tests.support.helpers import MODES
 from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe._torch.dynamo import VERSION
-from torchgpipe.ambient.running import running
+from torchgpipe.recompute.phase import phase
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
 # The compiler asks every input for its gradient, whatever it is an input of.
@@ -219,7 +219,7 @@ class Counter(nn.Module):
 def test_is_recomputing(way, monkeypatch):
     """It is asked in every run, also by a layer that was compiled outside of the wrapper."""
     # As in a thread that has not computed under checkpointing yet.
-    monkeypatch.delattr(running, "recomputing", raising=False)
+    monkeypatch.delattr(phase, "recomputing", raising=False)
     options = {"chunks": 4, "checkpoint": "always", "whole": False}
     model = wrapped(blocks(Counter, 2), way, "eager", **options)
     model[0](input_of(3))

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.helpers import MODES, note_of
 from torchgpipe import GPipe, is_recomputing, verify_recomputation
-from torchgpipe.ambient.modes import Modes
+from torchgpipe.ambient.context import Modes
 
 WIDTH = 4
 

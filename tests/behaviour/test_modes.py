@@ -20,7 +20,7 @@ from tests.support.helpers import Plain
 from tests.support.long_runs import eventually
 from tests.unit.ambient.test_context import MODES, DispatchMode, FunctionMode, entered
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.ambient.modes import Modes
+from torchgpipe.ambient.context import Modes
 
 CHECKPOINT = ("never", "except_last", "always")
 WIDTH = 4

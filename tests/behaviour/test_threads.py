@@ -31,7 +31,7 @@ def wrap(request):
 def by_worker(*args, **options):
     """A wrapper on the CPU whose cells its one worker issues: the generator is one, too."""
     model = GPipe(*args, **options)
-    model._workers._way = lambda: "workers"
+    model._stages.workers._way = lambda: "workers"
     return model
 
 

@@ -10,13 +10,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.behaviour.test_failures import WIDTH, Tricky
-from torchgpipe import GPipe, is_checkpointing, is_recomputing
-from torchgpipe.ambient.context import Entered
-from torchgpipe.ambient.modes import Modes, autocast_nesting, current_hooks
-from torchgpipe.ambient.random_numbers import Carried, Restored
-from torchgpipe.ambient.running import running
+from torchgpipe import GPipe
+from torchgpipe.ambient import thread
+from torchgpipe.ambient.context import EnteredModes, Modes, autocast_nesting, current_hooks
+from torchgpipe.ambient.random_numbers import CellNumbers, RestoredNumbers
 from torchgpipe.devices.streams import current_streams, use_stream
-from torchgpipe.recompute.checkpoint import _flag
+from torchgpipe.recompute.phase import checkpointing
 from torchgpipe.skip.tracker import use_skip_tracker
 
 
@@ -31,15 +30,15 @@ WINDOWS = {
     "a skip tracker": (use_skip_tracker, "__exit__"),
     "hooks": (saved_tensors_hooks, "__enter__"),
     "hooks, afterwards": (saved_tensors_hooks, "__exit__"),
-    "a flag": (_flag, "__enter__"),
-    "modes": (Entered, "__enter__"),
-    "modes, afterwards": (Entered, "__exit__"),
+    "a flag": (checkpointing, "__enter__"),
+    "modes": (EnteredModes, "__enter__"),
+    "modes, afterwards": (EnteredModes, "__exit__"),
     "a stream": (use_stream, "__enter__"),
     "a stream, afterwards": (use_stream, "__exit__"),
-    "a micro-batch's numbers": (Carried, "__enter__"),
-    "a micro-batch's numbers, afterwards": (Carried, "__exit__"),
-    "recomputed numbers": (Restored, "__enter__"),
-    "recomputed numbers, afterwards": (Restored, "__exit__"),
+    "a micro-batch's numbers": (CellNumbers, "__enter__"),
+    "a micro-batch's numbers, afterwards": (CellNumbers, "__exit__"),
+    "recomputed numbers": (RestoredNumbers, "__enter__"),
+    "recomputed numbers, afterwards": (RestoredNumbers, "__exit__"),
 }
 
 
@@ -61,9 +60,8 @@ def step(model):
 
 def state(model):
     """What this thread has set."""
-    own = (is_checkpointing(), is_recomputing(), running.depth, running.layer, running.tracker)
     streams = current_streams(model.devices)
-    return (Modes.current(), autocast_nesting(), current_hooks(), own, streams)
+    return (Modes.current(), autocast_nesting(), current_hooks(), thread.saved(), streams)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -71,7 +69,7 @@ def test_interrupted_where_something_was_set(places, window, monkeypatch):
     model = made(places)
     # Backward in this thread, which alone is interrupted.
     with torch.autograd.set_multithreading_enabled(False):
-        model._workers._way = lambda: "caller"
+        model._stages.workers._way = lambda: "caller"
         expected, before = step(model), state(model)
         owner, name = WINDOWS[window]
         original = getattr(owner, name)

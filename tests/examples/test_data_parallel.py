@@ -14,7 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from examples import data_parallel
 from tests.support.fresh import METHOD
 from tests.support.pairs import cases
-from tests.support.size import SOAK
+from tests.support.size import soak
 
 ROOT = Path(__file__).parent.parent.parent
 #: What is enough for the loss to fall to half.
@@ -107,7 +107,7 @@ def test_example_in_two_processes():
     assert "processes: 2" in found[0][1]
 
 
-@pytest.mark.skipif(not SOAK, reason="a soak starts torchrun itself")
+@soak
 def test_example_under_torchrun():
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(

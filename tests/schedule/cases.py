@@ -1,15 +1,20 @@
-"""Schedules and costs that several tests take."""
+"""Schedules and costs for several tests, and how many of them a test tries."""
 
 import random
 from fractions import Fraction
 from functools import partial
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.support.size import some
 from torchgpipe import schedule
 from torchgpipe.schedule import Costs, Op, Overlap, Schedule, greedy, validate
 
-#: All built-in schedules of one, two and more stages per worker.
+#: Decorator of tests with random schedules: the number of examples.
+examples = settings(max_examples=some(100, 20))
+
+#: All built-in schedules, with one, two and more stages per worker.
 BUILT_IN = {
     name: getattr(schedule, name)
     for name in (
@@ -25,20 +30,20 @@ for waves in (1, 2):
 
 
 def share(found, costs=(1, 1, 1)):
-    """The costs of a schedule if those of all stages of a worker are given: F, I, W."""
+    """Return costs whose F, I and W are those of all stages of a worker together."""
     v = Fraction(len(found.placement), len(found.program))
     f, i, w = (x / v for x in costs)
     return Costs(F=f, I=i, W=w, R=f, activation=1 / v)
 
 
 def mixed_overlap(first, second):
-    """Two at once slow each other down, but not as much as if one waited."""
+    """Return a time between that of the longer computation and the sum of both."""
     return max(first, second) + min(first, second) / 2
 
 
 @st.composite
 def schedules(draw):
-    """A valid schedule of any kind, with costs: stages anywhere, R, halves, overlaps."""
+    """Make a valid schedule with costs: any placement, R, halves, overlaps."""
     return random_schedule(random.Random(draw(st.integers(0, 2**32))))
 
 
@@ -92,7 +97,7 @@ def random_costs(rng, stages):
 
 
 def fused(line, whole):
-    """With B instead of I and W in some cells."""
+    """Replace I and W by B in some cells."""
     found = []
     for op in line:
         if (op.stage, op.microbatch) not in whole:
@@ -103,6 +108,6 @@ def fused(line, whole):
 
 
 def tried(found, lines):
-    """The schedule with other instructions, if it is valid."""
+    """Return the schedule with other instructions if that is valid, else unchanged."""
     changed = Schedule(found.placement, found.chunks, lines)
     return found if validate(changed) else changed

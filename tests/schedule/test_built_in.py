@@ -1,4 +1,4 @@
-"""The built-in schedules: valid for all sizes, and as the guide says."""
+"""The built-in schedules are valid for all sizes, and the formulas of the guide are right."""
 
 import re
 from fractions import Fraction
@@ -11,7 +11,7 @@ from tests.support.size import some
 from torchgpipe.schedule import bounds, named, simulate, validate
 
 GUIDE = Path(__file__).parents[2] / "docs/schedule.rst"
-#: Name, "at most" or nothing, bubble, condition, peak.
+#: For each schedule: name, "at most" or nothing, bubble, condition, peak.
 ROWS = re.findall(
     r"^(\w+)\n~+\n\n\.\. image.*\n.*\n\n"
     r"Bubble (at most )?``(.+)``(.*); peak (?:at most )?``(.+)``\.$",
@@ -24,8 +24,8 @@ ALWAYS = [row for row in ROWS if row not in EQUAL]
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_valid_for_all_sizes(name):
-    for workers in some((1, 2, 3, 5), (1, 2, 5)):
-        for chunks in some((1, 2, 3, 4, 5, 7, 10, 13), (1, 3, 4, 10)):
+    for workers in some((1, 2, 3, 5), (1, 2, 4)):
+        for chunks in some((1, 2, 3, 4, 5, 7, 10, 13), (1, 2, 4, 7)):
             schedule = BUILT_IN[name](workers, chunks)
             assert validate(schedule) == []
             assert schedule.chunks == chunks
@@ -33,14 +33,14 @@ def test_valid_for_all_sizes(name):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (2.0, 4), (True, 4), ("4", 4), (4, None)])
-def test_sizes_are_positive_integers(name, sizes):
-    with pytest.raises(ValueError, match=r"must be a positive integer \(.*\); use at least 1"):
-        BUILT_IN[name](*sizes)
+def test_sizes_are_positive_integers(name):
+    for sizes in ((0, 4), (4, 0), (2.0, 4), (True, 4), ("4", 4), (4, None)):
+        with pytest.raises(ValueError, match=r"must be a positive integer \(.*\); use at least 1"):
+            BUILT_IN[name](*sizes)
 
 
 def value(formula, p, m, v, f, i, w):
-    """What a formula of the guide is: letters, numbers, and products without a sign."""
+    """Evaluate a formula of the guide: letters, numbers, and products without a sign."""
     python = re.sub(r"(?<=[\dP)]) ?(?=[A-Z(]|max)", "*", formula)
     names = {"P": p, "M": m, "v": Fraction(v), "F": f, "I": i, "W": w, "B": i + w, "max": max}
     return eval(python, names)
@@ -68,21 +68,21 @@ def draw_names():
 @pytest.mark.parametrize("row", ALWAYS, ids=lambda row: row[0])
 @pytest.mark.parametrize("costs", [(1, 1, 1), (2, 3, 1), (3, 1, 2), (1, 4, 3), (1, 1, 3)])
 def test_formulas_of_the_guide(row, costs):
-    for p in (2, 3, 4, 6):
-        for rounds in (2, 3, 5):
-            check(row, p, rounds * p, costs)
-            if row[0].startswith("interleaved"):
-                check(row, p, rounds * p, costs, stages_per_worker=3)
+    full = [(p, rounds) for p in (2, 3, 4, 6) for rounds in (2, 3, 5)]
+    for p, rounds in some(full, [(2, 2), (3, 3), (4, 2)]):
+        check(row, p, rounds * p, costs)
+        if row[0].startswith("interleaved"):
+            check(row, p, rounds * p, costs, stages_per_worker=3)
 
 
 @pytest.mark.parametrize("row", EQUAL, ids=lambda row: row[0])
 def test_formulas_of_the_guide_at_equal_costs(row):
-    for p in some((2, 3, 4, 5, 6, 7, 8, 11, 12), (2, 3, 4, 5, 8)):
-        for rounds in (2, 3) if p < 9 else (2,):
+    for p in some((2, 3, 4, 5, 6, 7, 8, 11, 12), (2, 3, 4, 5, 6)):
+        for rounds in some((2, 3) if p < 9 else (2,), (2, 3) if p < 4 else (2,)):
             check(row, p, rounds * p, (Fraction(1),) * 3)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("p", some([1, 2, 3, 4, 7], [1, 2, 3, 4]))
 def test_nothing_is_faster_than_zero_bubbles(p):
     for m in (2 * p, 2 * p + 1, 4 * p):
         for name in ("zero_bubble_h1", "zero_bubble_v", "interleaved_zero_bubble"):
@@ -93,9 +93,9 @@ def test_nothing_is_faster_than_zero_bubbles(p):
 
 @pytest.mark.parametrize(("waves", "most"), [(1, 1.5), (2, 7 / 3), (3, 4)])
 def test_waves(waves, most):
-    """As its docstring says."""
-    for p in (2, 3, 4, 5, 7, 8):
-        for m in some((p, 2 * p + 1), (2 * p + 1,)):
+    """The docstring of wave says so, for P up to 8."""
+    for p in some((2, 3, 4, 5, 7, 8), (2, 3, 4)):
+        for m in (p, 2 * p + 1):
             schedule = named("wave", p, m, waves=waves)
             report = simulate(schedule)
             least = 3 * (p - 1)

@@ -1,4 +1,4 @@
-"""List scheduling: priorities are kept, and memory never blocks what has begun."""
+"""List scheduling follows the priority, and a micro-batch that has begun can always end."""
 
 import random
 from fractions import Fraction
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.cases import random_costs
+from tests.schedule.cases import examples, random_costs
 from torchgpipe.schedule import Costs, Op, bounds, greedy, one_f_one_b, simulate, validate
 
 
@@ -16,7 +16,7 @@ def oldest(kinds):
 
 
 def test_backward_first_is_1f1b():
-    """With memory for as many micro-batches as 1F1B keeps."""
+    """The capacity is the number of micro-batches that 1F1B keeps."""
     for p, m in ((1, 3), (2, 5), (4, 9), (5, 5)):
         made = greedy(range(p), m, oldest("BF"), capacity=[p - j for j in range(p)])
         assert made == one_f_one_b(p, m)
@@ -27,8 +27,8 @@ def test_forward_first_is_fill_drain():
     assert made.text == "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2"
 
 
-def test_a_worker_does_not_wait_for_what_is_better():
-    """0B0 comes while 0F1 runs, which had been there when the worker was free."""
+def test_a_worker_does_not_wait_for_a_better_computation():
+    """0B0 arrives while 0F1 runs. When the worker was free, only 0F1 was ready."""
     made = greedy([0, 1], 3, oldest("BF"), costs=Costs(F=[2, 1], I=0.25, W=0.25))
     assert made.text.splitlines()[0] == "0F0 0F1 0B0 0F2 0B1 0B2"
 
@@ -36,7 +36,7 @@ def test_a_worker_does_not_wait_for_what_is_better():
 def test_copies_delay():
     near = greedy([0, 1], 8, oldest("BF"))
     assert near.text.splitlines()[0].startswith("0F0 0F1 0F2 0F3 0B0 ")
-    # To stage 1 alone, so that gradients are as fast as before.
+    # Only outputs to stage 1 take long; gradients are as fast as before.
     far = greedy([0, 1], 8, oldest("BF"), costs=Costs(copy={(0, 1): 100, (1, 0): 0}))
     assert far.text.splitlines()[0].startswith("0F0 0F1 0F2 0F3 0F4 0F5 0F6 0F7 0B0 ")
 
@@ -48,9 +48,10 @@ def test_halves():
     assert made.text == "0F0 0I0 0W0 0F1 0I1 0W1"
 
 
+@examples
 @given(st.integers(0, 2**32), st.booleans())
 def test_any_priority_fits_into_any_memory(seed, split):
-    """In any placement, and with as little memory as one micro-batch needs."""
+    """The placement is random, and the capacity may be just what one micro-batch needs."""
     rng = random.Random(seed)
     workers = rng.randint(1, 4)
     placement = [*range(workers), *rng.choices(range(workers), k=rng.randint(0, 4))]
@@ -60,7 +61,7 @@ def test_any_priority_fits_into_any_memory(seed, split):
     alone = simulate(greedy(placement, 1, oldest("IFW" if split else "BF"), split=split), costs)
     least = alone.peak
     if split:
-        # The order in which one micro-batch needs least: each W at once.
+        # One micro-batch needs the least memory if each W runs at once.
         least = simulate(greedy(placement, 1, oldest("WIF"), split=True), costs).peak
     capacity = [x + rng.choice((0, 0, Fraction(1, 2), 3, 10)) for x in least]
     keys = {}
@@ -79,17 +80,17 @@ def test_any_priority_fits_into_any_memory(seed, split):
 
 
 def test_a_v_in_little_memory():
-    """Without a way to put forwards off, the first worker would be full of first stages."""
+    """If a worker took every forward that fits, the first stage would fill the first worker."""
     placement = (0, 1, 2, 3, 3, 2, 1, 0)
     made = greedy(placement, 20, lambda op: op.kind != "F", split=True, capacity=3)
     assert validate(made, capacity=3) == []
 
 
 def test_too_little_memory():
-    message = r"one micro-batch .*\(worker: 1, capacity: 1, needed: 2\); give it more"
+    message = r"one micro-batch .*\(worker: 1, capacity: 1, needed: 2\); give the worker more"
     with pytest.raises(ValueError, match=message):
         greedy([0, 1, 1], 4, oldest("BF"), capacity=[1, 1])
-    with pytest.raises(ValueError, match="capacity must be a number, or 2 of them"):
+    with pytest.raises(ValueError, match="capacity must be a number, or a list of 2"):
         greedy([0, 1, 1], 4, oldest("BF"), capacity=[1])
     with pytest.raises(ValueError, match="number the workers without gaps"):
         greedy([0, 2], 4, oldest("BF"))
@@ -98,7 +99,7 @@ def test_too_little_memory():
 
 @pytest.mark.parametrize("unit", [1e9 / 3, 1e-10 / 3, 0.1, 1e300])
 def test_the_unit_of_memory_makes_no_difference(unit):
-    """Rounding neither blocks what has begun nor lets more in."""
+    """Rounding neither blocks a begun micro-batch nor lets another one in."""
     costs, capacity = Costs(activation=unit), sum([unit] * 3)
     made = greedy((0, 0, 0), 4, oldest("BF"), costs=costs, capacity=capacity)
     assert made == greedy((0, 0, 0), 4, oldest("BF"), capacity=3)

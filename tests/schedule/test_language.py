@@ -1,16 +1,17 @@
-"""The language: values, text, and what is wrong in it."""
+"""The language: values, text, and errors in the text."""
 
 import dataclasses
 
 import pytest
 from hypothesis import given
 
-from tests.schedule.cases import schedules
+from tests.schedule.cases import examples, schedules
 from torchgpipe.schedule import Op, Overlap, Schedule, parse
 
 LINES = ((Op(0, "F", 0), Op(0, "B", 0)), (Overlap(Op(1, "F", 0), Op(1, "B", 0)),))
 
 
+@examples
 @given(schedules())
 def test_text_and_back(case):
     schedule, _ = case
@@ -57,7 +58,7 @@ def test_values():
     ],
 )
 def test_faults_of_text_are_placed(text, line, column, what):
-    message = rf"^{what} must stand here \(line: {line}, column: {column}, found: .*\); write"
+    message = rf"^{what} must come next \(line: {line}, column: {column}, found: .*\); write"
     with pytest.raises(ValueError, match=message):
         parse(text, [0], 1)
 

@@ -1,16 +1,17 @@
-"""No schedule is below the bounds, and some are at them."""
+"""No schedule is below the bounds, and some schedules reach them."""
 
 import random
 from fractions import Fraction
 from functools import cache
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedule.cases import random_costs, schedules
+from tests.schedule.cases import examples, random_costs, schedules
+from tests.support.size import some
 from torchgpipe.schedule import (
     Costs,
     Op,
@@ -24,6 +25,7 @@ from torchgpipe.schedule import (
 )
 
 
+@examples
 @given(schedules())
 def test_no_schedule_is_below_the_bounds(case):
     schedule, costs = case
@@ -40,14 +42,17 @@ def test_no_schedule_is_below_the_bounds(case):
 
 @cache
 def all_schedules(placement, chunks):
-    """All orders of F and B, and of F, I and W, that are valid."""
+    """Return all valid orders of F and B, and of F, I and W."""
     found = []
     for kinds in ("FB", "FIW"):
         lines = []
         for w in range(max(placement) + 1):
             stages = [j for j, x in enumerate(placement) if x == w]
-            ops = [Op(j, kind, i) for j in stages for kind in kinds for i in range(chunks)]
-            lines.append(permutations(ops))
+            ops = [Op(j, kind, i) for j in stages for i in range(chunks) for kind in kinds]
+            cell = [(a, b) for a, b in pairwise(ops) if a[::2] == b[::2]]
+            # No other order of a cell can be valid, so validate() need not see it.
+            orders = (x for x in permutations(ops) if all(x.index(a) < x.index(b) for a, b in cell))
+            lines.append([*orders])
         tried = (Schedule(placement, chunks, program) for program in product(*lines))
         found += [schedule for schedule in tried if not validate(schedule)]
     return found
@@ -57,7 +62,7 @@ def all_schedules(placement, chunks):
     ("placement", "chunks", "count"),
     [((0,), 2, 26), ((0, 1), 1, 2), ((0, 1, 0), 1, 4), ((0, 0), 1, 4)],
 )
-@settings(max_examples=20)
+@settings(max_examples=some(20, 6))
 @given(seed=st.integers(0, 2**32))
 def test_of_all_schedules_the_fastest_is_not_below(placement, chunks, count, seed):
     assert len(all_schedules(placement, chunks)) == count
@@ -74,13 +79,13 @@ def test_bounds_that_are_reached():
         limit = bounds(h1.placement, m)
         assert (limit.makespan, limit.peak) == (3 * m + p - 1, (1,) * p)
         assert limit.gap(simulate(h1)) == 0
-    # One micro-batch: there is one chain, and weights at its end.
+    # One micro-batch has one chain, with W at its end.
     costs = Costs(F=[3, 1], I=[2, 5], W=[1, 4], copy={(0, 1): 0.5, (1, 0): 0.25})
     one = simulate(one_f_one_b(2, 1).split(), costs)
     assert bounds((0, 1), 1, costs).makespan == one.makespan == 3 + 0.5 + 1 + 5 + 4
     # The last micro-batch leaves stage 0 at 40, and stage 1 has a W of 6 after its F and I.
     assert bounds((0, 1), 4, Costs(F=[10, 1], I=1, W=[0, 6])).makespan == 48
-    # The slowest stage is what all wait for.
+    # All workers wait for the slowest stage.
     slow = Costs(F=[1, 10, 1], I=[1, 10, 1], W=0)
     assert bounds((0, 1, 2), 5, slow).makespan == 1 + 100 + 1
     assert bounds((0, 1, 2), 5, slow).gap(simulate(one_f_one_b(3, 5), slow)) == 0
@@ -93,25 +98,25 @@ def test_overlaps_are_counted_as_far_as_they_can_help():
 
 
 def test_littles_law():
-    """With memory for one micro-batch, one after another goes to the last stage and back."""
+    """With memory for one micro-batch, the next one starts when the previous one is back."""
     p, m = 4, 8
-    trip = 2 * p  # F and I on each worker; W is done on the way.
+    trip = 2 * p  # F and I on each worker; W runs in between.
     tight = bounds(range(p), m, Costs(R=100), capacity=1)
     assert tight.makespan == m * (trip + 1)
     assert bounds(range(p), m, Costs(R=100), capacity=2).makespan == m * (trip + 1) / 2
-    # Recomputing is cheaper than waiting, in part; the mixture of both is cheapest.
+    # Recomputing some cells is cheaper than waiting, and a mixture of both is cheapest.
     mixed = bounds(range(p), m, Costs(R=1), capacity=1).makespan
     assert 3 * m < mixed < tight.makespan
     always = simulate(fill_drain(p, m).recompute())
     assert max(always.peak) == 1
     assert mixed <= always.makespan
-    # Up to the last I, after which the first stage's W has still to come: 4 trips of 4, and 1.
+    # The bound up to the last I: 4 trips of 4. Then the W of stage 0 adds 1.
     late = Costs(W=[1, 0], R=100, pending=0)
     assert bounds((0, 1), 4, late, capacity=1).makespan == 17
     # Stage 0 saves (6 - 2) in 1, stage 2 (2 - 1.5) in 0.5: 4 + x = 8 - 4x for a part x of stage 0.
     two = Costs(W=0, R=[1, 1, Fraction(1, 2)])
     assert bounds((0, 1, 0), 10, two, capacity=[1, 9]).makespan == 10 * Fraction(48, 10)
-    # A checkpoint that is as large as what it saves is of no use.
+    # A checkpoint that is as large as the activation saves nothing.
     same = bounds(range(p), m, Costs(R=1, checkpoint=1), capacity=1)
     assert same.makespan == tight.makespan
 

@@ -1,14 +1,18 @@
-"""What the package exports, how large its heart is, and that its guide is true."""
+"""The exports of the package, its files, and the examples and pictures of its guide."""
 
+import ast
 import re
 import sys
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
+
 from torchgpipe import schedule
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/schedule.rst"
+FILES = sorted(Path(schedule.__file__).parent.glob("*.py"))
 
 
 def test_exports():
@@ -23,11 +27,18 @@ def test_exports():
         assert getattr(schedule, name).__doc__
 
 
-def test_language_dependencies_validator_and_simulator_are_small():
-    rooms = ("program", "language", "costs", "validator", "simulator")
-    folder = Path(schedule.__file__).parent
-    lines = [(folder / f"{room}.py").read_text("utf-8").splitlines() for room in rooms]
-    assert sum(map(len, lines)) < 500
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_are_short_and_plain_python(path):
+    text = path.read_text("utf-8")
+    assert len(text.splitlines()) < 450
+    tree = ast.parse(text)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert [node for node in tree.body if node in nodes] == nodes, "imports are at the top"
+    modules = {getattr(node, "module", None) or node.names[0].name for node in nodes}
+    for module in modules:
+        package = module.partition(".")[0]
+        ours = module.startswith("torchgpipe.schedule.")
+        assert ours or package in sys.stdlib_module_names
 
 
 def test_the_guide_prints_what_it_says(capsys):

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 
-from tests.schedule.cases import BUILT_IN, schedules
+from tests.schedule.cases import BUILT_IN, examples, schedules
 from torchgpipe.schedule import Costs, Schedule, one_f_one_b, parse, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,7 +27,7 @@ worker 0  0F0  0F10 0R0  0B0------ (0F1;0B10)----"""
     )
 
 
-def test_what_never_begins_is_said():
+def test_instructions_that_never_begin_are_named():
     assert (
         str(parse("0F0 0B0 0F1\n1F0 1F1 1B0", [0, 1], 2))
         == """\
@@ -49,7 +49,7 @@ def test_faults_can_be_drawn(text, tmp_path):
 
 
 def bars(path):
-    """Tooltip -> x, y, width, height, color."""
+    """Return tooltip -> x, y, width, height and color of each bar."""
     found = {}
     for rect in ElementTree.parse(path).iter(f"{SVG}rect"):
         title = rect.find(f"{SVG}title")
@@ -89,6 +89,7 @@ def test_svg(tmp_path):
     assert f"{float(report.makespan):g}" in words
 
 
+@examples
 @given(schedules())
 def test_anything_can_be_drawn(tmp_path_factory, case):
     schedule, costs = case

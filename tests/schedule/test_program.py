@@ -1,11 +1,11 @@
-"""What waits for what, and an order for all of it."""
+"""Which computation needs which, and an order that respects it."""
 
 import pytest
 from hypothesis import given
 
-from tests.schedule.cases import schedules
+from tests.schedule.cases import examples, schedules
 from torchgpipe.schedule import Op, parse
-from torchgpipe.schedule.program import needs, operations, operations_of, timetable, walk
+from torchgpipe.schedule.program import needs, operations, operations_of, timetable, together, walk
 
 
 def ops(text):
@@ -31,12 +31,18 @@ def test_needs(op, there, expected):
     assert needs(*ops(op), {*ops(there)}) == ops(expected)
 
 
+def test_together_is_the_inverse_of_operations():
+    for instruction in parse("0F0 (0F1;0B0)", [0], 2).program[0]:
+        assert together(operations(instruction)) == instruction
+
+
 def never(waiting):
     raise AssertionError(waiting)
 
 
+@examples
 @given(schedules())
-def test_walk_is_an_order_of_all(case):
+def test_walk_visits_all_in_order(case):
     schedule, _ = case
     done = set()
     lines = [[] for _ in schedule.program]
@@ -48,7 +54,7 @@ def test_walk_is_an_order_of_all(case):
     assert tuple(map(tuple, lines)) == schedule.program
 
 
-def test_who_is_stuck_is_asked_for_a_way_out():
+def test_walk_asks_whom_to_free_when_all_are_stuck():
     program = parse("0B0 0F0\n1F0 1B0", [0, 1], 1).program
     asked = []
 
@@ -63,7 +69,7 @@ def test_who_is_stuck_is_asked_for_a_way_out():
     assert [*walk(program, lambda waiting: None)] == []
 
 
-def test_what_never_begins_has_no_time():
+def test_computations_that_never_begin_have_no_times():
     program = parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", [0, 1], 2).program
     start, end = timetable(program, lambda x: 1, lambda edge: 0.5)
     assert start == {Op(0, "F", 0): 0, Op(1, "F", 0): 1.5}

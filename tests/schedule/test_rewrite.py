@@ -1,10 +1,10 @@
-"""Rewrites leave the work as it is, and say what they cannot do."""
+"""Rewrites keep a schedule valid, and refuse arguments that do not fit."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.cases import BUILT_IN, schedules
+from tests.schedule.cases import BUILT_IN, examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, one_f_one_b, parse, simulate, validate
 
 
@@ -30,12 +30,12 @@ def test_defer_weights():
     )
     last = "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
     assert rewritten(text, lambda x: x.defer_weights(9), 3) == last
-    # One that is due does not wait for one that is not.
+    # A W that is due does not wait for a W that is not.
     mixed = "0F0 0F1 0F2 0I0 0I1 0W1 0W0 0I2 0W2"
     assert rewritten(mixed, lambda x: x.defer_weights(1), 3) == mixed.replace(
         "0W1 0W0 0I2", "0W0 0I2 0W1"
     )
-    # What is late already stays so.
+    # A W that is late enough keeps its place.
     assert rewritten(last, lambda x: x.defer_weights(1), 3) == last
 
 
@@ -54,6 +54,7 @@ def test_first():
     assert parse(text, [0], 3).first(2).chunks == 2
 
 
+@examples
 @given(schedules())
 def test_halves_and_wholes(case):
     schedule, _ = case
@@ -63,6 +64,7 @@ def test_halves_and_wholes(case):
     assert {op.kind for line in whole.split().program for op in line if len(op) == 3} <= {*"FIWR"}
 
 
+@examples
 @given(schedules(), st.integers(0, 6), st.booleans())
 def test_rewrites_keep_a_schedule_valid(case, k, each):
     schedule, costs = case
@@ -87,7 +89,7 @@ def test_built_in_schedules_can_be_rewritten(name):
 
 
 def test_recomputing_is_gpipe():
-    """The limits of GPipe's checkpoint modes, which run in virtual time in tests/virtual."""
+    """The limits of GPipe's checkpoint modes; tests/virtual runs them in virtual time."""
     for n, m in ((4, 8), (8, 32), (2, 3)):
         for f, i, w, r in ((1, 1, 1, 1), (2, 3, 1, 2)):
             costs, b = Costs(f, i, w, r), i + w
@@ -103,7 +105,7 @@ def test_recomputing_is_gpipe():
             assert {*simulate(always, kept).peak} == {(m - 1) * 0.125 + 1}
 
 
-def test_what_cannot_be_done_is_an_error():
+def test_arguments_that_do_not_fit_are_errors():
     schedule = one_f_one_b(2, 3)
     with pytest.raises(
         ValueError, match=r"split into I and W \(instruction: 0B0\); call split\(\)"
@@ -112,7 +114,7 @@ def test_what_cannot_be_done_is_an_error():
     for k in ([1], [1, 2, 3], -1, [0, -1], 1.5, "12", None):
         with pytest.raises(ValueError, match=r"k must be .*workers: 2\)"):
             schedule.split().defer_weights(k)
-    with pytest.raises(ValueError, match=r"stages must be .*\[0, 2\], there are: \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"stages must be .*\[0, 2\], in the schedule: \[0, 1\]"):
         schedule.recompute(stages=[2, 0])
     with pytest.raises(ValueError, match=r"microbatches must be"):
         schedule.recompute(microbatches=range(4))

@@ -1,4 +1,4 @@
-"""Names, and the best of all."""
+"""Built-in schedules by name, and the ranking of all."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_names_take_parameters():
 
 def test_unknown_names():
     with pytest.raises(
-        ValueError, match=r"known name \(name: '2f2b'\); use one of gpipe, .* wave$"
+        ValueError, match=r"of a built-in schedule \(name: '2f2b'\); use one of gpipe, .* wave$"
     ):
         named("2f2b", 2, 4)
 
@@ -71,7 +71,7 @@ def test_only_what_fits():
     assert all(eval(x.name, vars(schedule)) == x.schedule for x in found)
     assert not {x.name for x in found} & {x.removesuffix(".recompute()") for x in again}
     costs = Costs(checkpoint=1)
-    message = r"must fit .*\(capacity: 0.5, the least that one needs: [\d.]+\); use more workers"
+    message = r"must be enough .*\(capacity: 0.5, smallest peak: [\d.]+\); use more workers"
     with pytest.raises(ValueError, match=message):
         best(2, 4, costs, capacity=0.5)
 
@@ -88,7 +88,7 @@ def test_stages_per_worker():
 
 
 def test_costs_of_a_share_are_divided():
-    """The same model, whatever it is cut into."""
+    """The costs stay those of one model, however many stages it is cut into."""
     costs = Costs(
         F=[4, 8], I=2, W=[2, 4], R=[6, 2], copy=3, activation=[8, 4], pending=1, checkpoint=[2, 4]
     )
@@ -106,14 +106,14 @@ def test_costs_of_a_share_are_divided():
     for candidate in found:
         assert candidate.costs == (costs if len(candidate.schedule.placement) == 2 else halves)
     assert {len(x.schedule.placement) for x in found} == {2, 4}
-    with pytest.raises(ValueError, match=r"edges of their own .*stages per worker: 2"):
+    with pytest.raises(ValueError, match=r"makes new edges .*stages per worker: 2"):
         best(2, 4, Costs(copy={(0, 1): 1, (1, 0): 1}))
     found = best(2, 4, Costs(copy={(0, 1): 1, (1, 0): 1}), stages_per_worker=[1])
     assert all(validate(x.schedule) == [] for x in found)
 
 
 def test_costs_may_depend_on_the_number_of_stages():
-    """Stage 0 has no useful I, of however many stages it is one."""
+    """Stage 0 has no useful I, however many stages there are."""
 
     def costs(v):
         rest = [1 / v] * (4 * v - 1)

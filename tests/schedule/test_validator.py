@@ -1,4 +1,4 @@
-"""Every fault is found, at once, and no other."""
+"""The validator finds all faults at once, and nothing else."""
 
 import random
 from fractions import Fraction
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.cases import random_schedule, schedules
+from tests.schedule.cases import examples, random_schedule, schedules
 from torchgpipe.schedule import Costs, Overlap, Schedule, dualpipe_v, one_f_one_b, parse, validate
 from torchgpipe.schedule.program import needs, operations, operations_of
 
@@ -34,19 +34,19 @@ def test_missing():
 def test_out_of_range_and_on_another_worker():
     assert faults("0F0 0F1 1F2 0B0 0B1\n1F0 2F0 1F1 1B0 0B2 1B1") == [
         "wrong worker: 1F2 (worker 0, instruction 3); its stage is on worker 1",
-        "out of range: 1F2 (worker 0, instruction 3); micro-batches are from 0 to 1",
-        "out of range: 2F0 (worker 1, instruction 2); stages are from 0 to 1",
+        "out of range: 1F2 (worker 0, instruction 3); micro-batches are 0 to 1",
+        "out of range: 2F0 (worker 1, instruction 2); stages are 0 to 1",
         "wrong worker: 0B2 (worker 1, instruction 5); its stage is on worker 0",
-        "out of range: 0B2 (worker 1, instruction 5); micro-batches are from 0 to 1",
+        "out of range: 0B2 (worker 1, instruction 5); micro-batches are 0 to 1",
     ]
 
 
 def test_duplicates():
     assert faults("0F0 0F1 0B0 (0F0;0B1)\n1F0 1B0 1W0 1F1 1I1 1W1 1B1") == [
         "duplicate: 0F0 (worker 0, instruction 4); leave all but one out",
-        "duplicate: 1W0, which is a part of 1B0; leave one of both out",
-        "duplicate: 1I1, which is a part of 1B1; leave one of both out",
-        "duplicate: 1W1, which is a part of 1B1; leave one of both out",
+        "duplicate: 1W0, which is a part of 1B0; leave out one of the two",
+        "duplicate: 1I1, which is a part of 1B1; leave out one of the two",
+        "duplicate: 1W1, which is a part of 1B1; leave out one of the two",
     ]
 
 
@@ -57,7 +57,7 @@ def test_a_deadlock_is_named_in_full():
     ]
 
 
-def test_who_only_waits_for_a_deadlock_is_no_part_of_it():
+def test_a_worker_that_only_waits_for_a_deadlock_is_no_part_of_it():
     assert faults("0F0 0B0\n1F0 1B0\n2B0 2F0", (0, 1, 2), 1) == [
         "deadlock: 2B0 (worker 2) needs 2F0 behind 2B0 (worker 2)"
     ]
@@ -72,7 +72,7 @@ def test_all_deadlocks_are_found():
 
 
 @pytest.mark.parametrize("pair", ["0F0;0B0", "0I0;0W0", "0R0;0B0"])
-def test_what_overlaps_cannot_need_each_other(pair):
+def test_computations_of_an_overlap_cannot_need_each_other(pair):
     text = "0F0 0R0 0I0 0W0".replace(pair.split(";")[0], f"({pair})")
     (deadlock,) = [x for x in faults(text, (0,), 1) if "deadlock" in x]
     assert deadlock.startswith(f"deadlock: ({pair}) (worker 0) needs {pair[:3]} (worker 0)")
@@ -95,7 +95,7 @@ def test_memory():
     assert faults(text, capacity=(2, 1), costs=costs) == [
         "memory: worker 1 holds 2.5 of 1 at 1F0 (instruction 1), and 2.5 at most"
     ]
-    with pytest.raises(ValueError, match=r"capacity must be a number, or 2 of them"):
+    with pytest.raises(ValueError, match=r"capacity must be a number, or a list of 2"):
         faults(text, capacity=[1])
 
 
@@ -115,7 +115,7 @@ def test_all_kinds_at_once():
 
 
 def can_run(schedule):
-    """The same question, answered by trying: whatever can begin does, until nothing can."""
+    """Run the program: start whatever can start, until nothing can."""
     ops = [*operations_of(schedule.program)]
     lines, done = [[*line] for line in schedule.program], set()
     while True:
@@ -130,6 +130,7 @@ def can_run(schedule):
             done |= {*operations(line.pop(0))}
 
 
+@examples
 @given(st.integers(0, 2**32))
 def test_an_order_of_any_kind_is_valid_if_and_only_if_it_can_run(seed):
     rng = random.Random(seed)
@@ -147,6 +148,7 @@ def test_an_order_of_any_kind_is_valid_if_and_only_if_it_can_run(seed):
     assert all(x.startswith("deadlock: ") for x in found)
 
 
+@examples
 @given(schedules(), st.randoms(use_true_random=False))
 def test_one_instruction_less_is_one_or_two_faults(case, rng):
     schedule, _ = case
@@ -160,7 +162,7 @@ def test_one_instruction_less_is_one_or_two_faults(case, rng):
 
 
 def test_links_of_a_cycle_are_true():
-    """Each link: an instruction, what it needs, and what that is behind of."""
+    """A link names an instruction, a computation it needs, and the instruction before that one."""
     count = 0
     for seed in range(40):
         rng = random.Random(seed)

@@ -1,16 +1,12 @@
 """What several tests are made of."""
 
 import sys
-from contextlib import nullcontext
 
 import torch
 from torch import nn
 
-from torchgpipe.devices.streams import Streams
 from torchgpipe.engine.pipeline import Pipeline
-from torchgpipe.engine.workers import Workers
-from torchgpipe.partition.split import groups
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.engine.stages import Stages
 from torchgpipe.values.microbatch import gather, scatter
 
 #: The checkpoint modes.
@@ -42,17 +38,9 @@ class Plain(nn.Module):
 def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, workers=None):
     """Runs a pipeline without a wrapper around it."""
     batches = scatter(input, chunks)
-    Pipeline(
-        partitions,
-        devices,
-        batches,
-        checkpoint_stop=checkpointed,
-        groups=groups(partitions),
-        locks=[nullcontext()] * len(partitions),
-        skip_layout=inspect_skip_layout(partitions),
-        streams=Streams(),
-        workers=workers or Workers(devices),
-    ).run()
+    stages = Stages(partitions, devices)
+    stages.workers = workers or stages.workers
+    Pipeline(stages, batches, checkpointed).run()
     return gather(batches)
 
 

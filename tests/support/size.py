@@ -4,8 +4,13 @@ import os
 from collections import defaultdict
 from itertools import product
 
+import pytest
+
 #: Whether to try all combinations, many seeds and long runs, as `make soak` does.
 SOAK = os.environ.get("TORCHGPIPE_SOAK") == "1"
+
+#: A test that takes long and shows little more than a shorter one.
+soak = pytest.mark.skipif(not SOAK, reason="long; TORCHGPIPE_SOAK=1 runs it")
 
 
 def some(full, few):

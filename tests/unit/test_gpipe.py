@@ -509,10 +509,10 @@ def test_copies(duplicate, stepped, model, input):
 def test_copies_have_workers_and_streams_of_their_own(duplicate):
     model = GPipe(layers(1, 1), [1], devices=["cpu"])
     model._workers = Workers(CPUS)
-    model._workers.run([Task(k, device, list) for k, device in enumerate(CPUS)], Context())
+    model._stages.workers.run([Task(k, device, list) for k, device in enumerate(CPUS)], Context())
     twin = duplicate(model)
     assert twin._workers is not model._workers
-    assert twin._streams is not model._streams
+    assert twin._stages.pool is not model._stages.pool
 
 
 def test_nothing_holds_a_wrapper():

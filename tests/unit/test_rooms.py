@@ -9,6 +9,7 @@ import pytest
 
 import torchgpipe
 from tests.support import fresh
+from torchgpipe._torch.names import ATTRIBUTES, NAMES
 
 PACKAGE = Path(torchgpipe.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -54,6 +55,21 @@ def imports(node):
 
 
 TREES = {name_of(file): ast.parse(file.read_text()) for file in FILES}
+
+
+def defined(tree):
+    """The private names that a module defines: functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = getattr(node.value, "id", "")
+            yield from [node.attr] if owner in ("self", "batch", "cls") else []
+
+
+DEFINED = {x for tree in TREES.values() for x in defined(tree)}
 
 
 def ours(name):
@@ -156,16 +172,56 @@ def test_all_names_exist(name):
 
 
 def test_names_that_other_code_reaches_for():
+    """Public projects that use torchgpipe 0.0.7 import these."""
     names = """
         balance.balance_by_size balance.balance_by_time balance.blockpartition.solve
-        balance.profile.layerwise_sandbox batchnorm.DeferredBatchNorm checkpoint.checkpoint
-        copy.Copy copy.Wait dependency.fork dependency.join gpipe.verify_module
-        microbatch.Batch microbatch.check microbatch.gather
-        microbatch.scatter phony.get_phony pipeline.clock_cycles stream.current_stream
-        stream.get_device stream.new_stream stream.record_stream stream.use_device
-        stream.use_stream stream.wait_stream skip.Namespace skip.layout.inspect_skip_layout skip.pop
-        skip.skippable skip.stash skip.tracker.current_skip_tracker skip.verify_skippables
+        balance.profile.layerwise_sandbox batchnorm.DeferredBatchNorm gpipe.verify_module
+        skip.Namespace skip.pop skip.skippable skip.stash skip.verify_skippables
     """
     for name in names.split():
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(f"torchgpipe.{module}"), attribute)
+
+
+#: Attributes of objects that are not PyTorch's: of ctypes, sys, and classes of this package.
+OWN = {"_replace", "_getframe", "_asdict"}
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_private_names_of_pytorch_are_in_their_room(name):
+    if room(name) == "_torch":
+        return
+    assert not [x for x in imports(TREES[name]) if x.startswith("torch.") and "._" in x]
+    found = {
+        node.attr
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_")
+    }
+    dunder = {x for x in found if x.startswith("__")}
+    assert found - dunder - DEFINED - OWN <= set(ATTRIBUTES)
+
+
+def test_every_private_name_is_used():
+    used = {
+        node.attr
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "_torch"
+    }
+    assert set(NAMES) == used - {"names"}
+    attributes = {
+        word for tree in TREES.values() for node in ast.walk(tree) for word in names_in(node)
+    }
+    assert set(ATTRIBUTES) <= attributes
+
+
+def names_in(node):
+    """The names that a syntax node defines, or asks an object for."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value

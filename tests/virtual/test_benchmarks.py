@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.suites import one_gpu
+from benchmarks.models.experiments import Experiment, unet
+from benchmarks.suites import one_gpu, speed
 from benchmarks.suites.overhead import main
 from benchmarks.suites.tables import virtual_speed
 
@@ -30,7 +31,9 @@ def test_one_gpu(tmp_path):
     assert "**virtual**" in path.with_suffix(".md").read_text("utf-8")
 
 
-def test_speed(tmp_path):
+def test_speed(tmp_path, monkeypatch):
+    small = Experiment("pipeline-2", unet(1, 16), 96, 64, 2, 8, published=35.502)
+    monkeypatch.setattr(speed, "SPEED", {"unet": [small]})
     path = tmp_path / "speed.json"
     few = ["--experiments", "unet/pipeline-2", "--modes", "paper", "--rounds", "2"]
     command.main(["speed", "--device", "virtual", *few, "--rivals", "ours", "--output", str(path)])

@@ -23,7 +23,7 @@ from tests.virtual.stages import (
     own_streams,
     wrap,
 )
-from torchgpipe.devices.streams import Streams
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
 
 #: One micro-batch, fewer than there are partitions, as many, and more; `make soak` takes all.
@@ -124,7 +124,7 @@ def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
     """The next one gets ahead of it by as many micro-batches as there are copy streams."""
     stages = [Stage(), Stage(), Stage()]
     stages[j] = Lagging()
-    with patch.object(Streams, "COPIES", 4):
+    with patch.object(StreamPool, "COPIES", 4):
         model = wrap(stages, devices[:3], 16, mode)
         found = makespans(model, rows=1, requires_grad=requires_grad)
     assert found == [limit(mode, 3, 16)] * 2
@@ -133,7 +133,7 @@ def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_few_copy_streams_do(devices, mode, requires_grad):
-    with patch.object(Streams, "COPIES", 4):
+    with patch.object(StreamPool, "COPIES", 4):
         model = wrap([Stage() for _ in range(4)], devices[:4], 32, mode)
         for seed in SEEDS[::2]:
             found = makespans(model, seed=seed, rows=1, requires_grad=requires_grad)

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.support.helpers import MODES, assert_no_races
 from tests.virtual.stages import SEEDS, own_streams
 from torchgpipe import GPipe
-from torchgpipe.devices.streams import Streams
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import observe
 
@@ -101,7 +101,7 @@ def test_what_has_left_a_device_is_not_kept_there(devices, mode):
     output = model(x)
     peak = (torch.accelerator.max_memory_allocated(devices[0]) - before) / ACTIVATION
     # A device is ahead of the next one by so many micro-batches at most, and one is a clone.
-    assert peak <= Streams.COPIES - 1 + 3
+    assert peak <= StreamPool.COPIES - 1 + 3
     assert output.requires_grad
 
 
@@ -198,7 +198,7 @@ def test_a_skip_is_kept_no_longer_than_it_is_on_its_way(devices):
     ]
     # It leaves the first device when the last one takes it, and one is a clone. A device is ahead
     # of another one by one micro-batch less than it has copy streams for them, at most.
-    ahead = Streams.COPIES - 1
+    ahead = StreamPool.COPIES - 1
     assert first <= 32 * (ahead + 2) + ahead + 3
     assert all(peak <= ahead + 3 for peak in between)
     assert last <= 32 * 2 + 2 * m + 3

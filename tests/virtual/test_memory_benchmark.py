@@ -1,6 +1,7 @@
 """The memory of a training step is measured, on virtual accelerators."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from benchmarks.report.markdown import markdown
 from benchmarks.rivals.library import Library
 from benchmarks.rivals.processes import UnavailableError
 from benchmarks.rivals.training import Training
-from benchmarks.suites.memory import cut, main, measure, settings, summarise
+from benchmarks.suites.memory import GRID, cut, main, measure, settings, summarise
 from benchmarks.suites.memory import parser as options
 from torchgpipe import GPipe
 
@@ -89,6 +90,8 @@ def test_main(tmp_path, capsys, monkeypatch):
         Experiment("pipeline-2", unet(1, 64), 192, 32, 2, 32),
     ]
     monkeypatch.setitem(MEMORY, "unet", experiments)
+    small = {**GRID["gpt"].model, "vocabulary": 64, "layers": 6, "width": 16, "heads": 2}
+    monkeypatch.setitem(GRID, "gpt", replace(GRID["gpt"], model=small, batch=8))
     path = tmp_path / "memory.json"
     tiny = ["--experiments", "unet", "--scale", "16", "64", "2", "--grid", "gpt"]
     tiny += ["--n", "2", "--m", "4", "--modes", "always"]

@@ -6,8 +6,8 @@ import inspect
 import pytest
 from torch import nn
 
-from tests import test_changes
-from tests.helpers import CPUS
+from tests.behaviour import test_changes
+from tests.support.helpers import CPUS
 from tests.virtual.mutants import DROP, guards, mutated
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
@@ -127,7 +127,7 @@ TESTS = {
         {"place": [0, 1, 2]},
     ),
     "last use": (
-        "skip.test_pipeline",
+        "behaviour.test_skips",
         "test_alive_until_its_last_use",
         {"devices": CPUS[:2], "balance": [1, 4], "grad": False},
     ),
@@ -146,90 +146,123 @@ TESTS = {
         "test_each_type_of_device_has_numbers_of_its_own",
         {"place": ["cpu", 2, 1, "cpu"], "chunks": 3},
     ),
-    "other numbers": ("test_random_numbers", "test_all_numbers_differ", {"balance": [1, 1]}),
+    "other numbers": (
+        "behaviour.test_random_numbers",
+        "test_all_numbers_differ",
+        {"balance": [1, 1]},
+    ),
     "a later micro-batch": (
-        "test_random_numbers",
+        "behaviour.test_random_numbers",
         "test_generator_goes_on_when_only_a_later_micro_batch_draws",
         {"balance": [1, 1]},
     ),
-    "one step at a time": ("test_rng", "test_one_step_at_a_time", {"timeout": 0.2}),
-    "a step within a cell": ("test_rng", "test_step_within_a_cell_does_not_wait", {"timeout": 0.2}),
+    "one step at a time": (
+        "unit.ambient.test_random_numbers",
+        "test_one_step_at_a_time",
+        {"timeout": 0.2},
+    ),
+    "a step within a cell": (
+        "unit.ambient.test_random_numbers",
+        "test_step_within_a_cell_does_not_wait",
+        {"timeout": 0.2},
+    ),
     "a recomputation within a cell": (
-        "test_rng",
+        "unit.ambient.test_random_numbers",
         "test_recomputation_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a step that does not begin": (
-        "test_rng",
+        "unit.ambient.test_random_numbers",
         "test_step_that_does_not_begin_has_nobody_wait",
         {"timeout": 0.2},
     ),
-    "frozen partitions": ("test_pipeline", "test_frozen_partition_is_not_recomputed", {}),
+    "frozen partitions": (
+        "unit.engine.test_pipeline",
+        "test_frozen_partition_is_not_recomputed",
+        {},
+    ),
     "weights changed": (
-        "test_pipeline",
+        "unit.engine.test_pipeline",
         "test_frozen_tensor_changed_before_backward_is_an_error",
         {"name": "0.weight", "checkpointed": 3},
     ),
     "hooks changed": (
-        "test_changes",
+        "behaviour.test_changes",
         "test_changed_between_forward_and_backward",
         {"change": test_changes.hook_removed},
     ),
     "parameters passed on": (
-        "test_pipeline",
+        "unit.engine.test_pipeline",
         "test_parameter_that_is_passed_on_is_not_changed",
         {"view": False},
     ),
     "buffer changed": (
-        "test_changes",
+        "behaviour.test_changes",
         "test_buffer_that_the_layer_changes_after_its_use_is_an_error",
         {"mode": "always"},
     ),
     "nothing to do": (
-        "test_recomputation",
+        "behaviour.test_recomputation",
         "test_empty_tensors_keep_nothing_alive",
         {"end": "forward"},
     ),
     "always called": (
-        "test_recomputation",
+        "behaviour.test_recomputation",
         "test_hooks_that_are_always_called_are_called_in_a_second_run_too",
         {"mode": "always"},
     ),
     "what goes whole": (
-        "test_in_place",
+        "behaviour.test_in_place",
         "test_what_every_micro_batch_gets_is_not_to_be_changed",
         {"j": 0},
     ),
+    "never blocks": (
+        "unit.engine.test_workers",
+        "test_caller_runs_all_of_what_never_blocks",
+        {},
+    ),
     "recomputation of a step": (
-        "test_rng",
+        "unit.ambient.test_random_numbers",
         "test_recomputation_of_a_step_within_a_cell_holds_its_locks",
         {"timeout": 0.2},
     ),
-    "hooks": ("test_modes", "test_hooks_see_what_they_see_in_the_plain_model", {}),
-    "hooks of what is kept": ("test_modes", "test_hooks_see_what_checkpointing_keeps", {}),
-    "modes": ("test_modes", "test_layers_see_what_the_caller_has_set", {"name": "device"}),
+    "hooks": ("behaviour.test_modes", "test_hooks_see_what_they_see_in_the_plain_model", {}),
+    "hooks of what is kept": (
+        "behaviour.test_modes",
+        "test_hooks_see_what_checkpointing_keeps",
+        {},
+    ),
+    "modes": (
+        "behaviour.test_modes",
+        "test_layers_see_what_the_caller_has_set",
+        {"name": "device"},
+    ),
     "modes of backward": (
-        "test_modes",
+        "behaviour.test_modes",
         "test_second_run_sees_no_mode_of_backward",
         {"backward": "dispatch modes", "places": ["cpu"] * 2},
     ),
     "threads of an operator": (
-        "test_modes",
+        "behaviour.test_modes",
         "test_second_run_sees_no_mode_of_backward",
         {"backward": "three threads", "places": ["cpu"] * 2},
     ),
     "what a backward leaves": (
-        "test_failures",
+        "behaviour.test_failures",
         "test_all_tensors_are_released_once_the_exception_is_dropped",
         {"kind": "backward", "k": 1, "places": ["cpu"] * 3},
     ),
-    "at a time": ("test_threads", "test_nothing_runs_beside_a_recomputation_of_its_layers", {}),
+    "at a time": (
+        "behaviour.test_threads",
+        "test_nothing_runs_beside_a_recomputation_of_its_layers",
+        {},
+    ),
     "interrupted": (
-        "test_unwinding",
+        "behaviour.test_unwinding",
         "test_interrupted_where_something_was_set",
         {"window": "a skip tracker", "places": ["cpu"] * 2},
     ),
-    "let go": ("test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
+    "let go": ("unit.recompute.test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
 #: Guards: what is changed in the line below the marker `# guard: name` in the package's source,
@@ -245,10 +278,10 @@ MUTANTS = {
     "target's lane": (("other=ctx.prev_stream", "other=ctx.next_stream"), "limit"),
     "one clone": (("id(tensor) not in left", "True"), "skip leaving"),
     "hand-over in leaving": (DROP, "limit"),
-    "lane of Copy": (("lane", "self.stream"), "skip"),
+    "lane of Copy": (("method.owner(lane, self.stream)", "self.stream"), "skip"),
     "lane of arriving Wait": (("batch =", "with use_stream(lane): batch ="), "shifted"),
     "lane of leaving Wait": (("batch =", "with use_stream(lane): batch ="), "same memory"),
-    "lane of what leaves": (("lane", "self.stream"), "limit"),
+    "lane of what leaves": (("owner(lane, self.stream)", "self.stream"), "limit"),
     "a lane for skips": (
         ("streams.values if part is VALUE else streams.skips", "streams.values"),
         "skip",
@@ -270,12 +303,12 @@ MUTANTS = {
     "lanes in turns": (("i % len(copies)", "0"), "limit"),
     "lanes beside computing": (("copies[i % len(copies)]", "self.compute[k]"), "limit"),
     "stream of recomputation": (("use_stream(self.stream), ", ""), "limit"),
-    "random numbers": (("rng.restored(), ", ""), "dropout"),
+    "random numbers": (("numbers.restored(), ", ""), "dropout"),
     "join [1]": ((", phonies", ""), "detour"),
     "join [1] before the layers": (("batch.requires_grad", "False"), "detour"),
     "join [1']": (DROP, "slow host"),
     "fork [2]": (DROP, "slow host"),
-    "lead [3]": (("*[(i - lead, k) for k in self.routes.held_by[j]]", ""), "slow host"),
+    "lead [3]": (("*[(i - lead, k) for k in self.step.lanes.held_by[j]]", ""), "slow host"),
     "lead in forward": (DROP, "few streams"),
     "gradient of a fork": (("expand_as", "view_as"), "gradients of a skip"),
     "no leaves": (
@@ -293,18 +326,18 @@ MUTANTS = {
         "the CPU and one shared",
     ),
     "backward after the caller": (DROP, "gradients between"),
-    "backward before the caller": (("ctx.routes.end_backward", "lambda: None"), "frozen weights"),
+    "backward before the caller": (("ctx.end", "lambda: None"), "frozen weights"),
     "recording gradients": (("parameter.grad is not None", "False"), "freed gradients"),
     "recording moments": (DROP, "statistics"),
     "back to the caller": (("VALUE in self.targets[-1]", "False"), "freed outputs"),
     "own streams": (("0 if partitions == 1 else partitions", "0"), "shared limit"),
     "groups": (("groups(self.partitions)", "list(range(len(self.partitions)))"), "shared layers"),
-    "letting go of a skip": (DROP, "last use"),
+    "letting go of a skip": (("pop(skip, None)", "get(skip)"), "last use"),
     "letting go of the input": (DROP, "last use"),
     "letting go of what is watched": (("counter_of(x)", "x"), "skip and value"),
     "letting go of slots": (("slots, self.slots = self.slots, []", "slots = self.slots"), "peak"),
     "letting go of what was kept": (
-        ("(kept, rng), self.kept = self.kept, None", "kept, rng = self.kept"),
+        ("(stored, numbers), self.stored = self.stored, None", "stored, numbers = self.stored"),
         "let go",
     ),
     "numbers go on": (DROP, "same numbers"),
@@ -323,9 +356,9 @@ MUTANTS = {
         ("self._state(device, self._m) if drawn else found", "found"),
         "a later micro-batch",
     ),
-    "locks of a step": (("_locks_of(self._devices)", "[]"), "one step at a time"),
+    "locks of a step": (("locks_of(self._devices)", "[]"), "one step at a time"),
     "no locks within a cell": (
-        ("[] if running.depth else ", ""),
+        ("[] if nesting.depth else ", ""),
         "a step within a cell",
         "a recomputation within a cell",
     ),
@@ -337,6 +370,7 @@ MUTANTS = {
         ("*self.exchanged, ", ""),
         "recomputation of a step",
     ),
+    "workers only for what blocks": (("not self.seen_to_block", "False"), "never blocks"),
     "modes that only the caller computes in": (("context.alone or ", ""), "hooks"),
     "modes of a second run": (DROP, "modes"),
     "modes of backward": (DROP, "modes of backward"),
@@ -347,14 +381,14 @@ MUTANTS = {
     "threads of an operator": (DROP, "threads of an operator"),
     "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
     "what a backward leaves": (DROP, "what a backward leaves"),
-    "a partition at a time": (("self.lock, ", ""), "at a time"),
+    "a partition at a time": (("self.step.stages.locks[self.j], ", ""), "at a time"),
     "what is interrupted": (("Snapshot(self.devices), ", ""), "interrupted"),
     "hooks of the forward": (("now.hooks != found.hooks", "False"), "hooks changed"),
     "leaves": (
         ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),
         "parameters passed on",
     ),
-    "to the end after a change": ((" or any(x.changed for x in lasting)", ""), "buffer changed"),
+    "to the end after a change": ((" or changed", ""), "buffer changed"),
     "to the end for hooks": (("self.whole or ", ""), "always called"),
     "kept without its graph": (
         (" if isinstance(tensor, nn.Parameter) else tensor.detach()", ""),
@@ -362,7 +396,7 @@ MUTANTS = {
     ),
     "versions of what goes whole": (("kind is None", "False"), "what goes whole"),
     "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
-    "no Recompute for nothing": (("self.kept is None or ", ""), "frozen partitions"),
+    "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
     "versions of what is kept": (("tensor._version != slot.version", "False"), "weights changed"),
 }
 

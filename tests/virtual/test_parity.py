@@ -25,7 +25,7 @@ from tests.virtual.random_models import Pipeline
 from tests.virtual.stages import SEEDS, own_streams
 from tests.virtual.training import WAYS, verify
 from torchgpipe import GPipe
-from torchgpipe.devices.streams import Streams
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
 
 
@@ -242,7 +242,7 @@ def test_partitions_that_share_layers(devices, place, mode):
 )
 def test_the_cpu_among_them(devices, place, monkeypatch):
     """What comes from there is used on other streams than it came on, which soon bring more."""
-    monkeypatch.setattr(Streams, "COPIES", 2)
+    monkeypatch.setattr(StreamPool, "COPIES", 2)
     for k, mode in enumerate(MODES):
         model = wrap(
             [layers("linear") for _ in place],
@@ -377,7 +377,7 @@ NOT_ALLOWED = "in.?place|refers to a single memory location"
 @pytest.mark.parametrize("seed", range(some(30 * len(SEEDS), 20)))
 def test_random_models(devices, seed, monkeypatch):
     pipeline = Pipeline(seed)
-    monkeypatch.setattr(Streams, "COPIES", pipeline.copies)
+    monkeypatch.setattr(StreamPool, "COPIES", pipeline.copies)
     try:
         verify(pipeline.model(devices), pipeline.value(), seed=seed, **pipeline.options)
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from tests.support.helpers import assert_no_races
 from tests.virtual.models import WIDTH, First, first, tensors
 from tests.virtual.stages import own_streams
-from torchgpipe.ambient.random_numbers import Draws
+from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.devices.streams import accelerators
 from torchgpipe.engine.pipeline import clock_cycles
@@ -54,7 +54,7 @@ class Reference(nn.Module):
     def forward(self, value):
         batches = [own(batch) for batch in scatter(value, self.chunks)]
         trackers = [Tracker() for _ in batches]
-        draws = Draws(self.devices, len(batches))
+        draws = StepNumbers(self.devices, len(batches))
         with draws, self.norms_of_the_whole() if self.deferred and self.training else nullcontext():
             for cycle in clock_cycles(len(batches), len(self.partitions)):
                 for i, j in cycle:

@@ -1,3 +1,23 @@
-"""Every private name of PyTorch that the package uses, in one place."""
+"""Every private name of PyTorch that the package uses, in one place.
+
+``_torch.get_stream(0)`` is ``torch._C._accelerator_getStream(0)``. A name is looked up when it is
+used for the first time, and not at import: PyTorch may drop or rename any of them, and then only
+what needs it is lost. :mod:`torchgpipe._torch.names` is the table, and
+:mod:`torchgpipe._torch.dynamo` what PyTorch's compiler is told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchgpipe._torch.names import NAMES, look_up
 
 __all__: list[str] = []
+
+
+def __getattr__(name: str) -> Any:
+    """Looks a name of the table up, and keeps what was found as an attribute of this module."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = look_up(name)
+    return found

@@ -1,38 +1,46 @@
-"""What PyTorch's compiler must leave alone, and what it must do in the same way twice.
+"""The bounds of PyTorch's compiler: it may compile layers, and nothing of the wrapper.
 
-Layers may be compiled, the wrapper is not: it runs threads, and autograd functions with a purpose
-of their own. The compiler is not imported here: it asks the code of each function that it meets.
+The wrapper runs threads, and autograd functions with a purpose of their own. So its functions are
+marked, and the compiler breaks the graph there. Two settings of the whole process are changed,
+and only once a compiled layer is about to run in a cell.
+
+The compiler itself is never imported here, since that takes seconds.
 """
 
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame
+from torch import nn
 from torch.autograd import graph
+
+from torchgpipe import _torch
+from torchgpipe._torch.names import has
 
 __all__: list[str] = []
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
-#: PyTorch's, as far as it matters here.
+#: PyTorch's version, as far as it matters here.
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
-_AS_PYTHON = eval_frame._FrameExecStrategy(
-    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
-)
+#: The code of functions that the compiler was not told of yet.
+_unmarked: list[CodeType] = []
 
 
 def uncompiled(function: Function) -> Function:
-    """Has a function, and all that it calls, run as Python where it is called by compiled code.
+    """Make the compiler leave a function, and all that it calls, to Python.
 
-    What is compiled breaks there. The function itself is the same, and takes no longer.
+    The function stays the same object and takes no longer, which is why this is not
+    :func:`torch.compiler.disable`: that imports the compiler, and wraps the function.
     """
-    eval_frame.set_code_exec_strategy(function.__code__, _AS_PYTHON)
+    _unmarked.append(function.__code__)
     # Functions have attributes that types do not know.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
@@ -42,29 +50,81 @@ def uncompiled(function: Function) -> Function:
 
 
 def uncompiled_before_2_13(function: Function) -> Function:
-    """Likewise, for what the compiler of PyTorch 2.13 understands, and older ones fail with."""
+    """Likewise for what the compiler of PyTorch 2.13 understands, and older ones fail with."""
     return uncompiled(function) if VERSION < (2, 13) else function
 
 
-def prepare() -> None:
-    """Has the compiler compute the same twice, and in several threads at once.
+def mark() -> None:
+    """Tell the compiler of all functions that are :func:`uncompiled`, before it meets them."""
+    if _unmarked:
+        skip = _torch.FrameAction.SKIP
+        strategy = _torch.FrameStrategy(skip, skip)
+        while _unmarked:
+            _torch.set_code_strategy(_unmarked.pop(), strategy)
 
-    Of several graphs that fit, as one for a size and one for any, it takes the one used last. A
-    second run would save other tensors for backward than the first, if the one for any size was
-    compiled in between. In the order in which they were compiled, which is what is set here for
-    good, the first that fits stays the first.
 
-    And what it compiles for backward enters the context variables that the caller of backward had.
-    PyTorch 2.12 and 2.13 enter them in all threads of autograd at once, which Python refuses; here
-    each enters a copy.
+def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
+    """Prepare for compiled layers, now if there are any, else when one is compiled in a cell.
+
+    Args:
+        layers: all layers of a wrapper.
+        within_cell: whether this thread computes a cell.
     """
-    # Not in PyTorch 2.9.
-    set_lru_cache = getattr(eval_frame, "_set_lru_cache", None)
-    if set_lru_cache is not None:
-        set_lru_cache(False)
+    if "torch._dynamo" not in sys.modules:
+        # Nothing can be compiled yet.
+        return
+    if any(_is_compiled(layer) for layer in layers.modules()):
+        prepare()
+    elif all(map(has, ("set_code_strategy", "FrameStrategy", "FrameAction"))):
+        mark()
+    if _preparation.done or not has("compile_callbacks"):
+        return
+    # Layers may also call functions that are compiled. Whoever resets the compiler removes all
+    # callbacks.
+    _preparation.within_cell = within_cell
+    if _preparation not in _torch.compile_callbacks.start_callbacks:
+        _torch.compile_callbacks.register_start_callback(_preparation)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or isinstance(module, _torch.OptimizedModule)
+
+
+class _Preparation:
+    """Prepare when the compiler starts within a cell, and once."""
+
+    done = False
+    within_cell: Callable[[], bool]
+
+    @uncompiled
+    def __call__(self, _: object) -> None:
+        if not self.done and self.within_cell():
+            prepare()
+
+
+_preparation = _Preparation()
+
+
+def prepare() -> None:
+    """Make the compiler compute the same twice, and in several threads at once.
+
+    Of several graphs that fit, as one for a size and one for any, the compiler takes the one used
+    last. A second run would save other tensors for backward than the first, if the graph for any
+    size was compiled in between. In the order of compilation, which is set here for good, the first
+    graph that fits stays the first.
+
+    And what the compiler makes for backward enters the context variables of the caller of backward.
+    PyTorch 2.12 and 2.13 enter them in all threads of autograd at once, which Python refuses; with
+    this, each thread enters a copy.
+    """
+    mark()
+    if _preparation.done:
+        return
+    _torch.set_lru_cache(False)
     if (2, 12) <= VERSION < (2, 14):
         # Types take it for the module that it was.
         graph.contextvars = _Copied  # type: ignore[attr-defined, assignment]
+    _preparation.done = True
 
 
 class _Copied:
@@ -79,7 +139,7 @@ class _Copied:
 
         @uncompiled
         def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-            """Calls a function in a copy of it."""
+            """Call a function in a copy of it."""
             return self._context.copy().run(function, *args, **kwargs)
 
         def copy(self) -> Any:

@@ -1,37 +1,119 @@
-"""What a thread has set, so that another one can compute as if it were that thread.
+"""The modes and variables that a thread has set: captured, entered in another thread, put back.
 
+Operators depend on more than their arguments: grad mode, autocast, modes that see each operator.
 Workers compute cells for the caller, and the autograd engine recomputes them, much later and on
-threads of its own. Neither has any of the caller's modes.
+threads of its own. Neither has any of the caller's modes. So a step captures its caller's
+:class:`Context`, and whoever computes for it enters that.
 
-What calls Python for each operator, or for each tensor that is saved for backward, does so in an
-order that it may count on, and in one thread: beside such modes the caller computes alone.
+Modes that call Python for each operator, and hooks that are called for each saved tensor, may rely
+on being called in order and in one thread: with such modes the caller computes alone.
+
+A :class:`Snapshot` is for Ctrl-C. A context manager puts back what it has set, but only once it is
+entered, and it is Python like anything else: interrupted just before or just after that, it would
+leave layers of other models in a mode of ours, or make hooks of ours see what those layers save.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from threading import get_ident, main_thread
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch import _C, Tensor
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from torchgpipe.ambient.modes import Modes, current_hooks, leave_autocast, pop_all, push, set_values
-from torchgpipe.ambient.snapshot import Snapshot
+from torchgpipe import _torch
+from torchgpipe.ambient import thread
+from torchgpipe.devices.streams import current_streams, device_types, set_streams
 
 __all__: list[str] = []
 
 Result = TypeVar("Result")
 
+#: Hooks that pack a tensor that is saved for backward, and unpack it.
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Autocast(NamedTuple):
+    """Whether, and how, operators of one device type are cast."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+class Modes(NamedTuple):
+    """The modes of a thread."""
+
+    grad: bool
+    inference: bool
+    #: Whether backward uses a thread for each accelerator.
+    multithreading: bool
+    #: The number of threads that an operator uses on the CPU.
+    threads: int
+    #: Whether autocast keeps a weight that it has cast.
+    cache: bool
+    autocast: tuple[Autocast, ...]
+    #: The torch-function modes, the outermost first.
+    functions: tuple[TorchFunctionMode, ...]
+    #: The dispatch modes, the outermost first.
+    dispatch: tuple[Any, ...]
+
+    @classmethod
+    def current(cls) -> Modes:
+        """The modes that this thread has now."""
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            _torch.is_multithreading_enabled(),
+            torch.get_num_threads(),
+            torch.is_autocast_cache_enabled(),
+            tuple(
+                [
+                    Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                    for kind in device_types()
+                ]
+            ),
+            tuple([_torch.function_mode_at(k) for k in range(_torch.count_function_modes())]),
+            tuple([_torch.dispatch_mode_at(k) for k in range(_torch.count_dispatch_modes())]),
+        )
+
+    def are_current(self) -> bool:
+        """Whether this thread has these modes now, whatever its grad mode is."""
+        _, inference, multithreading, threads, cache, autocast, functions, dispatch = self
+        if functions or dispatch:
+            return self[1:] == Modes.current()[1:]
+        # One by one: to collect them takes longer.
+        for kind, enabled, dtype in autocast:
+            if torch.is_autocast_enabled(kind) != enabled:
+                return False
+            if torch.get_autocast_dtype(kind) != dtype:
+                return False
+        return (
+            torch.is_inference_mode_enabled() == inference
+            and _torch.is_multithreading_enabled() == multithreading
+            and torch.get_num_threads() == threads
+            and torch.is_autocast_cache_enabled() == cache
+            and not _torch.count_function_modes()
+            and not _torch.count_dispatch_modes()
+        )
+
+
+def current_hooks() -> Hooks | None:
+    """The innermost hooks for saved tensors that this thread has; None without any."""
+    hooks: Hooks | None = _torch.top_hooks(False)
+    return hooks
+
 
 class Context:
-    """What a thread has set: its modes, and its context variables.
+    """The modes and the context variables of the thread that makes this object.
 
     Attributes:
-        alone: whether only this thread may compute what is called in it.
-        over: whether the forward is.
+        modes: the modes.
+        alone: whether only this thread may compute with them.
+        over: whether the forward that the context was captured for is over.
     """
 
     __slots__ = ("_variables", "alone", "modes", "over")
@@ -43,38 +125,39 @@ class Context:
         self.alone = bool(
             self.modes.dispatch
             or current_hooks()
-            or _C._autograd._saved_tensors_hooks_get_disabled_error_message()
-            or not all(isinstance(mode, DeviceContext) for mode in self.modes.functions)
+            or _torch.hooks_forbidden()
+            or not all(isinstance(mode, _torch.DeviceContext) for mode in self.modes.functions)
         )
 
-    def entered(self, found: Snapshot) -> Entered:
-        """Sets the modes in this thread within a ``with`` block.
+    def entered(self, found: Snapshot) -> EnteredModes:
+        """Context manager that sets the modes in this thread.
 
         Args:
-            found: what it has set.
+            found: a snapshot of what this thread has set.
         """
-        return Entered(self.modes, found)
+        return EnteredModes(self.modes, found)
 
     def lend_threads(self) -> None:
-        """Gives this thread as many threads for an operator as the caller has.
+        """Give this thread as many threads for an operator as the caller has.
 
-        It keeps them: to set them is to set what new threads begin with, too.
+        The number stays: setting it also sets what new threads begin with, so it is not changed
+        back and forth.
         """
         if torch.get_num_threads() != self.modes.threads:
             torch.set_num_threads(self.modes.threads)
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Calls a function with the context variables; those that it sets are gone afterwards."""
-        # A copy: what runs in one thread cannot run in another at the same time.
+        """Call a function with the context variables; those that it sets are gone afterwards."""
+        # A copy, since no two threads can run in one contextvars.Context at a time.
         return self._variables.copy().run(function, *args)
 
 
-class Entered:
+class EnteredModes:
     """The modes of another thread, within a ``with`` block.
 
     Args:
-        modes: these.
-        found: what this thread has set.
+        modes: the modes to set.
+        found: a snapshot of what this thread has set.
     """
 
     def __init__(self, modes: Modes, found: Snapshot) -> None:
@@ -82,61 +165,120 @@ class Entered:
         self.found = found
 
     def __enter__(self) -> None:
-        # The grad mode most often differs alone, as it is off in backward.
+        # Most often the grad mode alone differs, which is off in backward.
         self.differs = self.found.modes is not self.modes
         self.guard: Any = None
         if self.differs:
             # guard: modes of backward
-            pop_all()
+            _pop_all()
             if self.found.modes.inference != self.modes.inference:
-                self.guard = _C._InferenceMode(self.modes.inference)
+                self.guard = torch.inference_mode(self.modes.inference)
                 self.guard.__enter__()
             torch.autocast_increment_nesting()
-            set_values(self.modes, self.found.modes)
-        _C._set_grad_enabled(self.modes.grad)
+            _set_values(self.modes, self.found.modes)
+        torch.set_grad_enabled(self.modes.grad)
         if self.differs:
             # guard: modes of a second run
-            push(self.modes)
+            _push(self.modes)
 
     def __exit__(self, *_: object) -> None:
         if self.differs:
-            pop_all()
+            _pop_all()
             leave_autocast()
             if self.guard is not None:
                 self.guard.__exit__(None, None, None)
-            set_values(self.found.modes, self.modes)
-        _C._set_grad_enabled(self.found.grad)
+            _set_values(self.found.modes, self.modes)
+        torch.set_grad_enabled(self.found.grad)
         if self.differs:
-            push(self.found.modes)
+            _push(self.found.modes)
 
 
-def verify_no_transform() -> None:
-    """Checks that no transform of :mod:`torch.func` is active, which workers would not see.
+class Snapshot:
+    """What this thread has set, as far as this package sets it; put back if a block raises.
 
-    Raises:
-        RuntimeError: one is.
+    Args:
+        devices: the devices whose current streams may be changed.
+        expected: modes that this thread most likely has. To compare them takes less time than to
+            collect them.
     """
-    if torch._C._functorch.maybe_current_level() is not None:
-        raise RuntimeError(
-            "a wrapped model cannot be called within a torch.func transform (grad, vmap, jvp, "
-            "...), since these do not reach its workers and its backward; use "
-            "torch.autograd.grad(), with create_graph=True for higher orders, or transform the "
-            "plain model (model.module) on one device"
-        )
+
+    __slots__ = ("grad", "hooks", "interruptible", "modes", "nesting", "streams", "values")
+
+    def __init__(self, devices: Sequence[torch.device], expected: Modes | None = None) -> None:
+        self.grad = torch.is_grad_enabled()
+        #: The modes, but for the grad mode.
+        self.modes = expected if expected and expected.are_current() else Modes.current()
+        # Python interrupts no other thread.
+        self.interruptible = get_ident() == main_thread().ident
+        if self.interruptible:
+            self.hooks = current_hooks()
+            self.values = thread.saved()
+            self.streams = current_streams(devices)
+            # If the modes are the expected ones, nobody will enter others.
+            self.nesting = autocast_nesting() if self.modes is not expected else None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self.interruptible:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        while current_hooks() not in (None, self.hooks):
+            _torch.pop_hooks()
+        if not self.modes.are_current():
+            _pop_all()
+            _set_values(self.modes, Modes.current())
+            _push(self.modes)
+        torch.set_grad_enabled(self.grad)
+        while self.nesting is not None and autocast_nesting() > self.nesting:
+            leave_autocast()
+        thread.put_back(self.values)
+        set_streams(self.streams)
 
 
-def verify_no_tangents(tensors: Iterable[Tensor]) -> None:
-    """Checks that none of the tensors has a tangent, which would be lost.
+def autocast_nesting() -> int:
+    """The number of blocks of autocast that this thread is in, one within the other."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
-    Raises:
-        RuntimeError: one has.
+
+def leave_autocast() -> None:
+    """Leave the innermost block of autocast."""
+    if torch.autocast_decrement_nesting() == 0:
+        # Weights that were cast may change from here on.
+        torch.clear_autocast_cache()
+
+
+def _set_values(modes: Modes, before: Modes) -> None:
+    """Set all modes that are a value, and may differ from what was set before."""
+    # Inference mode has switched it, too.
+    torch.autograd.set_multithreading_enabled(modes.multithreading)
+    if modes.threads != before.threads:
+        # guard: threads of an operator
+        torch.set_num_threads(modes.threads)
+    torch.set_autocast_cache_enabled(modes.cache)
+    for wanted, current in zip(modes.autocast, before.autocast):
+        if wanted != current:
+            torch.set_autocast_enabled(wanted.kind, wanted.enabled)
+            torch.set_autocast_dtype(wanted.kind, wanted.dtype)
+
+
+def _push(modes: Modes) -> None:
+    """Make modes that are called for each operator active.
+
+    They are pushed and not entered, since some begin anew when they are entered, as counters do.
     """
-    if forward_ad._current_level < 0:
-        return
-    for tensor in tensors:
-        if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise RuntimeError(
-                "a wrapped model cannot be differentiated in forward mode (tensor with a tangent: "
-                f"{tuple(tensor.shape)}); use torch.autograd.functional.jvp(), which goes "
-                "backward twice, or the plain model (model.module) on one device"
-            )
+    for function in modes.functions:
+        _torch.push_function_mode(function)
+    for dispatch in modes.dispatch:
+        _torch.push_dispatch_mode(dispatch)
+
+
+def _pop_all() -> None:
+    """Make all modes that are called for each operator inactive."""
+    for _ in range(_torch.count_dispatch_modes()):
+        _torch.pop_dispatch_mode(None)
+    for _ in range(_torch.count_function_modes()):
+        _torch.pop_function_mode()

@@ -1,27 +1,40 @@
-"""Notes on exceptions: where it was that a layer raised one."""
+"""Notes on exceptions: the partition, the micro-batch and the layer where one was raised."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import suppress
 from types import TracebackType
 
-from torchgpipe.ambient.running import running
+from torchgpipe.ambient.thread import registered
 
 __all__: list[str] = []
 
 
-class Named:
-    """Adds a note to what is raised within a ``with`` block, and lets it pass.
+class Layer(threading.local):
+    """The layer that a thread runs; after the layer has failed, too."""
 
-    The note also names the layer that has raised it, if it was one.
+    #: The layer's name in the module; None between layers.
+    name: str | None = None
+    #: The name of the layer's class.
+    kind: str | None = None
+
+
+layer = registered(Layer())
+
+
+class noted:
+    """Add a note to what is raised within a ``with`` block, and let it pass.
+
+    If a layer raised it, the note also names the layer.
     """
 
     def __init__(self, note: str) -> None:
         self.note = note
 
     def __enter__(self) -> None:
-        self.outer, running.layer = running.layer, None
+        self.outer, layer.name = layer.name, None
 
     def __exit__(
         self,
@@ -29,21 +42,21 @@ class Named:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        layer, running.layer = running.layer, self.outer
+        name, layer.name = layer.name, self.outer
         if error is not None:
-            # An exception that takes none comes without.
+            # An exception that takes no notes stays without one.
             with suppress(Exception):
-                add_note(error, self.note + (f", layer {layer} ({running.kind})" if layer else ""))
+                add_note(error, self.note + (f", layer {name} ({layer.kind})" if name else ""))
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an exception, once; before Python 3.11, as a cause that bears it."""
+    """Add a note to an exception, once; before Python 3.11, as a cause that bears the note."""
     if sys.version_info >= (3, 11):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
     elif getattr(error.__cause__, "args", None) != (note,):
         cause = RuntimeError(note)
-        # What would have been shown as the reason still is.
+        # Python still shows what it would have shown as the reason of the exception.
         cause.__cause__ = error.__cause__
         cause.__context__ = error.__context__
         cause.__suppress_context__ = error.__suppress_context__

@@ -1,4 +1,4 @@
-"""Leave, copy, wait: how a micro-batch gets from one device to the next, on streams of its own.
+"""Leave, copy, wait: how a micro-batch gets from one device to the next, on copy streams.
 
 ::
 
@@ -11,17 +11,18 @@
                             wait
                              └──── compute
 
-In backward the gradient takes the same way back. An autograd function belongs to the stream that
-was current when it was applied, and the autograd engine hands gradients over wherever the stream
-changes from one function to the next. So there is nothing to wait for in backward: :class:`Copy`
-copies, and :class:`Wait` clones. :func:`leave` and :func:`wait` are to be called with the compute
-stream current, and :func:`copy` with the copy stream of the receiving partition current. Were all
-called on the compute stream, it would wait, in backward, for gradients that it does not need yet.
+In backward the gradient takes the same way back. Autograd runs the backward of a function on the
+stream that was current when the function was applied, and makes streams wait for each other
+wherever a gradient passes from one stream to another. So there is nothing to wait for in backward:
+:class:`Copy` copies, and :class:`Wait` clones. Call :func:`leave` and :func:`wait` with the compute
+stream current, and :func:`copy` with the copy stream of the receiving partition current. If all
+were called on the compute stream, it would wait, in backward, for gradients that it does not need
+yet.
 
 What leaves the compute stream leaves as a clone, in either direction, since the compute stream goes
-on while the copy is made and may change the original: autograd adds a gradient that several
-functions share to the next one *in place* as soon as nobody else on the host holds it, and a layer
-may return the same buffer each time. Recording a tensor on a stream only keeps it from being freed.
+on while the copy is made and may change the original. Autograd adds to a gradient *in place* as
+soon as nobody else on the host holds it, and a layer may return the same buffer each time.
+Recording a tensor on a stream does not help, since that only keeps its memory from being reused.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ def leave(
     *tensors: Tensor,
     left: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Has tensors leave the compute stream, which is the current one, for a copy stream.
+    """Clone tensors on the compute stream, which is the current one, for a copy stream.
 
-    What is to leave for another copy stream, too, is cloned once. Its gradients from there are
-    added on the compute stream, as the clone belongs to that.
+    A tensor that leaves for several copy streams is cloned once. Autograd adds its gradients from
+    these on the compute stream, to which the clone belongs.
 
     Args:
         prev_stream: the compute stream.
         next_stream: the copy stream.
-        *tensors: what leaves.
-        left: the clones so far, by the identities of tensors that are still to leave, or were.
+        *tensors: the tensors that leave.
+        left: the clones so far, by the identities of their originals.
     """
     if prev_stream == next_stream:
         return tensors
@@ -75,7 +76,7 @@ def leave(
             left[id(tensor)] = tensor.clone()
     clones = tuple([left[id(tensor)] for tensor in tensors])
     # guard: hand-over in leaving
-    _hand_over(clones, prev_stream, next_stream)
+    hand_over(clones, prev_stream, next_stream)
     return clones
 
 
@@ -85,12 +86,12 @@ def copy(
     *tensors: Tensor,
     phonies: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
-    """Brings tensors from one copy stream to another.
+    """Copy tensors from one copy stream to another, which is the current one.
 
-    They have to be ready for ``prev_stream``; the copies, on the device of ``next_stream``, which
-    is to be the current one, are ready for that. On one device nothing is copied.
+    The tensors have to be ready for ``prev_stream``. The copies are on the device of
+    ``next_stream``, and ready for that. On one device nothing is copied.
 
-    What the phonies were branched off is differentiated after the tensors.
+    In backward, what the phonies were branched off comes after these tensors.
     """
     if not needs_backward(tensors):
         return _copied(tensors, prev_stream, next_stream)
@@ -103,9 +104,9 @@ def copy(
 def wait(
     prev_stream: AbstractStream, next_stream: AbstractStream, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Has the compute stream, which is the current one, wait for what a copy stream brings."""
+    """Make the compute stream, which is the current one, wait for what a copy stream brings."""
     # guard: hand-over by Wait
-    _hand_over(tensors, prev_stream, next_stream)
+    hand_over(tensors, prev_stream, next_stream)
     if not needs_backward(tensors):
         return tensors
     arrived: tuple[Tensor, ...] = Wait.apply(prev_stream, next_stream, *tensors)
@@ -113,7 +114,7 @@ def wait(
 
 
 class Copy(torch.autograd.Function):
-    """Copies: ``prev_stream, next_stream, count, *phonies, *tensors → *tensors``."""
+    """Copy tensors: ``prev_stream, next_stream, count, *phonies, *tensors → *tensors``."""
 
     @staticmethod
     def forward(
@@ -137,7 +138,7 @@ class Copy(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Clones gradients, which leave the compute stream: ``prev, next, *tensors → *tensors``."""
+    """Clone gradients, which leave the compute stream: ``prev, next, *tensors → *tensors``."""
 
     @staticmethod
     def forward(
@@ -157,11 +158,11 @@ class Wait(torch.autograd.Function):
 def _copied(
     tensors: Sequence[Tensor], prev_stream: AbstractStream, next_stream: AbstractStream
 ) -> tuple[Tensor, ...]:
-    # Detached: to where they are already, tensors "move" by being returned as they are.
+    # Detached, since .to() returns a tensor that is on the device already as it is.
     detached = [alias(tensor) for tensor in tensors]
     if get_device(prev_stream) == get_device(next_stream):
         # guard: hand-over by Copy
-        _hand_over(detached, prev_stream, next_stream)
+        hand_over(detached, prev_stream, next_stream)
     # guard: source's lane
     return _moved(detached, prev_stream, next_stream, other=prev_stream)
 
@@ -173,10 +174,10 @@ def _moved(
     other: AbstractStream,
 ) -> tuple[Any, ...]:
     device = get_device(next_stream)
-    # The host reads what is on the CPU, and writes it, without waiting for any stream.
+    # The host reads and writes the CPU's memory without waiting for any stream.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)
-    # A copy between two devices is ordered after, and before, the current streams of both; one of
-    # them is current already.
+    # PyTorch orders a copy between two devices with the current streams of both. One of the two is
+    # current already.
     with use_stream(other):
         return tuple([x if x is None else x.to(device, non_blocking=non_blocking) for x in tensors])
 
@@ -189,11 +190,12 @@ def _cloned(
     return tuple([x if x is None else x.clone() for x in tensors])
 
 
-def _hand_over(
+def hand_over(
     tensors: Sequence[Tensor], prev_stream: AbstractStream, next_stream: AbstractStream
 ) -> None:
+    """Make tensors of one stream ready for another."""
     if prev_stream == next_stream:
-        # A device without streams: what was issued before is done.
+        # A device without streams has done all that was issued before.
         return
     # guard: waiting
     wait_stream(next_stream, prev_stream)

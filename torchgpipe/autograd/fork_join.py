@@ -8,13 +8,14 @@
                      │                                  │
                b ── Join ── b'                    b ←─ Join ←─ b'
 
-What made ``a`` is differentiated only after what became of ``b'``. The gradient of the phony is
-None: it orders the two functions on the host, but makes no stream wait for another.
+Backward comes to what made ``a`` only after it came to what became of ``b'``. The gradient of the
+phony is None, which orders the two functions on the host and makes no stream wait for another.
 
-The fork is a view of the tensor, and the phony a copy of an empty view of that: autograd passes
-them without asking Python, for which all of its threads would have to queue. The empty view alone
-would hold the memory of the tensor until the last cell has been computed. And of all views, this
-one has its gradient handed on as it is: to a view of it, autograd would not add another in place.
+A fork is a view of the tensor, and its phony a copy of an empty view of that. Autograd passes
+through both without calling Python, for which all of its threads would have to queue. The empty
+view alone would keep the memory of the tensor until the last cell has been computed. The view is
+made by ``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as``
+hands on a view, and autograd does not add another gradient to a view in place.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Value = TypeVar("Value", bound=Tensor | tuple[Tensor, ...])
 
 
 def fork(input: Value) -> tuple[Value, Tensor]:
-    """Branches a phony off the input.
+    """Branch a phony off the input.
 
     Args:
         input: a tensor or a tuple of tensors, on one device.
@@ -60,15 +61,16 @@ def fork(input: Value) -> tuple[Value, Tensor]:
 
 
 def join(input: Value, *phonies: Tensor) -> Value:
-    """Merges phonies into the input.
+    """Merge phonies into the input.
 
     Args:
         input: a tensor or a tuple of tensors.
-        *phonies: what :func:`fork` branched off.
+        *phonies: phonies that :func:`fork` branched off.
 
     Returns:
-        The same values. What the phonies were branched off is differentiated after them. An input
-        without a gradient to come, or with phonies without one, is returned as it is.
+        The same values. Backward comes to what the phonies were branched off after it came to what
+        became of these values. An input without a gradient to come, or with phonies without one,
+        is returned as it is.
     """
     tensors = as_tuple(input)
     if not (needs_backward(phonies) and needs_backward(tensors)):
@@ -77,7 +79,7 @@ def join(input: Value, *phonies: Tensor) -> Value:
 
 
 class Join(torch.autograd.Function):
-    """Passes tensors on, and merges phonies: ``count, *phonies, *tensors → *tensors``."""
+    """Pass tensors on, and merge phonies: ``count, *phonies, *tensors → *tensors``."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -91,10 +93,11 @@ class Join(torch.autograd.Function):
 
 
 def pass_on(ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Passes the last inputs of an autograd function on as its outputs, each sharing its memory.
+    """Pass the last inputs of an autograd function on as its outputs, each sharing its memory.
 
-    Detached aliases, not views, so that a layer may change them in place. Those that needed no
-    gradient need none afterwards, and a gradient that is not there stays None.
+    The outputs are detached aliases and not views, so that a layer may change them in place. An
+    input that needs no gradient becomes an output that needs none, and a missing gradient stays
+    None.
     """
     return keep_requires_grad(ctx, tuple(map(alias, tensors)))
 
@@ -102,7 +105,8 @@ def pass_on(ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def alias(tensor: Tensor) -> Tensor:
     """The tensor without what it was computed from; a copy of a leaf that requires a gradient.
 
-    Nobody would notice that it must not be changed in place, and be somebody's parameter.
+    A leaf may be somebody's parameter. Autograd forbids to change a leaf in place, but would not
+    notice that of an alias.
     """
     base = tensor if tensor._base is None else tensor._base
     # guard: leaves
@@ -110,7 +114,10 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def keep_requires_grad(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Outputs of an autograd function need a gradient as its last inputs, one for one, did."""
+    """Make each output of an autograd function need a gradient if the input in its place did.
+
+    The inputs are the last ones of the function, one for each output.
+    """
     ctx.set_materialize_grads(False)
     needed = ctx.needs_input_grad[-len(outputs) :]
     if not all(needed):

@@ -11,11 +11,11 @@ _phonies: dict[tuple[torch.device, bool], Tensor] = {}
 
 
 def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
-    """Gets the phony of a device: a tensor of shape ``(0,)`` that takes no memory.
+    """Return the phony of a device: a tensor of shape ``(0,)`` that takes no memory.
 
-    A phony that requires a gradient stands for the edge between two autograd functions: it makes
-    one wait for the other without passing any data. There is one per device, since an empty
-    tensor, too, is slow to make.
+    A phony that requires a gradient is the edge between two autograd functions: it makes
+    one wait for the other without passing any data. Each device has one, since an empty
+    tensor takes time to make, too.
     """
     key = (device, requires_grad)
     if key not in _phonies:

@@ -1,13 +1,15 @@
-"""Profiling: what each layer of a sequential module costs, in time and in memory.
+"""Profiling: the time and the memory that each layer of a sequential module takes.
 
-One layer at a time is copied to the device and run there, so a model may be larger than it. The
-model itself is left alone, and so are its buffers, its gradients and the random numbers to come.
+One layer at a time is copied to the device and run there, so the model may be larger than the
+device. The model itself does not change, nor do its buffers, its gradients and the random numbers
+that the caller draws next.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -18,15 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.ambient.notes import Named
-from torchgpipe.ambient.random_numbers import RNGState, holding
+from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.notes import noted
+from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.balance.storages import LiveStorages
+from torchgpipe.devices.measures import Stopwatch, memory_allocated
 from torchgpipe.devices.streams import (
     Device,
-    Stopwatch,
     accelerators,
     canonical_device,
-    memory_allocated,
     use_device,
 )
 from torchgpipe.partition.split import place, verify_module
@@ -39,7 +41,7 @@ __all__ = ["LayerProfile", "Profile", "layerwise_sandbox", "profile_layers"]
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs."""
+    """The time and the memory that one layer takes."""
 
     name: str
     """Its name in the module, and its class."""
@@ -50,17 +52,17 @@ class LayerProfile:
     parameters: int
     """Bytes of its parameters."""
     activations: int
-    """Bytes that its forward leaves behind: what it keeps for backward, and its output."""
+    """Bytes that its forward leaves behind: tensors kept for backward, and its output."""
     output: int
     """Bytes of its output alone."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the layers of a module cost on a device, as a table."""
+    """The time and the memory that the layers of a module take on a device, as a table."""
 
     device: str
-    """Where it was measured."""
+    """The device that was measured."""
     layers: tuple[LayerProfile, ...]
     """A row for each layer."""
 
@@ -95,10 +97,10 @@ class Profile:
 def layerwise_sandbox(
     module: nn.Sequential, device: torch.device
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Generates a copy of each layer on a device, and its name; one at a time should be held."""
+    """Generate the name of each layer and a copy of it on a device, to be used one at a time."""
     for name, layer in module._modules.items():
         assert layer is not None
-        # Not held here while another one is made.
+        # Not in a variable, so that a copy is freed before the next one is made.
         yield name, _sandbox(layer, device)
 
 
@@ -111,15 +113,15 @@ def profile_layers(
     device: Device | None = None,
     progress: bool = False,
 ) -> Profile:
-    """Measures what each layer costs.
+    """Measure the time and the memory of each layer.
 
     Args:
         module: the layers.
-        sample: an input on any device: what the first layer takes as its one argument.
+        sample: an input on any device: the one argument of the first layer.
 
     Keyword Args:
-        chunks: how many micro-batches are made of the sample; by default it is one itself.
-        timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
+        chunks: the number of micro-batches to make of the sample; by default the sample is one.
+        timeout: the seconds to measure. A warm-up comes on top, and each layer is measured
             once at least.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
@@ -135,7 +137,7 @@ def profile_layers(
     verify_skippables(module)
     where = canonical_device(device) if device is not None else default_device()
     end = monotonic() + timeout
-    rng = RNGState(where)
+    numbers = FirstNumbers(where)
 
     def rows() -> list[LayerProfile]:
         found = []
@@ -145,22 +147,22 @@ def profile_layers(
         for k, (name, layer) in enumerate(_shown(layers, len(module)) if progress else layers):
             share = (end - monotonic()) / (len(module) - k)
             title = f"{name} ({type(layer).__name__})"
-            with Named(f"raised while layer {title} was profiled"):
+            with noted(f"raised while layer {title} was profiled"):
                 row, batch = _profile_layer(title, layer, batch, where, monotonic() + share)
             found.append(row)
         return found
 
     def measure() -> Profile:
-        with use_device(where), rng.restored(), torch.inference_mode(False), torch.enable_grad():
+        with use_device(where), numbers.restored(), _recording():
             return Profile(str(where), tuple(rows()))
 
-    return holding(rng.locks, measure)
+    return holding(numbers.locks, measure)
 
 
 def _profile_layer(
     title: str, layer: Any, batch: Batch, device: torch.device, end: float
 ) -> tuple[LayerProfile, Batch]:
-    # The copy is let go of here, before another one is made.
+    # This frame holds the copy, and ends before another one is made.
     sandbox = Sandbox(_sandbox(layer, device), batch, device)
     # A warm-up, which may allocate what stays.
     sandbox.run()
@@ -184,12 +186,12 @@ def _sandbox(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 class Sandbox:
-    """A copy of a layer that is run on one input, again and again.
+    """A copy of a layer that runs on one input, again and again.
 
     Args:
         layer: the copy.
-        batch: its input, and beside it all skips that were stashed before and not popped.
-        device: where they are.
+        batch: its input, and all skips that were stashed before and not popped.
+        device: the device of both.
     """
 
     def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
@@ -201,23 +203,23 @@ class Sandbox:
         self.output = batch
 
     def activations(self) -> int:
-        """Runs the layer; the bytes that its forward leaves behind."""
+        """Run the layer, and return the bytes that its forward leaves behind."""
         batch = self._input()
         before = memory_allocated(self.device)
         if before is not None:
             output = self._forward(batch)
             after = memory_allocated(self.device) or 0
             del output
-            # Less, if what had been forgotten before was freed meanwhile.
+            # Negative, if tensors that nobody held were freed meanwhile.
             return max(0, after - before)
         with LiveStorages() as storages:
             output = self._forward(batch)
-        size: int = sum(storages.sizes())
+        size = sum(storages.sizes())
         del output
         return size
 
     def times(self, end: float) -> tuple[float, float]:
-        """Runs the layer until the time is over, and once at least; the median times it takes."""
+        """Run the layer until the time is over, at least once, and return the median times."""
         runs = [self.run()]
         while monotonic() < end:
             runs.append(self.run())
@@ -225,12 +227,12 @@ class Sandbox:
         return median(forward), median(backward)
 
     def run(self) -> tuple[float, float]:
-        """Runs the layer; the times of its forward and of its backward."""
+        """Run the layer, and return the times of its forward and of its backward."""
         batch = self._input()
         self.stopwatch.start()
         output = self._forward(batch)
         forward, backward = self.stopwatch.stop(), 0.0
-        # What passes by the layer is not differentiated here.
+        # Skips that pass by the layer have no backward here.
         parts = [output.parts[key] for key in output.parts if key not in self.batch.skips]
         outputs = [x for x in chain(*parts) if x.requires_grad]
         if outputs:
@@ -243,17 +245,23 @@ class Sandbox:
         return forward, backward
 
     def _input(self) -> Batch:
-        # Not leaves themselves, which a layer could not change in place.
+        # Clones, since autograd forbids a layer to change a leaf in place.
         return self.batch.replace([x.clone() for x in _leaves(self.batch)])
 
     def _forward(self, batch: Batch) -> Batch:
-        tracker = SkipTracker(batch.skips)
+        tracker = SkipTracker.of(batch)
         with use_skip_tracker(tracker):
-            return batch.call(self.layer).with_skips(tracker.values)
+            return batch.call(self.layer).with_skips(tracker.parts())
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def default_device() -> torch.device:
-    """Where to measure if nobody says: the first accelerator, or the CPU."""
+    """The device to measure on by default: the first accelerator, or the CPU."""
     return [*accelerators(), torch.device("cpu")][0]
 
 

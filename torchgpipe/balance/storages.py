@@ -1,4 +1,4 @@
-"""Memory counted by storages, where no allocator counts it."""
+"""The memory that operators allocate, by storages, on devices that do not count it."""
 
 from __future__ import annotations
 
@@ -7,34 +7,50 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from torchgpipe import _torch
 
 __all__: list[str] = []
 
 
-class LiveStorages(TorchDispatchMode):
-    """Knows the storages that operators have made within its ``with`` block and that still live."""
+class LiveStorages:
+    """The storages that operators have made within a ``with`` block and that still live."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made: dict[StorageWeakRef, int] = {}
+        add = self.add
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        known = {storage._cdata for storage in _storages((args, kwargs))}
+        class Mode(_torch.DispatchMode):  # type: ignore[misc]
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                output = func(*args, **(kwargs or {}))
+                add((args, kwargs), output)
+                return output
+
+        self._mode = Mode()
+
+    def __enter__(self) -> LiveStorages:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._mode.__exit__(*exception)
+
+    def add(self, inputs: Any, output: Any) -> None:
+        """Take note of the storages that an operator has made."""
+        known = {StorageWeakRef(storage) for storage in _storages(inputs)}
         for storage in _storages(output):
-            if storage._cdata not in known:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return output
+            reference = StorageWeakRef(storage)
+            if reference not in known:
+                self._made[reference] = storage.nbytes()
 
     def sizes(self) -> list[int]:
         """The bytes of each."""
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        return [size for _, size in self._made.values()]
+        return [size for reference, size in self._made.items() if not reference.expired()]
 
 
 def _storages(values: Any) -> list[Any]:
-    # Sparse tensors have none of their own.
-    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    # Sparse tensors have no storage of their own.
+    tensors = [x for x in _torch.tree_leaves(values) if isinstance(x, Tensor)]
     return [x.untyped_storage() for x in tensors if x.layout == torch.strided]

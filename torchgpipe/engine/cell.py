@@ -1,4 +1,4 @@
-"""A cell: one micro-batch in one partition, and all that it needs.
+"""A cell: one micro-batch in one partition, on its way in, through the layers, and out.
 
 ::
 
@@ -12,33 +12,33 @@
          ┌───────┴───────┐
        clone           clone                   what goes to another stream
          │               │
-       fork            fork        fork        under checkpointing: Recompute
+       fork            fork        branch      under checkpointing: Recompute
          │               │
     batch (i, j)       skips
 
-The layers, Wait and the clone belong to the compute stream of the partition, Copy and the fork to
-the copy stream of the micro-batch. The autograd engine lets a stream wait whenever it hands a
-gradient from one stream to another, so in backward the compute stream waits for a gradient where
-the clone is, and nowhere before.
+The layers, Wait and the clone belong to the compute stream of the partition, and Copy and the fork
+to a copy stream (lane). Wherever a gradient passes from a node on one stream to a node on another,
+autograd makes the second stream wait for the first. So in backward the compute stream waits for a
+gradient where the clone is, and nowhere before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.notes import Named
-from torchgpipe.autograd.copy import copy, leave, wait
+from torchgpipe.ambient.notes import noted
+from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import fork, join
+from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.recompute.checkpoint import Checkpoint, is_recomputing
-from torchgpipe.recompute.layers import LayersState, counter_of, version_of
+from torchgpipe.engine.step import Step
+from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -48,139 +48,127 @@ Function: TypeAlias = Callable[..., tuple[Tensor, ...]]
 Fork: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
 
 
-@dataclass(slots=True)
 class Cell:
-    """One micro-batch ``i`` in one partition ``j``.
+    """Micro-batch ``i`` in partition ``j`` of a step."""
 
-    Args:
-        i: the micro-batch.
-        j: the partition.
-        layers: the partition.
-        stream: the stream on which the layers compute.
-        lanes: the copy streams on which the parts that follow arrive and leave.
-        arriving: the parts of the micro-batch that come from another compute stream, and the copy
-            stream that they leave it on.
-        departing: the parts of the output that go to another compute stream.
-        context: what the caller has set.
-        lock: of the layers: another thread may compute them, or have exchanged their state.
-        numbers: has the layers draw the random numbers of the micro-batch within it.
-        state: what the layers are made of, for a step that checkpoints any micro-batch.
-        checkpoint: whether to compute this one under checkpointing.
-        starts_in_place: whether the first layer changes its input.
-    """
+    __slots__ = ("_checkpoint", "arriving", "departing", "i", "j", "layers", "step", "stream")
 
-    i: int
-    j: int
-    layers: nn.Sequential
-    stream: AbstractStream
-    lanes: Mapping[Hashable, AbstractStream]
-    arriving: Mapping[Hashable, AbstractStream]
-    departing: Collection[Hashable]
-    context: Context
-    lock: AbstractContextManager[Any]
-    numbers: AbstractContextManager[None]
-    state: LayersState | None
-    checkpoint: bool
-    starts_in_place: bool
-    checkpointed: Checkpoint | None = field(default=None, init=False)
+    def __init__(self, step: Step, i: int, j: int) -> None:
+        self.step, self.i, self.j = step, i, j
+        self.layers = step.stages.partitions[j]
+        #: The compute stream.
+        self.stream = step.lanes.compute[j]
+        #: The parts that come from another compute stream, and the partitions they come from.
+        self.arriving = step.lanes.sources[j]
+        #: The parts of the output that go to another compute stream.
+        self.departing = step.lanes.targets[j]
+        self._checkpoint: Checkpoint | None = None
 
     def arrive(self, batch: Batch, phonies: Sequence[Tensor] = ()) -> Batch:
-        """Fetches what comes from elsewhere.
+        """Fetch what comes from elsewhere.
 
         Args:
             batch: the input.
-            phonies: what was branched off cells that are to be differentiated after this one.
+            phonies: phonies of cells that backward shall come to after this cell.
         """
+        method = self.step.stages.method
         staying = [part for part in batch.parts if phonies and part not in self.arriving]
         if staying:
             with use_stream(self.stream):
                 batch = batch.map(lambda *tensors: join(tensors, *phonies), staying)
-        for part, stream in self.arriving.items():
-            lane = self.lanes[part]
+        for part, k in self.arriving.items():
+            lane = self._lane(part)
+            source = self.step.lanes.lane(self.i, k, part)
             # guard: lane of Copy
-            with use_stream(lane):
-                batch = batch.map(partial(copy, stream, lane, phonies=phonies), [part])
+            with use_stream(method.owner(lane, self.stream)):
+                batch = batch.map(partial(method.copy, source, lane, phonies=phonies), [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:
-        """Runs the layers. The micro-batch that is given is let go of.
+        """Run the layers. The given object lets go of the micro-batch.
 
         Raises:
             BaseException: what a layer raised, with a note that names the cell.
         """
-        checkpoint = None
+        step = self.step
+        checkpoint = self._new_checkpoint() if self.i < step.checkpointed else None
+        run = checkpoint.forward if checkpoint else self._run
         # guard: letting go of the input
         batch = batch.take()
-        with use_stream(self.stream), self.named:
+        with use_stream(self.stream), self.note:
             for lane, parts in self._by_lane(self.arriving):
                 # guard: lane of arriving Wait
                 batch = batch.map(partial(wait, lane, self.stream), parts)
-            if self.checkpoint:
-                assert self.state is not None
-                checkpoint = Checkpoint(
-                    self._run,
-                    self.context,
-                    self.stream,
-                    self.named,
-                    self.state.lasting,
-                    self.state.always_calls,
-                )
-            with self.numbers:
-                run = checkpoint.forward if checkpoint else self._run
-                batch = self.context.run(run, batch)
+            with step.numbers.of(self.i, step.stages.devices[self.j]):
+                batch = step.context.run(run, batch)
             left: dict[int, Tensor] = {}
             for lane, parts in self._by_lane(self.departing):
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, left=left), parts)
         if self.departing:
-            self.checkpointed = checkpoint
+            self._checkpoint = checkpoint
         return batch
 
-    def join(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:
-        """Has this cell begin to be differentiated before those that the phonies come from.
+    def merge(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:
+        """Make backward start this cell before the cells that produced ``phonies``.
 
         Args:
             batch: the output.
-            phonies: what :meth:`fork` branched off there.
+            phonies: what :meth:`branch` has returned for these cells.
         """
         if not phonies:
             return batch
 
-        def merge(*tensors: Tensor) -> tuple[Tensor, ...]:
+        def merged(*tensors: Tensor) -> tuple[Tensor, ...]:
             return join(tensors, *phonies)
 
-        return self._on_lanes(batch, merge, merge)
+        return self._on_lanes(batch, merged, merged)
 
-    def fork(self, batch: Batch, last: bool) -> tuple[Batch, list[Tensor]]:
-        """Branches phonies off the output, for cells to be differentiated before this one.
+    def branch(self, batch: Batch, last: bool) -> tuple[Batch, list[Tensor]]:
+        """Branch phonies off the output, for cells that backward shall come to before this cell.
 
-        What departs has its gradient trigger the recomputation.
+        The gradients of parts that depart trigger the recomputation.
 
         Args:
             batch: the output.
-            last: whether there are no such cells in this partition. What stays is left alone then.
+            last: whether this is the last micro-batch. Then no such cell is in this partition, and
+                parts that stay are left alone.
         """
         phonies = []
 
-        def branch(fork: Fork, *tensors: Tensor) -> tuple[Tensor, ...]:
+        def branched(fork: Fork, *tensors: Tensor) -> tuple[Tensor, ...]:
             tensors, phony = fork(tensors)
             phonies.append(phony)
             return tensors
 
-        # It refers to this cell.
-        checkpoint, self.checkpointed = self.checkpointed, None
-        recompute = checkpoint.fork if checkpoint else fork
-        staying = None if last else partial(branch, fork)
-        return self._on_lanes(batch, partial(branch, recompute), staying), phonies
+        # Not kept here, since the checkpoint refers to this cell.
+        checkpoint, self._checkpoint = self._checkpoint, None
+        departing = checkpoint.trigger if checkpoint else fork
+        staying = None if last else partial(branched, fork)
+        return self._on_lanes(batch, partial(branched, departing), staying), phonies
+
+    @property
+    def note(self) -> noted:
+        """Context manager that adds a note with this cell to exceptions."""
+        return noted(f"raised in partition {self.j}, micro-batch {self.i}")
+
+    def _new_checkpoint(self) -> Checkpoint:
+        state = self.step.states[self.j]
+        assert state is not None
+        return Checkpoint(
+            self._run, self.step.context, self.stream, self.note, state.lasting, state.always_calls
+        )
 
     def _on_lanes(self, batch: Batch, departing: Function, staying: Function | None) -> Batch:
-        """Applies autograd functions: what departs belongs to its copy stream.
+        """Apply autograd functions to the output.
 
-        What stays belongs to the compute stream, where layers may add to its gradient in place.
+        Nodes of what departs belong to a lane, and nodes of what stays to the compute stream, where
+        layers may add to the gradient in place.
         """
+        owner = self.step.stages.method.owner
         for lane, parts in self._by_lane(self.departing):
             # guard: lane of what leaves
-            with use_stream(lane):
+            with use_stream(owner(lane, self.stream)):
                 batch = batch.map(departing, parts)
         rest = [part for part in batch.parts if part not in self.departing]
         if rest and staying:
@@ -188,40 +176,42 @@ class Cell:
                 batch = batch.map(staying, rest)
         return batch
 
-    def _by_lane(self, parts: Collection[Hashable]) -> list[tuple[AbstractStream, list[Hashable]]]:
-        lanes: list[tuple[AbstractStream, list[Hashable]]] = []
-        for part in parts:
-            if not lanes or lanes[-1][0] is not self.lanes[part]:
-                lanes.append((self.lanes[part], []))
-            lanes[-1][1].append(part)
-        return lanes
+    def _lane(self, part: Hashable) -> AbstractStream:
+        return self.step.lanes.lane(self.i, self.j, part)
 
-    @property
-    def named(self) -> Named:
-        """Names this cell in exceptions."""
-        return Named(f"raised in partition {self.j}, micro-batch {self.i}")
+    def _by_lane(self, parts: Collection[Hashable]) -> list[tuple[AbstractStream, list[Hashable]]]:
+        """Neighbouring parts on one lane together, with the lane."""
+        found: list[tuple[AbstractStream, list[Hashable]]] = []
+        for part in parts:
+            lane = self._lane(part)
+            if not found or found[-1][0] is not lane:
+                found.append((lane, []))
+            found[-1][1].append(part)
+        return found
 
     def _run(self, batch: Batch) -> Batch:
-        # Once they share memory, parts may be on different devices, where they no longer do.
+        state = self.step.states[self.j]
+        # Parts that share memory may be on different devices later, where they do not share it any
+        # more. So a change in place of one that shares memory is an error wherever it is.
         # guard: letting go of what is watched
         counters = [counter_of(x) for part in batch.shared for x in batch.parts.get(part, ())]
         versions = [version_of(x) for x in counters]
-        if self.starts_in_place:
+        if self.step.in_place[self.j]:
             if VALUE not in batch.shared:
-                if self.state or self.j == 0:
-                    # A second run needs the input as it was for the first, and micro-batches may
-                    # be views of the same memory, which is the caller's.
+                if state or self.j == 0:
+                    # A second run needs the input as it was for the first. And micro-batches may
+                    # be views of one tensor, which is the caller's.
                     batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
             elif -1 in versions:
-                # Inference tensors do not count what is done to them.
+                # Inference tensors do not count changes.
                 raise _changed(batch)
-        # From here on a skip is held by the tracker, until it is popped.
-        tracker = SkipTracker(batch.skips)
+        # From here on only the tracker holds a skip, until it is popped.
+        tracker = SkipTracker.of(batch)
         value = batch.take().with_skips({})
-        again = self.state.restored() if self.state and is_recomputing() else nullcontext()
+        again = state.restored() if state and is_recomputing() else nullcontext()
         # guard: a partition at a time
-        with self.lock, again, use_skip_tracker(tracker):
-            output = value.call(self.layers).with_skips(tracker.values)
+        with self.step.stages.locks[self.j], again, use_skip_tracker(tracker):
+            output = value.call(self.layers).with_skips(tracker.parts())
         if versions != [version_of(x) for x in counters]:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):
@@ -235,11 +225,3 @@ def _changed(batch: Batch) -> RuntimeError:
         f"later partition changes one in place (shapes: {[tuple(x.shape) for x in batch]}); clone "
         "one of them, or what is stashed, or have both layers in one partition"
     )
-
-
-def starts_in_place(layer: nn.Module) -> bool:
-    """Whether the first layer is one of torch's that was told to change its input."""
-    while isinstance(layer, nn.Sequential) and layer._modules:
-        # Indexing takes long.
-        layer = next(iter(layer._modules.values()))
-    return getattr(layer, "inplace", False) is True

@@ -1,14 +1,15 @@
-"""Routes: on which streams micro-batches come to the partitions, and leave them.
+"""Lanes: the streams on which micro-batches come to the partitions, and leave them.
 
 ::
 
     caller ─→ lane ─→ partition ─→ lane ─→ lane ─→ partition ─→ lane ─→ caller
               └───── device 0 ──────┘      └───── device 1 ──────┘
 
-A partition that is alone on its device computes on the caller's stream there, so what the caller
-gave to that device is in order with it. Partitions that share a device compute on streams of their
-own, so that they overlap, unless they share layers. To them the caller is another place: inputs
-come from its stream, outputs go back to it.
+A lane is a copy stream of a partition; values and skips have lanes of their own. A partition that
+is alone on its device computes on the caller's stream there, so its work is in order with what the
+caller gave to that device. Partitions that share a device compute on streams of their own, so that
+they overlap, unless they share layers. To these partitions the caller is another place: their
+inputs come from its stream, and their outputs go back to it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd import Variable
-
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.autograd.copy import copy
-from torchgpipe.autograd.fork_join import needs_backward, pass_on
+from torchgpipe.autograd.ends import between
+from torchgpipe.autograd.fork_join import needs_backward
+from torchgpipe.devices.pool import PartitionStreams
 from torchgpipe.devices.streams import (
     AbstractStream,
-    Streams,
     current_stream,
     get_device,
     record_stream,
@@ -35,71 +33,64 @@ from torchgpipe.devices.streams import (
     wait_all,
     wait_stream,
 )
-from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.engine.stages import Stages
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
 
-class Routes:
-    """The routes of one step.
+class Lanes:
+    """The streams of one step.
 
     Args:
-        partitions: the layers, partition by partition.
-        devices: the device of each partition.
-        groups: a number for each partition. Those with the same one share layers or tensors, and
-            on one device they share their streams.
-        skip_layout: which skips lead past partitions.
-        streams: where the streams of the devices come from.
+        stages: the stages of the wrapper.
     """
 
-    def __init__(
-        self,
-        partitions: Sequence[nn.Module],
-        devices: Sequence[torch.device],
-        groups: Sequence[int],
-        skip_layout: SkipLayout,
-        streams: Streams,
-    ) -> None:
+    def __init__(self, stages: Stages) -> None:
+        self._partitions = stages.partitions
+        devices, skip_layout = stages.devices, stages.skip_layout
         n = len(devices)
-        self._partitions = partitions
-        homes = list(zip(devices, groups))
+        # Partitions of one group and one device share their streams.
+        homes = list(zip(devices, stages.groups))
         counts = Counter([device for device, _ in set(homes)])
         has_skips = any(skip_layout.popped)
         made = {
-            device: iter(streams.get(device, count, skips=has_skips))
+            device: iter(stages.pool.get(device, count, skips=has_skips))
             for device, count in counts.items()
         }
         of_home = {home: next(made[home[0]]) for home in dict.fromkeys(homes)}
         self._streams = [of_home[home] for home in homes]
+        if not stages.method.copy_streams:
+            self._streams = [_without_copy_streams(x) for x in self._streams]
         #: The caller's stream for the device of each partition.
         self._outside = [current_stream(device) for device in devices]
-        #: On which stream each partition computes.
+        #: The stream on which each partition computes.
         self.compute = [streams.compute for streams in self._streams]
-        #: For each partition, the parts of a micro-batch that come from another stream, or go to
-        #: one, and the partition there. Backward takes them the other way round: first the skips,
-        #: of which those of the partitions next to this one will be needed first.
+        #: For each partition, the parts of a micro-batch that come from another stream, and the
+        #: partition that each comes from. Backward takes them in reverse: first the skips, and of
+        #: these first the skips of neighbouring partitions, whose gradients are needed first.
         self.sources = [
             # guard: skips first
             # guard: near skips first
             self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
             for j in range(n)
         ]
+        #: Likewise, the parts that go to another stream, and the partition that each goes to.
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
-        #: The other streams that are in use on each device, by the caller's there.
+        #: All other streams in use on a device, by the caller's stream there.
         self._beside: dict[AbstractStream, set[AbstractStream]] = {}
         for j, (compute, values, skips) in enumerate(self._streams):
             if self.sources[j] or self.targets[j]:
                 # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._beside.setdefault(self._outside[j], set()).update(used)
-        #: By how many micro-batches neighbours on a stream differ at least.
+        #: The number of lanes: as many micro-batches later, the first lane is used again.
         turns = min(len(streams.values) for streams in self._streams)
-        #: By so many, a partition is never ahead of one that is next to it.
+        #: How many micro-batches a partition may be ahead of a neighbour.
         self.lead = turns - 1
-        #: For each partition, those that it must not be ahead of by the lead.
+        #: For each partition, the partitions that it must not be ahead of by the lead.
         self.held_by = [
             [k for k in dict.fromkeys(self.targets[j].values()) if k < n and k - j < self.lead]
             for j in range(n)
@@ -116,11 +107,11 @@ class Routes:
         return {part: k for part, k in parts.items() if places[k + 1] != self.compute[j]}
 
     def _offsets(self, j: int, turns: int) -> Iterator[tuple[int, int]]:
-        """What the cells of a partition need: what comes to them, and free streams to send it on.
+        """The cells that those of a partition need, as ``(di, k)``: inputs, and free lanes.
 
-        Where a skip goes so far that its streams are in use again by then, for micro-batches that
-        are computed at the same time, all whose skips take them do so in the order of the clock
-        cycles.
+        A skip may go so far that its lanes are used again before it arrives, by micro-batches that
+        are computed at the same time. Then all cells whose skips take these lanes keep the order of
+        the clock cycles.
         """
         if j:
             yield 0, j - 1
@@ -135,11 +126,11 @@ class Routes:
                         yield j - k - (k > j), k
 
     def needs(self, i: int, j: int, m: int) -> list[tuple[int, int]]:
-        """The cells on other devices that must have been computed before a cell is."""
+        """The cells on other devices that must be computed before a cell."""
         return [(min(i + di, m - 1), k) for di, k in self._needs[j] if i + di >= 0]
 
     def lane(self, i: int, k: int, part: Hashable) -> AbstractStream:
-        """On which stream a part of micro-batch ``i`` comes to a partition and leaves it."""
+        """The stream on which a part of micro-batch ``i`` comes to a partition, or leaves it."""
         if k < 0:
             return self._outside[0]
         streams = self._streams[k]
@@ -150,22 +141,22 @@ class Routes:
         return copies[i % len(copies)]
 
     def wait_for_caller(self) -> None:
-        """Orders what is computed from now on after the caller.
+        """Make all other streams wait for the caller's.
 
         The caller changes gradients of parameters, or uses them and frees them. Their memory is
-        that of a partition's streams; of a copy stream where it is the gradient that has arrived.
+        that of a partition's streams; that of a lane, where it is the gradient that has arrived.
         """
         for caller, streams in self._beside.items():
             wait_all(streams, caller)
 
     def have_caller_wait(self) -> None:
-        """Orders what the caller does from now on, on its current streams, after partitions."""
+        """Make the caller's current streams wait for the compute streams."""
         for own in {*self.compute} - {*self._outside}:
             wait_stream(current_stream(get_device(own)), own)
 
     @uncompiled
     def end_backward(self) -> None:
-        """Leaves gradients to the caller: they are in memory of a partition's streams."""
+        """Leave gradients to the caller, which are in memory of a partition's streams."""
         self.have_caller_wait()
         for layers, own, caller in zip(self._partitions, self.compute, self._outside):
             if own != caller:
@@ -175,7 +166,7 @@ class Routes:
                         record_stream(parameter.grad, current_stream(get_device(own)))
 
     def back_to_caller(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Hands the outputs of the last partition over to the caller."""
+        """Hand the outputs of the last partition over to the caller."""
         # guard: back to the caller
         if VALUE in self.targets[-1]:
             n, caller = len(self.compute), self._outside[-1]
@@ -186,35 +177,19 @@ class Routes:
                 ]
         outputs = tuple([tensor for batch in batches for tensor in batch])
         if {*self.compute} != {*self._outside} and needs_backward(outputs):
-            entered = iter(Enter.apply(self, *outputs))
-            batches = [batch.replace([next(entered) for _ in batch]) for batch in batches]
+            # In backward, partitions wait for the caller, which may have used the gradients of
+            # another backward since the forward. And the caller waits for partitions, since it may
+            # change weights that have no gradient next. Autograd sees to those that have one.
+            passed = iter(between(self.wait_for_caller, self.end_backward, *outputs))
+            batches = [batch.replace([next(passed) for _ in batch]) for batch in batches]
         return list(batches)
 
 
-class Enter(torch.autograd.Function):
-    """Passes outputs on, and orders their backward: ``routes, *tensors → *tensors``.
-
-    It comes after the caller, which may have used the gradients of another one since the forward,
-    and before what the caller does next, which may change weights that have no gradient. For those
-    that have one, the autograd engine would see to it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, routes: Routes, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.routes = routes
-        return pass_on(ctx, tensors)
-
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # guard: backward after the caller
-        ctx.routes.wait_for_caller()
-        # When all of this backward is done.
-        # guard: backward before the caller
-        Variable._execution_engine.queue_callback(ctx.routes.end_backward)
-        return (None, *grads)
+def _without_copy_streams(streams: PartitionStreams) -> PartitionStreams:
+    same = [streams.compute] * len(streams.values)
+    return PartitionStreams(streams.compute, same, same)
 
 
 def by_partition(parts: dict[Any, int]) -> dict[Any, int]:
-    """The parts in the order of the partitions that they lead to."""
+    """Sort parts by the partitions that they lead to."""
     return dict(sorted(parts.items(), key=lambda item: item[1]))

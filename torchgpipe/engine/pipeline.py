@@ -11,12 +11,13 @@ cells with ``i + j = k``, each on its own device::
               3       (2,1) (1,2)
               4             (2,2)
 
-That is an order, and no barrier: a cell is computed as soon as what it needs has been.
+A clock cycle is an order and not a barrier: a cell is computed as soon as the cells that it needs
+have been.
 
-Backward is autograd's. It starts from the last output, and would be free to take the micro-batches
-of a partition in any order. A phony from each to the next holds it to the reverse of forward: a
-micro-batch is differentiated when the one after it has been, in the same partition (in backward,
-read the arrows the other way)::
+Autograd runs backward. It starts from the last output, and may take the micro-batches of a
+partition in any order. The fence holds it to the reverse of forward: a phony leads from each
+micro-batch to the next one in the same partition, so that backward comes to a micro-batch only
+after the next one. In backward, read the arrows the other way::
 
             cell (i-1, j)                   cell (i, j)
 
@@ -28,19 +29,19 @@ read the arrows the other way)::
                  fork [2] ─────────────┘        fork ─────→ ...
                   │                              │
 
-An input that needs no gradient, as data does, has no gradient whose arrival could be waited for.
-There the join is behind the layers [1']: a micro-batch begins to be differentiated when the one
-after it has begun, which autograd then finishes first, since among what is ready it takes what was
-recorded last.
+An input that requires no gradient, as data does, has no gradient whose arrival could be waited for.
+There the join is behind the layers [1']: backward begins with a micro-batch when it has begun with
+the next one. It finishes the next one first, since autograd, among the nodes that are ready, runs
+the one that was recorded last.
 
-A few copy streams of each partition serve all micro-batches in turn. In backward, a device that got
-ahead of the one before it by as many micro-batches would put a gradient on a copy stream that still
-has to pass on an earlier one, which would then wait for it. So the host does not issue a cell
-before the cell so many micro-batches later in the partition before: its phony leads there, too [3].
-In forward a cell waits for the one so many micro-batches before it in the next partition.
+Each partition has a small pool of copy streams, used round-robin. If a device ran ahead in backward
+by a whole pool, its gradient would queue behind an older one. So the host issues the backward of a
+cell only after that of a cell that is fewer micro-batches later, by the lead, in the partition
+before: the cell's phony leads there, too [3]. In forward, a cell waits for the cell that is as many
+micro-batches earlier in the next partition.
 
-What arrives from another stream is joined by Copy itself. On the CPU alone there is no fence:
-autograd has one thread there, which takes what was recorded last first.
+Copy itself joins phonies for what arrives from another stream. On the CPU alone there is no fence:
+autograd has one thread there, which keeps the order by itself.
 
 Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
 """
@@ -48,30 +49,25 @@ Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 20
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.random_numbers import Draws, holding
-from torchgpipe.autograd.queue import leave_nothing
-from torchgpipe.devices.streams import Streams
-from torchgpipe.engine.cell import Cell, starts_in_place
-from torchgpipe.engine.lanes import Routes
-from torchgpipe.engine.workers import Task, Workers
-from torchgpipe.recompute.layers import LayersState
-from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.skip.tracker import SkipTracker
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.ambient.nesting import holding
+from torchgpipe.autograd.ends import drain_after_failure
+from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.stages import Stages
+from torchgpipe.engine.step import Step
+from torchgpipe.engine.workers import Task
+from torchgpipe.skip.tracker import not_stashed
+from torchgpipe.values.microbatch import Batch, Part
 
 __all__: list[str] = []
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Generates, for each clock cycle, the cells ``(i, j)`` of it.
+    """Generate the cells ``(i, j)`` of each clock cycle.
 
     Args:
         m: the number of micro-batches.
@@ -85,94 +81,56 @@ class Pipeline:
     """One forward of all micro-batches through all partitions.
 
     Args:
-        partitions: the layers, partition by partition.
-        devices: the device of each partition.
+        stages: the stages of the wrapper.
         batches: the micro-batches; each is replaced by its output.
-        checkpoint_stop: how many micro-batches, from the first, are computed under checkpointing.
-        groups: which partitions share layers.
-        locks: of each partition, held while it computes.
-        skip_layout: which skips lead past partitions.
-        streams: where the streams of the devices come from.
-        workers: what issues the cells.
+        checkpointed: how many micro-batches, from the first, are computed under checkpointing.
     """
 
-    def __init__(
-        self,
-        partitions: Sequence[nn.Sequential],
-        devices: Sequence[torch.device],
-        batches: list[Batch],
-        *,
-        checkpoint_stop: int,
-        groups: Sequence[int],
-        locks: Sequence[AbstractContextManager[Any]],
-        skip_layout: SkipLayout,
-        streams: Streams,
-        workers: Workers,
-    ) -> None:
-        self.partitions = partitions
-        self.devices = devices
+    def __init__(self, stages: Stages, batches: list[Batch], checkpointed: int) -> None:
+        self.stages = stages
         self.batches = batches
-        self.checkpoint_stop = checkpoint_stop
-        self.locks = locks
-        self.skip_layout = skip_layout
-        self.workers = workers
-        self.context = Context()
-        self.states = [LayersState(layers) if checkpoint_stop else None for layers in partitions]
-        self.in_place = [starts_in_place(layers) for layers in partitions]
-        self.draws = Draws(devices, len(batches))
-        self.routes = Routes(partitions, devices, groups, skip_layout, streams)
-        #: Whether backward would not keep that order by itself. Autograd takes what was recorded
-        #: last first, but has a thread for the CPU and one for each accelerator.
-        self.fenced = torch.is_grad_enabled() and {*devices} != {torch.device("cpu")}
-        #: What was branched off each cell, for those to be differentiated before it.
+        self.step = Step(stages, len(batches), checkpointed)
+        #: The phonies of each cell, for cells that backward shall come to before it.
         self.phonies: dict[tuple[int, int], list[Tensor]] = {}
-        #: Of each micro-batch, what was stashed and not popped yet.
-        self.skips = [SkipTracker() for _ in batches]
-        #: Which of these share memory with something.
+        #: For each micro-batch, the skips that were stashed and not popped yet.
+        self.skips: list[dict[Any, Part]] = [{} for _ in batches]
+        #: For each micro-batch, the skips that share memory with another part.
         self.shared: list[set[Any]] = [set() for _ in batches]
 
     def run(self) -> None:
-        """Computes all cells, each as soon as those are done that it needs."""
-        m, n = len(self.batches), len(self.partitions)
+        """Compute all cells, each as soon as the cells that it needs are done."""
+        m, n = len(self.batches), len(self.stages.partitions)
+        devices, lanes = self.stages.devices, self.step.lanes
         tasks = [
-            Task((i, j), self.devices[j], partial(self.step, i, j), self.routes.needs(i, j, m))
+            Task((i, j), devices[j], partial(self.run_cell, i, j), lanes.needs(i, j, m))
             for cycle in clock_cycles(m, n)
             for i, j in cycle
         ]
-        self.context.over = False
-        holding(self.draws.locks, partial(self._run, tasks))
-        self.context.over = True
-        self.batches[:] = self.routes.back_to_caller(self.batches)
-        if any(device.type == "cpu" for device in self.devices):
+        self.step.context.over = False
+        holding(self.step.numbers.locks, partial(self._run, tasks))
+        self.step.context.over = True
+        self.batches[:] = lanes.back_to_caller(self.batches)
+        if any(device.type == "cpu" for device in devices):
             # guard: what a backward leaves
-            leave_nothing(self.batches[-1])
-        for state in self.states:
-            if state is not None:
-                state.settle()
+            drain_after_failure(self.batches[-1])
+        self.step.end_forward()
 
     def _run(self, tasks: Sequence[Task]) -> None:
-        with self.draws:
+        with self.step.numbers:
             # The caller may have changed parameters, and will change them, or read buffers.
             # guard: after the caller
-            self.routes.wait_for_caller()
+            self.step.lanes.wait_for_caller()
             try:
-                self.workers.run(tasks, self.context)
+                self.stages.workers.run(tasks, self.step.context)
             finally:
                 # guard: before the caller
-                self.routes.have_caller_wait()
+                self.step.lanes.have_caller_wait()
 
-    def step(self, i: int, j: int) -> None:
-        """Computes a cell, between the two ends of the fence that orders backward."""
-        cell = self.cell(i, j)
-        batch = self.batches[i]
-        if self.skip_layout.popped[j]:
-            with cell.named:
-                popped = {skip: self.skips[i].load(skip) for skip in self.skip_layout.popped[j]}
-            batch = batch.with_skips(popped, self.shared[i])
-            # What is popped is held by nobody here: it is let go at its last use.
-            # guard: letting go of a skip
-            del popped
-        phonies = self.phonies_for(i, j) if self.fenced else []
+    def run_cell(self, i: int, j: int) -> None:
+        """Compute a cell, between the two ends of the fence that orders backward."""
+        cell = Cell(self.step, i, j)
+        batch = self._with_popped(cell, self.batches[i])
+        phonies = self.phonies_for(i, j) if self.step.fenced else []
         # guard: join [1] before the layers
         if batch.requires_grad:
             # guard: join [1]
@@ -182,42 +140,34 @@ class Pipeline:
             batch = cell.arrive(batch)
             batch = cell.compute(batch)
             # guard: join [1']
-            batch = cell.join(batch, phonies)  # [1']
-        if self.fenced:
+            batch = cell.merge(batch, phonies)  # [1']
+        if self.step.fenced:
             last = i + 1 == len(self.batches)
             # guard: fork [2]
-            batch, self.phonies[i, j] = cell.fork(batch, last)  # [2]
-        self.skips[i].values.update(batch.skips)
+            batch, self.phonies[i, j] = cell.branch(batch, last)  # [2]
+        self.skips[i].update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
-        if len(batch) < 2 and not self.skips[i].values:
+        if len(batch) < 2 and not self.skips[i]:
             # Nothing is left that it could share memory with.
             batch.shared = frozenset()
 
     def phonies_for(self, i: int, j: int) -> list[Tensor]:
-        """The phonies of those cells that are to be differentiated after this one."""
-        lead = self.routes.lead
+        """The phonies of the cells that backward shall come to after this one."""
+        lead = self.step.lanes.lead
         # guard: lead [3]
-        cells = [(i - 1, j), *[(i - lead, k) for k in self.routes.held_by[j]]]  # [3]
+        cells = [(i - 1, j), *[(i - lead, k) for k in self.step.lanes.held_by[j]]]  # [3]
         return [phony for cell in dict.fromkeys(cells) for phony in self.phonies.get(cell, ())]
 
-    def cell(self, i: int, j: int) -> Cell:
-        """The cell of micro-batch ``i`` in partition ``j``."""
-        routes = self.routes
-        return Cell(
-            i,
-            j,
-            self.partitions[j],
-            stream=routes.compute[j],
-            lanes={
-                part: routes.lane(i, j, part) for part in (*routes.sources[j], *routes.targets[j])
-            },
-            arriving={part: routes.lane(i, k, part) for part, k in routes.sources[j].items()},
-            departing=routes.targets[j],
-            context=self.context,
-            lock=self.locks[j],
-            numbers=self.draws.of(i, self.devices[j]),
-            state=self.states[j],
-            checkpoint=i < self.checkpoint_stop,
-            starts_in_place=self.in_place[j],
-        )
+    def _with_popped(self, cell: Cell, batch: Batch) -> Batch:
+        """The micro-batch beside the skips that the partition pops."""
+        popped = {}
+        for skip in self.stages.skip_layout.popped[cell.j]:
+            # Nobody else holds what is popped: it is let go of at its last use.
+            # guard: letting go of a skip
+            part = self.skips[cell.i].pop(skip, None)
+            if part is None:
+                with cell.note:
+                    raise not_stashed(skip)
+            popped[skip] = part
+        return batch.with_skips(popped, self.shared[cell.i]) if popped else batch

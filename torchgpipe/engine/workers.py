@@ -1,22 +1,27 @@
-"""Workers: a thread for each device, so that one cell does not hold up the others.
+"""Workers: who issues the cells, the caller's thread or a thread for each device.
 
-A device's work is issued by one thread at a time, since its default generator of random numbers
-is one, too. A worker does not wait for the others but where it needs what they make: a cell begins
-when those that it needs are done, and when the one before it on the same device is.
+One thread at a time issues the work of a device, since a device's default generator of random
+numbers is one, too. A cell begins when the cells that it needs are done, and the one before it on
+the same device. Nothing else is waited for.
 
-Accelerators compute while the host goes on, and all that it does is to issue cells, in Python.
-Several threads get less of that done than one, since they take the interpreter from each other
-(half as much, for layers of small kernels on four devices). But layers may hold the host up, as
-those do that wait for what a device has computed, and the CPU's. So where all devices are
-accelerators, both ways are tried: the caller issues the cells itself, in the order of the clock
-cycles, or the workers do, whichever took less time the last time. The other one gets a chance in
-every run whose number is a power of two.
+Accelerators compute while the host goes on, and issuing cells is all that the host does, in Python.
+Several threads issue less than one, since they take the interpreter from each other (half as much,
+for layers of small kernels on four devices). So where all devices are accelerators, the caller
+issues all cells itself, in the order of the clock cycles. But layers may block the host, as those
+do that wait for what a device has computed. When a cell was seen to block, the workers are tried in
+the next step, and from then on whoever took less time the last time issues the cells. The other one
+gets a chance in every step whose number is a power of two. On the CPU every cell blocks, so there
+the workers issue.
+
+A cell is seen to block if the caller's thread slept for most of the time of the cell. A driver that
+keeps the processor busy while it waits looks like work, and the caller goes on issuing.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import math
 import threading
 import weakref
@@ -24,19 +29,28 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
 
-from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.snapshot import Snapshot
+from torchgpipe.ambient.context import Context, Snapshot
 from torchgpipe.devices.streams import has_streams
 
 __all__: list[str] = []
 
+try:
+    import resource
+except ImportError:
+    # Not on Windows.
+    resource = None  # type: ignore[assignment]
 
-#: For how many seconds the caller waits for what is running when something has failed.
+logger = logging.getLogger(__name__)
+
+#: The seconds that a cell must sleep, at least, to be seen to block.
+ASLEEP = 0.001
+
+#: The seconds that the caller waits for running tasks when one has failed.
 PATIENCE = 0.5
 
 
@@ -44,9 +58,10 @@ class Task(NamedTuple):
     """Something to run for a device.
 
     Args:
-        name: what others call it that need it; of several that fail, the first by name counts.
-        device: whose worker runs it.
-        function: what to run.
+        name: the name by which other tasks need it. Of several tasks that fail, the error of the
+            first by name is raised.
+        device: the device whose worker runs it.
+        function: the function to run.
         needs: the names of tasks of other devices that must be done before.
     """
 
@@ -56,7 +71,7 @@ class Task(NamedTuple):
     needs: Sequence[Any] = ()
 
 
-#: Of all workers, the threads and what is submitted to them.
+#: The threads of all workers, and how to submit functions to each.
 _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[None], None]]
 _threads = weakref.WeakKeyDictionary()
 
@@ -64,7 +79,7 @@ _threads = weakref.WeakKeyDictionary()
 class Worker:
     """A thread that runs functions in the order they were submitted, while it is referred to.
 
-    Its thread is a daemon that holds no reference to the worker: it ends with the worker or
+    The thread is a daemon that holds no reference to the worker. So it ends with the worker or
     with the process, and keeps neither alive.
     """
 
@@ -78,7 +93,7 @@ class Worker:
 
 
 def _serve(functions: SimpleQueue[Callable[[], None] | None]) -> None:
-    # Never the outermost in autocast: weights that were cast are the caller's to forget.
+    # So this thread is never in the outermost block of autocast, which forgets cast weights.
     torch.autocast_increment_nesting()
     while (function := functions.get()) is not None:
         function()
@@ -87,9 +102,9 @@ def _serve(functions: SimpleQueue[Callable[[], None] | None]) -> None:
 
 @atexit.register
 def _end_threads() -> None:
-    """Has no worker be within an operator when Python ends, since that would abort the process.
+    """End all workers before Python ends: a thread within an operator would abort the process.
 
-    In a task that still runs SystemExit is raised, when it comes to Python.
+    A task that still runs is ended by SystemExit, as soon as it is back in Python.
     """
     threads = dict(_threads)
     for submit in threads.values():
@@ -105,8 +120,8 @@ def _end_threads() -> None:
         thread.join(max(0, until - monotonic()))
 
 
-class Run:
-    """One run of some tasks by the workers of several devices.
+class Round:
+    """Some tasks that the workers of several devices run.
 
     Args:
         tasks: each behind those that it needs.
@@ -118,15 +133,15 @@ class Run:
         self.tasks: dict[torch.device, list[Task]] = {}
         for task in tasks:
             self.tasks.setdefault(task.device, []).append(task)
-        #: Each is locked until its task is done, or will never be.
+        #: A lock for each task that others need, held until the task is done or will never be.
         self.gates = {name: _locked() for task in tasks for name in task.needs}
-        #: The devices none of whose tasks is running, or will be.
+        #: The devices that run no task any more.
         self.ended: SimpleQueue[torch.device] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
 
     def work(self, device: torch.device) -> None:
-        """Runs the tasks of a device, unless the run was abandoned."""
+        """Run the tasks of a device, unless the round was abandoned."""
         left = self.tasks.pop(device, None)
         if left is None:
             return
@@ -151,7 +166,7 @@ class Run:
             del self, left
 
     def abandon(self) -> None:
-        """Has no further task start."""
+        """Make no further task start."""
         self.stopped = True
         for device in [*self.tasks]:
             # Its worker may begin at the same time.
@@ -160,10 +175,10 @@ class Run:
                 self._leave(device, left)
 
     def _leave(self, device: torch.device, left: list[Task]) -> None:
-        # Whoever waits for these sees that the run has stopped.
+        # Workers that wait for these tasks see that the round has stopped.
         for task in left:
             self._open(task)
-        # The caller goes on, and counts on what they refer to being free.
+        # The caller goes on, and expects the tensors of these tasks to be free.
         left.clear()
         self.ended.put(device)
 
@@ -179,13 +194,8 @@ def _locked() -> threading.Lock:
     return lock
 
 
-def _run_in_order(tasks: Iterable[Task]) -> None:
-    for task in tasks:
-        task.function()
-
-
 class Workers:
-    """A worker per distinct device, started when first needed; the caller where that will do.
+    """A worker for each device, started when first needed; the caller where that will do.
 
     Args:
         devices: the devices, in any order; each may come several times.
@@ -193,18 +203,20 @@ class Workers:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = set(devices)
-        self._runs = 0
+        #: Whether a cell was seen to block the caller.
+        self.seen_to_block = False
+        self._rounds = 0
         #: The seconds that a task took the last time, by the caller and by the workers.
         self._seconds = {"caller": 0.0, "workers": math.inf}
         self._workers: dict[torch.device, Worker] = {}
 
     def run(self, tasks: Sequence[Task], context: Context) -> None:
-        """Runs tasks, and returns when all are done.
+        """Run tasks, and return when all are done.
 
-        Those of one device are run in order, each behind those that it needs.
+        The tasks of one device are run in order, each behind the tasks that it needs.
 
         Args:
-            tasks: what to run, each behind those that it needs.
+            tasks: the tasks, each behind the tasks that it needs.
             context: the modes of the caller, which the tasks see.
 
         Raises:
@@ -214,12 +226,13 @@ class Workers:
         """
         # guard: modes that only the caller computes in
         if context.alone or len(self._devices) < 2:
-            _run_in_order(tasks)
+            for task in tasks:
+                task.function()
             return
         way = self._way()
         start = perf_counter()
         if way == "caller":
-            _run_in_order(tasks)
+            self._run_here(tasks)
         else:
             self._have_run(tasks, context)
         self._seconds[way] = (perf_counter() - start) / len(tasks)
@@ -227,32 +240,52 @@ class Workers:
     def _way(self) -> str:
         if not all(map(has_streams, self._devices)):
             return "workers"
-        self._runs += 1
+        # guard: workers only for what blocks
+        if not self.seen_to_block:
+            return "caller"
+        self._rounds += 1
         faster, slower = sorted(self._seconds, key=lambda way: self._seconds[way])
-        # The first run of a program takes longer, as kernels are loaded and memory is allocated.
-        is_power_of_two = self._runs & (self._runs - 1) == 0
-        return slower if is_power_of_two and self._runs > 1 else faster
+        # The first round of the workers takes longer, as threads start.
+        is_power_of_two = self._rounds & (self._rounds - 1) == 0
+        return slower if is_power_of_two else faster
+
+    def _run_here(self, tasks: Sequence[Task]) -> None:
+        pauses = _pauses()
+        for task in tasks:
+            start, worked = perf_counter(), thread_time()
+            task.function()
+            if self.seen_to_block:
+                continue
+            took = perf_counter() - start
+            asleep = took - (thread_time() - worked)
+            # A thread that the system has interrupted for another one did not pause by itself.
+            if asleep > max(ASLEEP, took / 2) and _pauses() != pauses:
+                self.seen_to_block = True
+                logger.debug(
+                    "cell %s blocked the host for %.1f of %.1f ms, so threads are tried",
+                    *(task.name, 1000 * asleep, 1000 * took),
+                )
 
     def _have_run(self, tasks: Sequence[Task], context: Context) -> None:
-        run = Run(tasks, context)
-        working = {*run.tasks}
+        round = Round(tasks, context)
+        working = {*round.tasks}
         try:
             for device in working:
-                self._worker(device).submit(partial(run.work, device))
-            while working and not run.stopped:
-                # In pieces: Ctrl-C that came just before is not heard until get() returns.
+                self._worker(device).submit(partial(round.work, device))
+            while working and not round.stopped:
+                # In pieces, since Python hears a Ctrl-C that came just before only after get().
                 with suppress(Empty):
-                    working.remove(run.ended.get(timeout=0.1))
+                    working.remove(round.ended.get(timeout=0.1))
         finally:
-            # Where the caller was interrupted, wherever that was.
-            run.abandon()
+            # The caller may have been interrupted anywhere.
+            round.abandon()
             until = monotonic() + PATIENCE
             with suppress(Empty):
                 while working:
-                    working.remove(run.ended.get(timeout=max(0, until - monotonic())))
-            errors, run.errors = run.errors, {}
+                    working.remove(round.ended.get(timeout=max(0, until - monotonic())))
+            errors, round.errors = round.errors, {}
             # These refer to this frame.
-            del run
+            del round
         try:
             if errors:
                 raise errors[min(errors)]
@@ -263,3 +296,10 @@ class Workers:
         if device not in self._workers:
             self._workers[device] = Worker(f"torchgpipe-{device}")
         return self._workers[device]
+
+
+def _pauses() -> int | None:
+    """The number of times that this thread gave the processor up by itself, where that is known."""
+    if resource is None:
+        return None
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.running import running
+from torchgpipe.ambient.notes import layer as current
 
 __all__: list[str] = []
 
@@ -22,10 +22,10 @@ class Partition(nn.Sequential):
         output = None
         for name, layer in self._modules.items():
             assert layer is not None
-            running.layer, running.kind = name, type(layer).__name__
+            current.name, current.kind = name, type(layer).__name__
             output = layer(*args, **kwargs)
             args, kwargs = (output,), {}
-        running.layer = None
+        current.name = None
         return output
 
 

@@ -1,7 +1,7 @@
-"""What a step keeps of a cell that is computed again: its input.
+"""The input of a checkpointed cell, which a step keeps for the second run.
 
-The caller's own hooks for saved tensors see it, as if autograd had saved it, and may put it
-somewhere else. What a second run computes again, they do not see.
+The caller's own hooks for saved tensors see this input, as if autograd had saved it, and may put it
+somewhere else. They do not see tensors that a second run computes again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.modes import Hooks
+from torchgpipe.ambient.context import Hooks
 from torchgpipe.autograd.phony import get_phony
-from torchgpipe.recompute.layers import version_of
+from torchgpipe.autograd.recompute import Unpack
+from torchgpipe.autograd.versions import version_of
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
 
-class Kept:
+class StoredInput:
     """The input of a cell, as it was before the cell was computed.
 
     Args:
         batch: the input.
-        hooks: of the caller, for saved tensors.
+        hooks: the caller's hooks for saved tensors.
     """
 
     __slots__ = ("_batch", "_packed", "_versions", "hooks")
@@ -35,16 +35,16 @@ class Kept:
         self.hooks = hooks
         self._batch = batch
         self._versions = [version_of(tensor) for tensor in batch]
-        #: With hooks, what these made of it, and what required a gradient.
+        #: With hooks: for each tensor what they packed, and whether it required a gradient.
         self._packed: Sequence[tuple[Any, bool]] = ()
 
     @property
     def unchanged(self) -> bool:
-        """Whether nobody has changed it in place. With hooks, nobody counts after :meth:`pack`."""
+        """Whether nobody has changed it in place; with hooks, always so after :meth:`pack`."""
         return self._versions == [version_of(tensor) for tensor in self._batch]
 
     def pack(self) -> None:
-        """Has the caller's hooks pack it."""
+        """Hand the tensors to the caller's hooks, if there are any."""
         if self.hooks is None:
             return
         pack, _ = self.hooks
@@ -54,11 +54,11 @@ class Kept:
         self._versions = [version_of(tensor) for tensor in self._batch]
 
     def unpack(self) -> Batch:
-        """The input once more, without what it was computed from.
+        """Return the input once more, without what it was computed from.
 
         Raises:
             RuntimeError: it was changed in place since.
-            TypeError: the caller's hook gave something else than a tensor.
+            TypeError: the caller's hook returned something else than a tensor.
         """
         if not self.unchanged:
             raise RuntimeError(
@@ -84,27 +84,10 @@ class Kept:
     def _again(self, tensors: Sequence[tuple[Tensor, bool]]) -> Batch:
         needing = [x for x, needs_grad in tensors if needs_grad]
         if not needing or len(self._batch.parts) == 1:
-            # The value is held by those who call the layers, and leaves take less time.
+            # The callers of the layers hold the value all the while, and leaves take less time.
             return self._batch.replace([x.detach().requires_grad_(need) for x, need in tensors])
         phony = get_phony(needing[0].device, requires_grad=True)
         with torch.enable_grad():
             found = iter(Unpack.apply(phony, *needing))
         # guard: no leaves
         return self._batch.replace([next(found) if need else x.detach() for x, need in tensors])
-
-
-class Unpack(torch.autograd.Function):
-    """Has tensors require a gradient that nobody asks for: ``phony, *tensors → *tensors``.
-
-    They are no leaves, which all that is computed from them would hold: what is popped is let go at
-    its last use, as in the first run.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        return (None, *[None] * len(grads))

@@ -1,39 +1,33 @@
-"""What the layers are made of in a step: a second run finds it as the first did, and leaves it so.
+"""The state of layers in a step: a second run finds it as the first run did, and leaves no trace.
 
-Between a forward and its backward a layer can be switched to eval mode, or be rid of its hooks, and
-its parameters can be frozen, replaced (``torch.func.functional_call`` puts them back as soon as the
-forward is over) or changed in place. And a second run must not count twice in the running
-statistics of a norm.
+Between a forward and its backward a user can switch a layer to eval mode, remove its hooks, and
+freeze its parameters, replace them (``torch.func.functional_call`` puts the old ones back as soon
+as the forward is over) or change them in place. And a second run must not update the running
+statistics of a norm again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from torchgpipe.autograd.phony import get_phony
+from torchgpipe import _torch
+from torchgpipe.autograd.versions import version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
 
 __all__: list[str] = []
 
 _MISSING: Any = object()
 
-#: A tensor whose versions nobody counts.
-with torch.inference_mode():
-    _UNCOUNTED = torch.empty(0)
-
 #: The buffers of torch's own norms.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Found(NamedTuple):
-    """What layers have at one time."""
+    """The flags, hooks and tensors of layers at one time."""
 
     training: list[bool]
     hooks: list[dict[int, Any]]
@@ -54,14 +48,14 @@ class LayersState:
     def __init__(self, layers: nn.Module) -> None:
         self._modules = list(layers.modules())
         self._parameters: list[Tensor] = []
-        #: Where parameters and buffers are held.
+        #: The tables that hold parameters and buffers, and the names there.
         self._places: list[tuple[dict[str, Any], str]] = []
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         self._norms: list[nn.Module] = []
-        #: What they update when they run again: where, and a copy of what is there.
+        #: For each buffer that a norm updates: its table, its name, and a copy for second runs.
         self._copies: list[tuple[dict[str, Any], str, Tensor]] | None = None
-        #: Whether there are hooks that are to be called after whatever happens.
+        #: Whether there are hooks that have to be called even if the layer fails.
         self.always_calls = False
         #: The identities of all parameters and buffers.
         self.lasting: set[int] = set()
@@ -75,7 +69,7 @@ class LayersState:
                 )
             parameters = [x for x in module._parameters.values() if x is not None]
             if module in others:
-                # Of a whole parameter the memory comes and goes: only its shard tells of changes.
+                # FSDP2 frees and gathers a whole parameter: only its shard counts changes.
                 self._parameters += filter(is_shard, parameters)
                 tables = [module._buffers]
             else:
@@ -86,39 +80,39 @@ class LayersState:
                 self._places += [(table, name) for name in table]
                 self.lasting |= {id(x) for x in table.values() if x is not None}
             self.always_calls |= bool(module._forward_hooks_always_called)
-            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            if isinstance(module, _torch.Norm) and module.training and module.track_running_stats:
                 self._norms.append(module)
         self._found = self._read()
         self._versions: list[tuple[int, ...]] | None = None
 
     def settle(self) -> None:
-        """From now on, until the layers run again, parameters must not be changed in place."""
+        """Take note of the parameters: from now on, only second runs may change them in place."""
         if self._versions is None:
-            # Not before the layers have run: lazy ones have hooks until then.
+            # Now that the layers have run, lazy modules have removed their hooks.
             self._hook_tables = [table for x in self._modules for table in _forward_hooks(x)]
-            # In place: it is what was found, too.
+            # In place, since self._found refers to this list.
             self._hooks[:] = map(dict, self._hook_tables)
         self._versions = _identities(self._parameters)
 
-    def restored(self) -> Restored:
-        """Restores what there was within a ``with`` block, and then what there was before it.
+    def restored(self) -> RestoredLayers:
+        """Restore the state within a ``with`` block, and after it what there was before the block.
 
-        Meanwhile norms update copies of their running statistics.
+        Within the block norms update copies of their running statistics.
 
         Raises:
-            RuntimeError: a parameter has been changed in place by others than the layers.
+            RuntimeError: somebody other than the layers has changed a parameter in place.
         """
         if self._versions is not None and self._versions != _identities(self._parameters):
             raise self._changed()
-        return Restored(self)
+        return RestoredLayers(self)
 
     def put_back(self) -> Found:
-        """Puts back what there was; returns what there is."""
+        """Restore the state; return what there is now."""
         now = self._read()
         try:
             self._write(self._found, now)
             if self._copies is None:
-                # Once: to what torch's own norms compute in training, the values are nothing.
+                # One copy for all second runs: torch's norms do not read the values in training.
                 self._copies = [
                     (norm._buffers, name, buffer.clone())
                     for norm in self._norms
@@ -133,7 +127,7 @@ class LayersState:
         return now
 
     def leave(self, found: Found) -> None:
-        """Settles, and puts back what :meth:`put_back` returned."""
+        """Settle, and restore what :meth:`put_back` returned."""
         try:
             self.settle()
             self._write(found, self._read())
@@ -145,7 +139,7 @@ class LayersState:
     def _read(self) -> Found:
         return Found(
             [module.training for module in self._modules],
-            # Copies only where something has changed.
+            # Tables are copied only if one has changed.
             self._hooks if self._hook_tables == self._hooks else [*map(dict, self._hook_tables)],
             [parameter.requires_grad for parameter in self._parameters],
             [table.get(name, _MISSING) for table, name in self._places],
@@ -192,10 +186,10 @@ class LayersState:
         )
 
 
-class Restored:
+class RestoredLayers:
     """The state of layers as it was, within a ``with`` block.
 
-    A class, as others are that are entered for each cell: contextmanager takes longer.
+    A class, as all context managers that are entered for each cell: @contextmanager takes longer.
     """
 
     def __init__(self, state: LayersState) -> None:
@@ -208,35 +202,12 @@ class Restored:
         self.state.leave(self.found)
 
 
-class unchanged:
-    """Checks that what every micro-batch gets whole is not changed within a ``with`` block.
-
-    Raises:
-        RuntimeError: a tensor was changed in place.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-
-    def __enter__(self) -> None:
-        self.versions = [version_of(tensor) for tensor in self.tensors]
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # guard: versions of what goes whole
-        if kind is None and self.versions != [version_of(tensor) for tensor in self.tensors]:
-            raise RuntimeError(
-                "what every micro-batch gets whole must not be changed in place, since others get "
-                f"it, too (shapes: {[tuple(tensor.shape) for tensor in self.tensors]}); clone it "
-                "in the layer that changes it"
-            )
-
-
 def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Their versions, and where their values are: ``parameter.data = ...`` puts them elsewhere."""
+    """The version and the address of each: ``parameter.data = ...`` changes the address alone."""
     try:
         return [(x._version, x.data_ptr()) for x in parameters]
     except (RuntimeError, ValueError, NotImplementedError):
-        # Some sort of parameter is nowhere, such as sparse and lazy ones.
+        # Sparse and lazy parameters have no address.
         return [(version_of(x), *_place(x)) for x in parameters]
 
 
@@ -245,26 +216,6 @@ def _place(tensor: Tensor) -> tuple[int, ...]:
         return (tensor.data_ptr(),)
     except (RuntimeError, ValueError, NotImplementedError):
         return ()
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, -1 if nobody counts that."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        # Inference tensors do not.
-        return -1
-
-
-def counter_of(tensor: Tensor) -> Tensor:
-    """Has the versions of a tensor, and of all views of its memory, but does not hold that."""
-    if tensor.is_inference():
-        return _UNCOUNTED
-    counter = tensor.detach()
-    # Sparse tensors and those of functorch refuse. Their memory is held.
-    with suppress(RuntimeError):
-        counter.data = get_phony(tensor.device, requires_grad=False)
-    return counter
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:

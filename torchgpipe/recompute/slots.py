@@ -1,4 +1,4 @@
-"""Slots: each stands for a tensor that was saved for backward, until it is recomputed."""
+"""Slots: the places of tensors that were saved for backward, dropped, and are recomputed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.running import running
+from torchgpipe.ambient.notes import layer as current
 
 __all__ = ["verify_recomputation"]
 
 
-#: The ``with`` blocks that the process is in.
+#: The ``with`` blocks of :class:`verify_recomputation` that the process is in.
 _verifications: list[verify_recomputation] = []
 
 
 class verify_recomputation(ContextDecorator):
-    """Has recomputations compare what layers save for backward with what the forward saved.
+    """Compare the values that a recomputation saves for backward with those of the forward.
 
-    It finds layers that do not compute the same from the same input.
-
-    ::
+    That finds layers that do not compute the same from the same input::
 
         with verify_recomputation():
             model(input).sum().backward()
 
-    It concerns what runs forward within the block, and takes the memory that checkpointing saves.
-    Without it, only number, shape and dtype of what layers save for backward are compared.
+    The block applies to forwards that run within it, and takes the memory that checkpointing saves.
+    Without it, a recomputation compares only the number, shapes and dtypes of saved tensors.
     """
 
     def __enter__(self) -> None:
@@ -40,13 +38,13 @@ class verify_recomputation(ContextDecorator):
 
 
 class Slot:
-    """The place of a saved tensor that was dropped, empty until it is recomputed.
+    """The place of a saved tensor that was dropped, empty until the tensor is recomputed.
 
-    There is one for each tensor that a layer saves, which is most of what checkpointing costs the
-    host: nothing is done here that can be done elsewhere.
+    Each tensor that a layer saves has a slot, which is most of the host time of checkpointing. So
+    this class does nothing that can be done elsewhere.
 
     Args:
-        tensor: what is to be saved.
+        tensor: the tensor that a layer saves.
     """
 
     __slots__ = ("dtype", "layer", "shape", "tensor", "version")
@@ -54,44 +52,44 @@ class Slot:
     tensor: Tensor | None
     version: int
 
-    #: Whether what was saved is there anyway, as parameters are. It is never empty then.
+    #: Whether the tensor exists anyway, as a parameter does. Then the slot is never empty.
     lasting = False
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.layer = running.layer
+        self.layer = current.name
 
     def fill(self, tensor: Tensor) -> None:
-        """Puts the recomputed tensor here.
+        """Put the recomputed tensor here.
 
         Raises:
-            RuntimeError: it is not like the one that was saved in forward.
+            RuntimeError: it is not like the tensor that was saved in forward.
         """
         self.verify_like(tensor)
-        # Detached: without the recomputed graph. It still counts changes with the tensor.
+        # Detached, so without the recomputed graph. Both share one version counter.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
     def verify_like(self, tensor: Tensor) -> None:
-        """Checks that a tensor looks like the one that was saved in forward.
+        """Check that a tensor has the shape and dtype of the one that was saved in forward.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it has others.
         """
-        layer = running.layer
-        # Within another layer's own checkpointing it is not known in backward.
+        layer = current.name
+        # Within another layer's own checkpointing, the layer is not known in backward.
         other = layer is not None and layer != self.layer
         if other or tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise mismatch(described(tensor, layer), described(self, self.layer))
 
     def empty(self) -> None:
-        """Has nothing there any more."""
+        """Let go of the tensor."""
         self.tensor = None
 
     def modified(self) -> RuntimeError:
-        """What to raise where somebody has changed the tensor in place, as autograd does."""
+        """The error for a tensor that was changed in place, in autograd's words."""
         assert self.tensor is not None
         return RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
@@ -101,7 +99,7 @@ class Slot:
 
 
 class Lasting(Slot):
-    """The place of a saved tensor that is there anyway, and may be changed in place."""
+    """The place of a saved tensor that exists anyway, and may be changed in place."""
 
     __slots__ = ("left",)
 
@@ -110,66 +108,66 @@ class Lasting(Slot):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
-        # Detached: a tensor that is kept with its graph may be kept by it, and a leaf may get one.
+        # Detached: a tensor with its graph may be kept alive by that graph, and a leaf may get one.
         # guard: kept without its graph
         self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
         self.version = tensor._version
 
     def close(self) -> None:
-        """Takes note of how often it was changed when the layers have run."""
+        """Take note of the number of changes when the layers have run."""
         self.left = self.tensor._version
 
     @property
     def changed(self) -> bool:
-        """Whether the layers have changed the tensor in place after they had saved it."""
+        """Whether the layers changed the tensor in place after they had saved it."""
         return self.left != self.version
 
     def open(self) -> None:
-        """Gets ready for the second run of the layers, which may change what is theirs again."""
+        """Prepare for the second run, in which the layers may change their own tensors again."""
         if self.tensor._version == self.left:
             self.version = -1
 
     def fill(self, tensor: Tensor) -> None:
-        """Only checks that the tensor of the second run is like this one."""
+        """Check that the tensor of the second run is like this one."""
         self.verify_like(tensor)
         self.settle()
 
     def settle(self) -> None:
-        """Takes what is there for right, if nobody but the layers has changed it."""
+        """Accept the tensor as it is now, if nobody but the layers has changed it."""
         if self.version == -1:
             self.version = self.tensor._version
 
     def empty(self) -> None:
-        """It stays."""
+        """Keep the tensor, which exists anyway."""
 
 
 class Compared(Slot):
-    """A slot whose recomputed value is compared with that of the forward."""
+    """A slot whose recomputed value is compared with the forward's."""
 
     __slots__ = ("expected", "kind")
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
-        self.kind = running.kind
+        self.kind = current.kind
         self.expected: Tensor | None = tensor.detach()
 
     def close(self) -> None:
-        """Takes note of what there is when the layers have run: not before is all of it written."""
+        """Take note of the value when the layers have run, since only then all of it is written."""
         assert self.expected is not None
         self.expected = self.expected.clone()
 
     def compare(self) -> None:
-        """Compares the recomputed value.
+        """Compare the recomputed value with the forward's.
 
         Raises:
-            RuntimeError: it is another one.
+            RuntimeError: they differ.
         """
         expected, self.expected = self.expected, None
         try:
             torch.testing.assert_close(self.tensor, expected, equal_nan=True)
         except AssertionError as error:
-            # It has run long since, but is what the note is to name.
-            running.layer, running.kind = self.layer, self.kind
+            # The note shall name the layer that saved it, which ran long ago.
+            current.name, current.kind = self.layer, self.kind
             raise RuntimeError(
                 "a recomputation must compute the same values as the forward "
                 f"(layer: {self.layer}, shape: {tuple(self.shape)}); make the layer compute the "
@@ -180,7 +178,8 @@ class Compared(Slot):
 def dropped(tensor: Tensor) -> Slot:
     """A slot for a tensor that is dropped.
 
-    Bytes may be the workspace of a kernel, as that of an LSTM, of which some are never written.
+    Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
+    which the kernel never writes.
     """
     if _verifications and tensor.dtype != torch.uint8:
         return Compared(tensor)
@@ -188,59 +187,59 @@ def dropped(tensor: Tensor) -> Slot:
 
 
 class Enough(BaseException):
-    """Ends a second run that has filled all slots.
+    """The end of a second run that has filled all slots.
 
-    A BaseException, which layers that catch errors let pass. Hooks after forward do not run.
+    It is a BaseException, since layers may catch errors. Forward hooks do not run after it.
     """
 
 
 class Filling:
-    """Fills slots with what a second run saves.
+    """Hook for saved tensors that fills slots with what a second run saves.
 
     Args:
-        slots: in the order in which the first run has saved.
-        whole: whether the second run goes on to its end, behind the last one that was dropped.
+        slots: the slots, in the order in which the first run saved.
+        whole: whether the second run goes on to its end after it has filled the last slot.
     """
 
     def __init__(self, slots: Sequence[Slot], whole: bool) -> None:
         self.slots = slots
         self.whole = whole
         self.count = 0
-        #: How many have to be filled; those behind are there.
+        #: The number of slots to fill. Slots behind them hold tensors that exist anyway.
         self.due = len(slots)
         while not whole and slots[self.due - 1].lasting:
             self.due -= 1
 
     @property
     def left(self) -> Sequence[Slot]:
-        """Those that have not been filled."""
+        """The slots that were not filled yet."""
         return self.slots[self.count : self.due]
 
     @uncompiled
     def next(self, tensor: Tensor) -> None:
-        """Fills the next slot.
+        """Fill the next slot.
 
         Raises:
-            RuntimeError: it is not like what was saved in forward, or there is none.
-            Enough: that was the last one.
+            RuntimeError: the tensor is not like the one of the forward, or there is no slot left.
+            Enough: this was the last slot.
         """
         if self.count < self.due:
             self.slots[self.count].fill(tensor)
         elif self.whole:
-            raise mismatch(described(tensor, running.layer), "nothing more")
+            raise mismatch(described(tensor, current.name), "nothing more")
         self.count += 1
         if self.count == self.due and not self.whole:
             raise Enough
 
 
 def described(saved: Tensor | Slot, layer: str | None) -> str:
-    """A saved tensor in words."""
+    """Describe a saved tensor in words."""
     by = f" by layer {layer}" if layer else ""
     return f"shape {tuple(saved.shape)} of {saved.dtype}{by}"
 
 
 def mismatch(actual: str, expected: str) -> RuntimeError:
-    """What to raise where a recomputation saves otherwise than the forward."""
+    """The error for a recomputation that saves other tensors than the forward."""
     return RuntimeError(
         "a recomputation must save the same tensors for backward as the forward "
         f"(recomputation: {actual}, forward: {expected}); make the layers compute the same from "

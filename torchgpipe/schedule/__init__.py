@@ -1,4 +1,4 @@
-"""Explicit schedules: say what runs when, prove it, simulate it.
+"""Explicit schedules: write down what runs when, validate it, simulate it.
 
 ::
 
@@ -7,9 +7,10 @@
     assert not validate(schedule, capacity=4)
     print(simulate(schedule, Costs(F=1, I=1.2, W=0.8)))
 
-What a schedule says, from coarse to fine: a name (:func:`named`), a function of the numbers of
-workers and micro-batches, a rewrite of another one (``split``, ``fuse``, ``defer_weights``,
-``recompute``), a priority (:func:`greedy`), or each instruction (:func:`parse`).
+There are five ways to make a schedule, from coarse to fine: by name (:func:`named`), by a function
+of the numbers of workers and micro-batches, by rewriting another schedule (``split``, ``fuse``,
+``defer_weights``, ``recompute``, ``first``), by a priority (:func:`greedy`), or instruction by
+instruction (:func:`parse`).
 """
 
 from __future__ import annotations

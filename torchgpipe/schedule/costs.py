@@ -1,4 +1,4 @@
-"""What computing, copying and keeping costs."""
+"""The costs of a schedule: the time to compute and to copy, and the memory that cells keep."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from torchgpipe.schedule.program import Edge, Instruction, operations
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
 
-Each: TypeAlias = float | Sequence[float]  # One number for all stages or workers, or one for each.
+#: One number for all stages (or workers), or one for each.
+Each: TypeAlias = float | Sequence[float]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What instructions take, in any unit of time, and keep, in any unit of memory.
+    """The time of each computation and copy, and the memory of each cell, in any units.
 
-    A B takes ``I + W``. Nobody needs the I of stage 0: if that does all of its backward at W, write
-    ``I=(0, 1, ...), W=(2, 1, ...)``. With Fractions all results are exact.
+    B takes ``I + W``. The input of stage 0 needs no gradient. If stage 0 therefore does all of its
+    backward at W, write ``I=(0, 1, ...), W=(2, 1, ...)``. With Fractions all results are exact.
 
     Args:
-        F, I, W, R: times for one micro-batch.
-        copy: time between stages on two workers, or ``{(from, to): time}`` for outputs to the next
-            stage and gradients to the one before. Copies keep no worker busy.
-        overlap: of two times, what both take at once: by default the sum, as if one waited for the
-            other; ``max`` if neither slows the other down.
+        F, I, W, R: the time of each kind for one micro-batch.
+        copy: the time of a copy between stages on two workers, or ``{(from, to): time}`` for
+            outputs to the next stage and gradients to the previous stage. Copies keep no worker
+            busy.
+        overlap: the time of an overlap, from the times of its two computations. By default the
+            sum, as if one computation waited for the other; ``max`` if neither slows the other.
         activation: memory that a cell keeps from F (or from R, if it has one) until B or I.
-        pending: memory that it keeps from I until W; None for as much as ``activation``.
-        checkpoint: memory that it keeps from F until R.
+        pending: memory that a cell keeps from I until W; as much as ``activation`` if None.
+        checkpoint: memory that a cell with an R keeps from F until R.
     """
 
     F: Each = 1
@@ -47,19 +49,23 @@ class Costs:
 
 
 def numbers(name: str, value: Any, count: int) -> list[float]:
-    """As many numbers as there are stages or workers, or a ValueError."""
+    """Return ``value`` as one number for each of ``count`` stages or workers.
+
+    Raises:
+        ValueError: A number is missing, negative or not finite.
+    """
     found = [*value] if isinstance(value, Iterable) else [value] * count
     valid = all(isinstance(x, Real) and 0 <= float(x) < inf for x in found)
     if len(found) != count or not valid or isinstance(value, Mapping):
         raise ValueError(
-            f"{name} must be a number, or {count} of them, finite and not negative "
+            f"{name} must be a number, or a list of {count}, finite and not negative "
             f"({name}: {value}); give one for each stage (or worker), or one for all"
         )
     return found
 
 
 class Table:
-    """Costs for a placement, with a number for each stage."""
+    """Costs for one placement, with a number for each stage."""
 
     def __init__(self, costs: Costs, placement: Sequence[int]) -> None:
         def each(name: str) -> list[float]:
@@ -76,22 +82,22 @@ class Table:
         self.copy = {x: numbers(f"copy of {x}", copy.get(x, "missing"), 1)[0] for x in pairs}
 
     def duration(self, instruction: Instruction) -> float:
-        """How long an instruction keeps its worker busy."""
+        """Return how long an instruction keeps its worker busy."""
         times = [self.time[op.kind][op.stage] for op in operations(instruction)]
         time = times[0] if len(times) == 1 else self.overlap(*times)
         if not max(times) <= time < inf:
             raise ValueError(
-                "an overlap must take a finite time, and no less than the longer of both "
-                f"(overlap{tuple(times)}: {time}); use max if they do not slow each other down"
+                "overlap must return a finite time, at least as long as the longer computation "
+                f"(overlap{tuple(times)}: {time}); use max if neither slows the other"
             )
         return time
 
     def delay(self, edge: Edge) -> float:
-        """How long it takes to copy what one computation needs of another."""
+        """Return the time of the copy along an edge; 0 within a worker."""
         return self.copy.get((edge[0].stage, edge[1].stage), 0)
 
     def held(self, line: Sequence[Instruction]) -> Iterator[float]:
-        """The most that a worker holds during each of its instructions, and until the next."""
+        """Yield a worker's peak memory from the start of each instruction to that of the next."""
         stages = range(len(self.activation))
         known = [[op for op in operations(x) if op.stage in stages] for x in line]
         again = {(j, i) for ops in known for j, kind, i in ops if kind == "R"}

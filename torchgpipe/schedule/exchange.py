@@ -1,7 +1,8 @@
-"""Files of schedules as torch.distributed.pipelining reads and writes them.
+"""Schedules in the CSV files of torch.distributed.pipelining.
 
-A row for each worker (rank), a column for each slot; where a worker waits, a slot may be empty.
-Overlaps are ``(0F1;3B0)OVERLAP_F_B``. There is no R, and the file does not say where stages are.
+A file has one row for each worker (rank) and one column for each time slot. The slot of a worker
+that waits may be empty. An overlap is written as ``(0F1;3B0)OVERLAP_F_B``. The format has no R, and
+does not contain the placement.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ _OVERLAP = "OVERLAP_F_B"
 
 
 def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
-    """Writes a file that ``_load_csv(path, format="compute_only")`` reads, without empty slots.
+    """Write a file that ``_load_csv(path, format="compute_only")`` reads, without empty slots.
+
+    Args:
+        schedule: the schedule.
+        path: the file.
 
     Raises:
-        ValueError: there is an R.
+        ValueError: The schedule contains an R.
     """
     again = next((op for op in operations_of(schedule.program) if op.kind == "R"), None)
     if again is not None:
         raise ValueError(
-            f"torch.distributed.pipelining has no R (instruction: {again}); write the schedule "
-            "before recompute(), and checkpoint within the stages"
+            "the format of torch.distributed.pipelining must do without R (instruction: "
+            f"{again}); write the schedule before recompute(), and checkpoint within the stages"
         )
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -39,16 +44,16 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
 
 
 def read_csv(path: str | PathLike[str], placement: Sequence[int], chunks: int) -> Schedule:
-    """Reads a file that ``_dump_csv(path, format="compute_only")`` has written.
+    """Read a file that ``_dump_csv(path, format="compute_only")`` has written.
 
     Args:
         path: the file.
-        placement: stage -> worker, as in :class:`Schedule`.
+        placement: stage -> worker.
         chunks: the number of micro-batches.
 
     Raises:
-        ValueError: a slot is no instruction, or one for communication, which is none here; or as in
-            :class:`Schedule`.
+        ValueError: A slot is not an instruction, or is one for communication, which our language
+            does not have; or the arguments do not fit each other, as for :class:`Schedule`.
     """
     program = []
     with open(path, newline="", encoding="utf-8-sig") as file:
@@ -62,21 +67,22 @@ def read_csv(path: str | PathLike[str], placement: Sequence[int], chunks: int) -
 
 
 def _read(word: str, line: int, column: int) -> Instruction:
-    """The instruction of a slot."""
+    """Read the instruction of one slot."""
     place = f"(line: {line}, column: {column}, found: {word!r})"
     name = re.search("[0-9](SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|R(?=[0-9]))", word)
     if name and name[1] == "R":
         raise ValueError(
-            f"torch.distributed.pipelining has no R {place}; leave it out here, and use recompute()"
+            f"a slot must not contain R, which torch.distributed.pipelining lacks {place}; "
+            "leave it out, and call recompute() on the schedule"
         )
     if name:
         raise ValueError(
-            f"{name[1]} is no instruction: what is sent where follows from the placement {place}; "
-            "leave it out, as a file written with format='compute_only' does"
+            f"a slot must not contain {name[1]}: copies follow from the placement {place}; "
+            "write the file with format='compute_only'"
         )
     if word.startswith("(") != word.endswith(_OVERLAP):
         raise ValueError(
-            f"what overlaps, and only that, must end in {_OVERLAP} {place}; "
+            f"an overlap, and nothing else, must end in {_OVERLAP} {place}; "
             f"write (0F1;3B0){_OVERLAP}"
         )
     return read(word.removesuffix(_OVERLAP), line, column)

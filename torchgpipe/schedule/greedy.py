@@ -1,8 +1,8 @@
-"""List scheduling: a worker that is free takes what has the highest priority of what it can do.
+"""List scheduling: a free worker takes, of the computations that are ready, the most urgent.
 
-Memory can run full of what has begun and cannot end. So no computation is taken after which the
-micro-batches that have begun could not end one after another, in the order in which they began:
-the banker's algorithm (Dijkstra, EWD 623), on each worker.
+With limited memory this could block: memory is full, and no micro-batch can end. So a worker takes
+a computation only if afterwards the micro-batches that have begun can still end one after another,
+in the order in which they began. This is the banker's algorithm (Dijkstra, EWD 623) on each worker.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ def greedy(
     costs: Costs = Costs(),
     capacity: Each | None = None,
 ) -> Schedule:
-    """Makes a schedule of a priority, without recomputation and overlaps.
+    """Make a schedule from a priority, without recomputation and overlaps.
 
     Args:
         placement: stage -> worker.
         chunks: the number of micro-batches.
-        priority: of a computation. The smallest goes first, as in ``sorted``; of equal ones the
-            earlier stage, the first kind in the alphabet, and the first micro-batch.
-        split: whether backward is computed in halves, as I and W, or whole, as B.
-        costs: what computing, copying and keeping costs; the order follows from it.
-        capacity: how much memory a worker has, or each; None for enough.
+        priority: the sort key of a computation; the smallest goes first. Of equal ones, the
+            earlier stage goes first, then the first kind in the alphabet, then the first
+            micro-batch.
+        split: whether backward is two computations, I and W, or one, B.
+        costs: the costs of the stages, from which the order follows.
+        capacity: the memory of all workers, or of each; unlimited if None.
 
     Raises:
-        ValueError: one micro-batch alone needs more memory than a worker has.
+        ValueError: One micro-batch alone needs more memory than a worker has, or the arguments do
+            not fit each other.
 
     Example::
 
@@ -67,42 +69,43 @@ def greedy(
 
     lines: list[list[Op]] = [[] for _ in range(workers)]
     free: list[float] = [0] * workers
-    #: What nothing is missing of, by worker: on its way, and there.
+    #: By worker, the computations whose needs have ended: with inputs on their way, or arrived.
     coming: list[list[tuple[float, Op]]] = [[] for _ in range(workers)]
-    there: list[list[tuple[Any, Op]]] = [[] for _ in range(workers)]
-    #: When a worker may have something to do.
-    looks = [(0.0, w) for w in range(workers)]
+    ready: list[list[tuple[Any, Op]]] = [[] for _ in range(workers)]
+    #: The times at which a worker may find something to do.
+    wakeups = [(0.0, w) for w in range(workers)]
     for op in ops:
         if not missing[op]:
             coming[placement[op.stage]].append((0, op))
-    while looks:
-        now, w = heapq.heappop(looks)
+    while wakeups:
+        now, w = heapq.heappop(wakeups)
         if free[w] > now:
             continue
         while coming[w] and coming[w][0][0] <= now:
             op = heapq.heappop(coming[w])[1]
-            insort(there[w], (priority(op), op))
-        found = memory.first([op for _, op in there[w]])
+            insort(ready[w], (priority(op), op))
+        found = memory.first([op for _, op in ready[w]])
         if found is None:
             continue
-        _, op = there[w].pop(found)
+        _, op = ready[w].pop(found)
         memory.take(op)
         lines[w].append(op)
         free[w] = now + table.duration(op)
-        heapq.heappush(looks, (free[w], w))
+        heapq.heappush(wakeups, (free[w], w))
         for target in targets[op]:
-            # Nothing that it needs comes later than the last of that to begin.
+            # A backward needs the F of its cell and the backward of the next stage. That F ended
+            # before the other one started, so the need that starts last also arrives last.
             missing[target] -= 1
             if not missing[target]:
                 to, arrival = placement[target.stage], free[w] + table.delay((op, target))
                 heapq.heappush(coming[to], (arrival, target))
-                heapq.heappush(looks, (arrival, to))
+                heapq.heappush(wakeups, (arrival, to))
     assert sum(map(len, lines)) == len(ops)
     return Schedule(placement, chunks, tuple(map(tuple, lines)))
 
 
 class _Memory:
-    """What each worker holds, and whether all that has begun can still end."""
+    """The memory that each worker holds, and the check that all begun micro-batches can end."""
 
     def __init__(
         self, placement: Sequence[int], table: Table, capacity: Each | None, split: bool
@@ -112,31 +115,31 @@ class _Memory:
         self.limits = capacities(capacity, workers)
         self.stages = [[j for j, x in enumerate(placement) if x == w] for w in range(workers)]
         self.held: list[float] = [0] * workers
-        #: Of each micro-batch in the order in which they began, the last of F, I and W of a stage.
+        #: For each begun micro-batch, in the order in which they began: stage -> its last kind.
         self.begun: dict[int, dict[int, str]] = {}
-        #: What one micro-batch needs on each worker.
+        #: The memory that one micro-batch needs on each worker.
         self.least = [self._rest(w, 0, {})[0] for w in range(workers)]
         for w, (least, limit) in enumerate(zip(self.least, self.limits)):
             if least > limit and not isclose(least, limit):
                 raise ValueError(
-                    "a worker must have memory for one micro-batch in all of its stages "
+                    "capacity must be enough for one micro-batch in all stages of a worker "
                     f"(worker: {w}, capacity: {float(limit):g}, needed: {float(least):g}); "
-                    "give it more, or place fewer stages there"
+                    "give the worker more memory or fewer stages"
                 )
 
     def take(self, op: Op) -> None:
-        """Notes that a computation runs."""
+        """Record that a computation runs."""
         self.held[self.placement[op.stage]] += self._growth(op)
         cells = self.begun.setdefault(op.microbatch, {})
         cells[op.stage] = op.kind
         if len(cells) == len(self.placement) and {*cells.values()} <= {"B", "W"}:
-            del self.begun[op.microbatch]  # It has ended.
+            del self.begun[op.microbatch]  # The micro-batch has ended.
 
     def first(self, ops: Sequence[Op]) -> int | None:
-        """Which of some computations is the first after which all that has begun can still end."""
+        """Return the index of the first computation after which all begun micro-batches can end."""
         refused: set[tuple[int, str]] = set()
         for k, op in enumerate(ops):
-            # Micro-batches that have not begun are all alike.
+            # All micro-batches that have not begun get the same answer.
             alike = op.microbatch not in self.begun
             if not (alike and op[:2] in refused) and self._allows(op):
                 return k
@@ -146,10 +149,10 @@ class _Memory:
 
     def _allows(self, op: Op) -> bool:
         w, growth = self.placement[op.stage], self._growth(op)
-        # Within rounding of the limit, in whatever unit that is.
+        # A relative tolerance, since memory can be in any unit.
         free = self.limits[w] * (1 + 1e-12) - self.held[w] - growth
         if growth <= 0 or free >= self.least[w]:
-            return True  # Without asking all, which is what follows.
+            return True  # The loop below would find the same, but takes longer.
         last = {**self.begun.get(op.microbatch, {}), op.stage: op.kind}
         for i, cells in {**self.begun, op.microbatch: last}.items():
             peak, change = self._rest(w, i, cells)
@@ -159,14 +162,23 @@ class _Memory:
         return True
 
     def _growth(self, op: Op) -> float:
-        """How much more a worker holds after a computation than before."""
+        """Return how much more memory a worker holds after a computation than before."""
         activation, pending = self.table.activation[op.stage], self.table.pending[op.stage]
         return {"F": activation, "B": -activation, "I": pending - activation, "W": -pending}[
             op.kind
         ]
 
     def _rest(self, w: int, i: int, last: Mapping[int, str]) -> tuple[float, float]:
-        """How much more a micro-batch holds at most until it ends on a worker, and when it has."""
+        """Return the extra memory that a micro-batch needs on a worker until it ends there.
+
+        Args:
+            w: the worker.
+            i: the micro-batch.
+            last: stage -> the kind that the micro-batch ran there last.
+
+        Returns:
+            The peak of the extra memory, and the extra memory at the end (negative).
+        """
         stages = self.stages[w]
         rest = [Op(j, "W", i) for j in stages if last.get(j) == "I"]
         rest += [Op(j, "F", i) for j in stages if j not in last]

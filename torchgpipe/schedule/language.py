@@ -1,22 +1,26 @@
-"""Schedules as values and as text."""
+"""The schedule as a value, and the text that describes it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from os import PathLike
 
-from torchgpipe.schedule.picture import Drawn
-from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, operations
-from torchgpipe.schedule.rewrite import Rewritten
+from torchgpipe.schedule.picture import characters, unit_times, write_svg
+from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, operations, together
+from torchgpipe.schedule.rewrite import deferred, fused, halved, recomputed, truncated
 
 __all__ = ["Schedule", "parse", "read"]
 
 
 @dataclass(frozen=True)
-class Schedule(Drawn, Rewritten):
-    """What runs when, perhaps with faults, which :func:`~torchgpipe.schedule.validate` finds.
+class Schedule:
+    """The worker of each stage, and the instructions of each worker.
+
+    A schedule is immutable: its methods return new schedules. It may contain faults, such as a
+    deadlock; :func:`~torchgpipe.schedule.validate` finds them.
 
     Args:
         placement: stage -> worker (device). Workers are numbered from 0, and each has a stage.
@@ -24,7 +28,8 @@ class Schedule(Drawn, Rewritten):
         program: the instructions of each worker, in order.
 
     Raises:
-        TypeError, ValueError: something is of another type, or the numbers do not fit each other.
+        TypeError: An argument has the wrong type.
+        ValueError: Placement, chunks and program do not fit each other.
     """
 
     placement: tuple[int, ...]
@@ -36,27 +41,97 @@ class Schedule(Drawn, Rewritten):
         object.__setattr__(self, "program", tuple(map(tuple, self.program)))
         if not all(type(x) is int for x in (*self.placement, self.chunks)):
             raise TypeError(
-                "placement and chunks must be of integers "
+                "placement and chunks must be integers "
                 f"(placement: {self.placement}, chunks: {self.chunks!r}); pass ints"
             )
         workers = set(self.placement)
         if self.chunks < 1 or not workers or workers != {*range(len(self.program))}:
             raise ValueError(
-                "there must be a micro-batch, and for each worker, from 0 on, a stage and a line "
+                "chunks must be at least 1, and each worker must have a stage and a line "
                 f"(chunks: {self.chunks}, workers with stages: {sorted(workers)}, lines: "
                 f"{len(self.program)}); add lines, or number the workers without gaps"
             )
         for x in chain(*self.program):
             if not (isinstance(x, (Op, Overlap)) and all(map(_is_op, operations(x)))):
                 raise TypeError(
-                    "instructions must be Op(stage, kind, microbatch), of the kinds F, B, I, W and "
-                    f"R, or Overlap(op, op) (instruction: {x!r}); parse() makes them of text"
+                    "an instruction must be Op(stage, kind, microbatch) with kind F, B, I, W or R, "
+                    f"or Overlap(op, op) (instruction: {x!r}); use parse() to make it from text"
                 )
 
     @property
     def text(self) -> str:
-        """The text that :func:`parse` reads, if every worker has an instruction."""
+        """The text that :func:`parse` reads, provided that every worker has an instruction."""
         return "\n".join(" ".join(map(str, line)) for line in self.program)
+
+    def __str__(self) -> str:
+        return characters(self.program)
+
+    def svg(self, path: str | PathLike[str], scale: float | None = None) -> None:
+        """Draw the schedule into an SVG file, with two units of time for B and one for the rest.
+
+        Args:
+            path: the file.
+            scale: pixels per unit of time; chosen to fit the numbers if None.
+        """
+        write_svg(path, self.program, unit_times(self.program), scale)
+
+    def split(self) -> Schedule:
+        """Return this schedule with each B replaced by I and, right after it, W."""
+        return replace(self, program=halved(self.program))
+
+    def fuse(self) -> Schedule:
+        """Return this schedule with each I replaced by B, and without the W of the same cell."""
+        return replace(self, program=fused(self.program))
+
+    def defer_weights(self, k: int | Sequence[int]) -> Schedule:
+        """Return this schedule with each W moved behind the next ``k`` I of its worker.
+
+        If fewer than ``k`` I follow, W moves to the end of the line. A W inside an overlap keeps
+        its place, and so does a W that is late enough already.
+
+        Args:
+            k: one number for all workers, or one for each worker.
+
+        Raises:
+            ValueError: The schedule contains a B, whose weights cannot be deferred, or ``k`` does
+                not fit the workers.
+        """
+        return replace(self, program=deferred(self.program, k))
+
+    def recompute(
+        self,
+        stages: int | Iterable[int] | None = None,
+        microbatches: int | Iterable[int] | None = None,
+    ) -> Schedule:
+        """Return this schedule with an R right before the backward of the chosen cells.
+
+        A cell that already has an R keeps it. ``recompute(microbatches=range(chunks - 1))`` is
+        GPipe's mode 'except_last'.
+
+        Args:
+            stages: one stage or several; all if None.
+            microbatches: one micro-batch or several; all if None.
+
+        Raises:
+            ValueError: The schedule has no such stage or micro-batch.
+        """
+        return replace(self, program=recomputed(self.program, stages, microbatches))
+
+    def first(self, chunks: int) -> Schedule:
+        """Return this schedule with only its first micro-batches; a valid schedule stays valid.
+
+        Args:
+            chunks: the number of micro-batches to keep.
+
+        Raises:
+            ValueError: The schedule has fewer micro-batches, or ``chunks`` is below 1.
+        """
+        if not 1 <= chunks <= self.chunks:
+            raise ValueError(
+                "chunks must be between 1 and the schedule's number of micro-batches (chunks: "
+                f"{chunks}, micro-batches: {self.chunks}); make the schedule with more of them"
+            )
+        return replace(self, chunks=chunks, program=truncated(self.program, chunks))
 
 
 def _is_op(x: object) -> bool:
@@ -64,12 +139,18 @@ def _is_op(x: object) -> bool:
 
 
 def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
-    """Reads a schedule: a line for each worker, with spaces between its instructions.
+    """Read a schedule: one line for each worker, with spaces between its instructions.
 
-    Empty lines do not count. Placement and chunks are those of :class:`Schedule`.
+    Empty lines are ignored.
+
+    Args:
+        text: the instructions.
+        placement: stage -> worker.
+        chunks: the number of micro-batches.
 
     Raises:
-        ValueError: a word is not in the language (line and column are named), or as of Schedule.
+        ValueError: A word is not an instruction (the message says line and column), or the
+            arguments do not fit each other, as for :class:`Schedule`.
 
     Example::
 
@@ -85,21 +166,30 @@ def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
 
 
 _NUMBER = "0|[1-9][0-9]*"
-#: What a computation is made of, and what is missing where that is not found.
+#: The pieces of a computation, and the name of each piece for the error message.
 _OP = ((_NUMBER, "a stage"), ("[FBIWR]", "F, B, I, W or R"), (_NUMBER, "a micro-batch"))
 _OVERLAP = ((r"\(", "("), *_OP, (";", ";"), *_OP, (r"\)", ")"))
 
 
 def read(word: str, line: int, column: int) -> Instruction:
-    """One instruction, or a ValueError. Line and column, from 1, are of its first character."""
+    """Read one instruction.
+
+    Args:
+        word: the text of the instruction, without spaces.
+        line: the line of the text, from 1, for the error message.
+        column: the column of the first character, from 1, for the error message.
+
+    Raises:
+        ValueError: The word is not an instruction.
+    """
     at = 0
     for pattern, what in (*(_OVERLAP if word[0] == "(" else _OP), (r"\Z", "a space")):
         match = re.compile(pattern).match(word, at)
         if match is None:
             raise ValueError(
-                f"{what} must stand here (line: {line}, column: {column + at}, found: "
-                f"{word[at:]!r}); write an instruction as 2F0, two that overlap as (0F1;3B0)"
+                f"{what} must come next (line: {line}, column: {column + at}, found: "
+                f"{word[at:]!r}); write a computation as 2F0 and an overlap as (0F1;3B0)"
             )
         at = match.end()
     ops = [Op(int(j), kind, int(i)) for j, kind, i in re.findall("([0-9]+)([A-Z])([0-9]+)", word)]
-    return Overlap(*ops) if len(ops) == 2 else ops[0]
+    return together(ops)

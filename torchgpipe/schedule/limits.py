@@ -1,17 +1,18 @@
-"""What no schedule can undercut: lower bounds of the makespan and of the memory.
+"""Lower bounds on makespan and memory that hold for every schedule.
 
-For each worker by itself. No computation begins before its head is over, the chain of what must
-come before it, and its tail, what must come after it, has to fit in behind it. So for any set of
-the computations of a worker
+Each worker gives a bound of its own. The head of a computation is the longest chain of computations
+and copies that must come before it; the tail is the longest chain that must come after it. So for
+any set of computations of one worker
 
     makespan  >=  smallest head  +  sum of times  +  smallest tail.
 
-Little's law adds, if memory is limited, that a worker holds no more than the limit on average:
+If memory is limited, Little's law gives a second bound, since a worker holds at most the limit on
+average:
 
-    makespan  >=  smallest head  +  sum of (memory * how long it is held) / limit  +  smallest tail.
+    makespan  >=  smallest head  +  sum of (memory * time it is held) / limit  +  smallest tail.
 
-A cell is held while its micro-batch goes on to the last stage and comes back; or, if it is
-recomputed, for less, but that takes the time of the worker. The bound is that of the best mixture.
+A worker holds a cell while its micro-batch travels to the last stage and back. Recomputation makes
+this time shorter, but takes the worker's time. The bound is that of the best mixture of both.
 
 Sources: Carlier, The one-machine sequencing problem (1982); Little, A proof for the queuing formula
 L = λW (1961).
@@ -32,30 +33,30 @@ from torchgpipe.schedule.simulator import Report
 
 __all__ = ["Bounds", "bounds", "capacities"]
 
-#: The time before or after a computation, by kind and stage.
+#: The head or the tail of a computation, by kind and stage.
 Chains: TypeAlias = dict[tuple[str, int], float]
-#: Computations of one kind and stage: head, time and tail.
+#: All computations of one kind and stage: head, sum of times, tail.
 Job: TypeAlias = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What :func:`bounds` found, in the units of its costs; exact with ints and Fractions.
+    """The result of :func:`bounds`, in the units of its costs; exact with ints and Fractions.
 
     Args:
-        makespan: what any valid schedule takes; infinite if none fits into the memory.
-        peak: what each worker holds at some time, however long the schedule takes.
+        makespan: the bound on the makespan; infinite if no schedule fits into the memory.
+        peak: the bound on the peak memory of each worker, whatever the makespan.
     """
 
     makespan: float
     peak: tuple[float, ...]
 
     def gap(self, report: Report) -> float:
-        """How much longer than the bound a schedule takes, as a share of the bound."""
+        """Return the excess of a makespan over the bound, as a share of the bound."""
         return _share_above(report.makespan, self.makespan)
 
     def memory_gap(self, report: Report) -> float:
-        """How much more memory than its bound the worker holds that is farthest above it."""
+        """Return the largest excess of a worker's peak over its bound, as a share of the bound."""
         return max(map(_share_above, report.peak, self.peak))
 
 
@@ -68,16 +69,16 @@ def _share_above(value: float, bound: float) -> float:
 def bounds(
     placement: Sequence[int], chunks: int, costs: Costs = Costs(), capacity: Each | None = None
 ) -> Bounds:
-    """Bounds all valid schedules of a placement, whatever their instructions are.
+    """Compute bounds that hold for every valid schedule of a placement.
 
     Args:
         placement: stage -> worker.
         chunks: the number of micro-batches.
-        costs: what computing, copying and keeping costs.
-        capacity: how much memory a worker has, or each; None for enough.
+        costs: the costs of the stages.
+        capacity: the memory of all workers, or of each; unlimited if None.
 
     Raises:
-        TypeError, ValueError: placement, chunks, costs and capacity do not fit each other.
+        TypeError, ValueError: The arguments do not fit each other.
 
     Example::
 
@@ -86,7 +87,7 @@ def bounds(
     """
     placement = tuple(placement)
     workers = len(set(placement))
-    Schedule(placement, chunks, ((),) * workers)  # Raises.
+    Schedule(placement, chunks, ((),) * workers)  # Raises if they do not fit each other.
     table = Table(costs, placement)
     limits = capacities(capacity, workers)
     heads, tails = _chains(table)
@@ -108,12 +109,12 @@ def bounds(
 
 
 def capacities(capacity: Each | None, workers: int) -> list[float]:
-    """The memory of each worker; infinite, if there is enough."""
+    """Return the memory of each worker; infinite if ``capacity`` is None."""
     return [inf] * workers if capacity is None else numbers("capacity", capacity, workers)
 
 
 def _chains(table: Table) -> tuple[Chains, Chains]:
-    """The longest chain of computations and copies before each computation, and after it."""
+    """Return the heads and the tails of all computations."""
     stages = range(len(table.activation))
     steps = [("F", j) for j in stages] + [("I", j) for j in reversed(stages)]
     copies = [table.copy.get((j, k), 0) for (_, j), (_, k) in pairwise(steps)]
@@ -129,7 +130,10 @@ def _chains(table: Table) -> tuple[Chains, Chains]:
 
 
 def _one_machine(jobs: Sequence[Job], share: float) -> float:
-    """The bound by heads and tails, of the sets of jobs that have no shorter ones."""
+    """Return the bound by heads and tails.
+
+    For each smallest head and smallest tail, the largest set of jobs gives the best bound.
+    """
     found: list[float] = []
     for (head, _, _), (_, _, tail) in product(jobs, jobs):
         times = [time for h, time, t in jobs if h >= head and t >= tail]
@@ -139,7 +143,7 @@ def _one_machine(jobs: Sequence[Job], share: float) -> float:
 
 
 def _share(table: Table, stages: Sequence[int]) -> float:
-    """Of the sum of their times, the least that two computations of a worker take at once."""
+    """Return the smallest time of an overlap as a share of its two times together, at most 1."""
     ops = [Op(j, kind, 0) for j in stages for kind in "FBIWR"]
     both = [
         (table.duration(Overlap(a, b)), table.duration(a) + table.duration(b))
@@ -149,9 +153,10 @@ def _share(table: Table, stages: Sequence[int]) -> float:
 
 
 def _least(table: Table, stages: Sequence[int]) -> float:
-    """What a worker must hold while a micro-batch is on its way back: at its stage, and before.
+    """Return the memory that a worker needs at least, while a micro-batch is on its way back.
 
-    The stages before keep their activations or their checkpoints.
+    When the micro-batch comes back to a stage, this stage keeps its activation, and the earlier
+    stages of the worker keep their activations or checkpoints.
     """
     kept = [min(table.activation[j], table.checkpoint[j]) for j in stages]
     return max(table.activation[j] + sum(kept[:k]) for k, j in enumerate(stages))
@@ -166,7 +171,7 @@ def _little(
     heads: Chains,
     tails: Chains,
 ) -> float:
-    """The bound by Little's law: up to the last I, for activations, and up to the last W."""
+    """Return the bound by Little's law: of F and I alone, and of F, I and W."""
     found: list[float] = []
     for kinds in ("FI", "FIW"):
         compute = share * sum(table.time[kind][j] for kind in kinds for j in stages)
@@ -175,8 +180,8 @@ def _little(
         for j in stages:
             activation, checkpoint = table.activation[j], table.checkpoint[j]
             trip = heads["I", j] + table.time["I"][j] - heads["F", j]
-            # With a recomputation, activations are held for this long only, and before it the
-            # checkpoint.
+            # With recomputation, a worker holds the checkpoint first, and the activation only
+            # during R and I.
             short = min(trip, table.time["R"][j] + table.time["I"][j])
             saved = max(0, (activation - checkpoint) * (trip - short))
             choices.append((saved, share * table.time["R"][j]))
@@ -192,15 +197,15 @@ def _little(
 def _mixture(
     compute: float, memory: float, choices: Sequence[tuple[float, float]], limit: float
 ) -> float:
-    """The least of the larger of compute and ``memory / limit``, if some cells are recomputed.
+    """Choose which cells to recompute, so that max(compute, memory / limit) is smallest.
 
-    This is a fractional knapsack: what saves most memory for its time comes first, until compute
-    takes as long as memory asks for.
+    This is a fractional knapsack: recompute the stages that save the most memory for their time
+    first, until compute takes as long as memory / limit.
 
     Args:
-        compute: the time of a worker for one micro-batch, without recomputation.
-        memory: the sum of memory times how long it is held, for one micro-batch.
-        choices: of each stage, the memory times time that recomputation saves, and its time.
+        compute: the worker's time for one micro-batch, without recomputation.
+        memory: the sum of memory times the time it is held, for one micro-batch.
+        choices: for each stage, the memory times time that recomputation saves, and its time.
         limit: the memory of the worker.
     """
     if not memory:

@@ -1,8 +1,8 @@
 """Schedules with stages in a row or in loops: fill-drain, 1F1B, interleaved and breadth-first.
 
-Bubbles are how long the busiest worker waits. P is the number of workers, M of micro-batches, and v
-of stages per worker; F, B, I and W are what all stages of a worker take, and an activation is what
-they keep, for one micro-batch.
+Letters in the docstrings: P workers, M micro-batches, v stages per worker. F, B, I and W are the
+times that all stages of a worker take together for one micro-batch, and one activation is the
+memory that they keep for it. The bubble is the time that the busiest worker waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ __all__ += ["loop", "one_by_one"]
 
 
 def checked(**counts: int) -> None:
-    """Raises a ValueError if a number of something is not a positive integer."""
+    """Check that all counts are positive integers.
+
+    Raises:
+        ValueError: A count is not a positive integer.
+    """
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ValueError(
@@ -26,7 +30,7 @@ def checked(**counts: int) -> None:
 
 
 def fill_drain(workers: int, chunks: int) -> Schedule:
-    """All forwards, then all backwards, the last micro-batch first.
+    """Run all forwards, then all backwards, the last micro-batch first.
 
     Bubble ``(P - 1)(F + B)``; peak M activations.
 
@@ -36,7 +40,7 @@ def fill_drain(workers: int, chunks: int) -> Schedule:
 
 
 def looped_bfs(workers: int, chunks: int, stages_per_worker: int = 2) -> Schedule:
-    """All micro-batches in a stage before the next stage of the worker: fill-drain in a loop.
+    """Run fill-drain in a loop: all micro-batches in one stage before the worker's next stage.
 
     Bubble ``(P - 1)(F + B) / v`` if M >= P; peak M activations.
 
@@ -53,7 +57,7 @@ def looped_bfs(workers: int, chunks: int, stages_per_worker: int = 2) -> Schedul
 
 
 def one_f_one_b(workers: int, chunks: int) -> Schedule:
-    """Backward as soon as possible: after a warm-up, forward and backward in turn.
+    """Run backward as soon as possible: after a warm-up, forward and backward in turn (1F1B).
 
     Bubble ``(P - 1)(F + B)``; peak ``min(P, M)`` activations, on the first worker.
 
@@ -64,10 +68,11 @@ def one_f_one_b(workers: int, chunks: int) -> Schedule:
 
 
 def interleaved(workers: int, chunks: int, stages_per_worker: int = 2) -> Schedule:
-    """1F1B in a loop: P micro-batches in a stage, then the same in the worker's next stage.
+    """Run 1F1B in a loop: P micro-batches in one stage, then the same in the worker's next stage.
 
     Bubble ``(P - 1)(F + B) / v`` and peak ``P + (P - 1) / v`` activations, if M is a multiple of P
-    and more than P. For other M it is the schedule of the next multiple without what is too much.
+    and more than P. If M is not a multiple of P, this is the schedule for the next multiple without
+    the surplus micro-batches.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM (arXiv 2104.04473).
@@ -79,7 +84,7 @@ def interleaved(workers: int, chunks: int, stages_per_worker: int = 2) -> Schedu
 def one_by_one(
     workers: int, chunks: int, stages_per_worker: int, warmup: Callable[[int], int]
 ) -> Schedule:
-    """Forward and backward in turn, after as many forwards as ``warmup`` says for a worker."""
+    """Run ``warmup(worker)`` forwards, then forward and backward in turn."""
     checked(workers=workers, chunks=chunks, stages_per_worker=stages_per_worker)
     placement = loop(workers, stages_per_worker)
     rounds = [range(i, i + workers) for i in range(0, chunks, workers)]
@@ -96,5 +101,5 @@ def one_by_one(
 
 
 def loop(workers: int, times: int) -> tuple[int, ...]:
-    """A placement in which the stages go round the workers."""
+    """Place the stages round the workers, several times."""
     return tuple(range(workers)) * times

@@ -1,4 +1,8 @@
-"""Pictures of programs: a row for each worker, time from left to right."""
+"""Pictures of programs: one row for each worker, with time from left to right.
+
+A computation that a deadlock blocks has no times, so the picture leaves it out and says below the
+rows which instruction the worker never reaches.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +22,14 @@ from torchgpipe.schedule.program import (
     timetable,
 )
 
-__all__ = ["Drawn", "draw"]
+__all__ = ["Times", "characters", "unit_times", "write_svg"]
 
-#: When each computation begins, and when it ends.
+#: The start of each computation, and its end.
 Times = tuple[Mapping[Op, float], Mapping[Op, float]]
 
 
-class Drawn:
-    """The methods of a schedule that draw it, with a B of two units of time, all else of one."""
-
-    program: Program
-
-    def __str__(self) -> str:
-        return _in_characters(self.program)
-
-    def svg(self, path: str | PathLike[str], scale: float | None = None) -> None:
-        """Draws into a file what ``print`` draws; scale is the pixels of a unit of time."""
-        draw(path, self.program, _unit_times(self.program), scale)
-
-
-def _unit_times(program: Program) -> Times:
-    """Times if a B takes two units and everything else one. What never begins has none."""
+def unit_times(program: Program) -> Times:
+    """Return the times if B takes two units and everything else takes one."""
 
     def duration(instruction: Instruction) -> float:
         return sum(2 if op.kind == "B" else 1 for op in operations(instruction))
@@ -47,29 +38,35 @@ def _unit_times(program: Program) -> Times:
 
 
 class _Bar(NamedTuple):
+    """One instruction in the picture."""
+
     instruction: Instruction
     begin: float
     end: float
 
 
 def _bars(program: Program, times: Times) -> list[list[_Bar]]:
+    """Return the bars of each worker, for the instructions that have times."""
     start, end = times
     firsts = [[(x, operations(x)[0]) for x in line] for line in program]
     return [[_Bar(x, start[op], end[op]) for x, op in line if op in start] for line in firsts]
 
 
 def _never(program: Program, times: Times) -> list[str]:
-    """Whom something blocks for ever, and at which instruction."""
+    """Return a line for each worker that a deadlock blocks, with the instruction it waits at."""
     blocked = ((w, x) for w, line in enumerate(program) for x in line)
     heads = {w: x for w, x in reversed([*blocked]) if operations(x)[0] not in times[0]}
     return [f"worker {w} never comes to {x}" for w, x in sorted(heads.items())]
 
 
-def _in_characters(program: Program) -> str:
-    """The picture in characters: ``-`` goes on with an instruction, ``.`` waits."""
-    times = _unit_times(program)
+def characters(program: Program) -> str:
+    """Draw the program in characters: ``-`` continues an instruction, ``.`` is a wait.
+
+    Only the times of :func:`unit_times` fit into columns, so this picture takes no others.
+    """
+    times = unit_times(program)
     lines = _bars(program, times)
-    #: Characters for each unit of time, so that each instruction fits in.
+    #: Characters per unit of time: enough for the text of every instruction.
     unit = max(
         (-(-len(f"{x} ") // int(end - begin)) for line in lines for x, begin, end in line),
         default=1,
@@ -89,7 +86,7 @@ def _in_characters(program: Program) -> str:
     return "\n".join(row.rstrip() for row in rows + _never(program, times))
 
 
-#: Of each kind its color and what it is.
+#: The color of each kind, and its name in the legend.
 _KINDS = {
     "F": ("#4c9be8", "forward"),
     "B": ("#5fb760", "backward"),
@@ -97,27 +94,33 @@ _KINDS = {
     "W": ("#e8b93f", "backward for the weights"),
     "R": ("#a8a4b5", "recompute"),
 }
-#: Pixels: an average bar, a row, the names of the workers, a line of text, from tick to tick.
+#: Pixels: the average bar, a row, the margin for worker names, a line of text, between two ticks.
 _BAR, _ROW, _MARGIN, _LINE, _TICK = 26, 26, 66, 20, 100
 
 
-def draw(
+def write_svg(
     path: str | PathLike[str], program: Program, times: Times, scale: float | None = None
 ) -> None:
-    """Writes the picture into a file; scale is the pixels of a unit of time."""
+    """Draw the program into an SVG file, with a bar for each computation.
+
+    The number on a bar is its micro-batch. Later stages of a worker are lighter. The two
+    computations of an overlap share the height of their row. The tooltip of a bar has the
+    instruction and its times.
+
+    Args:
+        path: the file.
+        program: the instructions of each worker.
+        times: the start and the end of each computation.
+        scale: pixels per unit of time; chosen to fit the numbers if None.
+    """
     Path(path).write_text(_svg(program, times, scale), encoding="utf-8")
 
 
 def _svg(program: Program, times: Times, scale: float | None) -> str:
-    """The picture as SVG: a bar for each computation with the number of its micro-batch.
-
-    Of the stages of a worker the later ones are lighter. The two of an overlap share the height of
-    their row. What a bar is, and its times, are its tooltip.
-    """
     lines = _bars(program, times)
     bars = [bar for line in lines for bar in line]
     stop = float(max(times[1].values(), default=0))
-    # Whatever the unit of time is, a bar is wide enough for its number on average.
+    # In any unit of time, the average bar is wide enough for its number.
     scale = scale or _BAR * len(bars) / (float(sum(bar.end - bar.begin for bar in bars)) or 1) or 1
     body: list[str] = []
     for w, line in enumerate(lines):
@@ -166,7 +169,7 @@ def _svg(program: Program, times: Times, scale: float | None) -> str:
 
 
 def _step(least: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below ``least``."""
     power = 10.0 ** floor(log10(least))
     return next(x * power for x in (1, 2, 5, 10) if x * power >= least)
 
@@ -185,6 +188,6 @@ def _rect(
 
 
 def _lighter(color: str, share: float) -> str:
-    """A color mixed with white."""
+    """Mix a color with a share of white."""
     parts = (int(color[k : k + 2], 16) for k in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

@@ -1,27 +1,28 @@
-"""Programs: what each worker computes, in order, and the one model of what waits for what.
+"""Programs: what each worker computes, in order, and which computation needs which.
 
 ::
 
     0F0 ──> 1F0 ──> 2F0      2F0        forward of stage 2, micro-batch 0
-     │       │       │       2B0        backward of it, for its input and its weights
-    0B0 <── 1B0 <── 2B0      2I0, 2W0   the halves of that: the input's, and later the weights'
-                             2R0        the forward again, between F and B (or I)
-                             (0F1;2B0)  two at once, on the streams of one device
+     │       │       │       2B0        its backward, for its input and its weights
+    0B0 <── 1B0 <── 2B0      2I0, 2W0   the two halves of 2B0: for the input, then for the weights
+                             2R0        recomputation: the forward again, between F and B (or I)
+                             (0F1;2B0)  two computations at once, on two streams of one device
 
-A worker begins an instruction when the one before and all that it needs have ended. A copy between
-workers is no instruction: it belongs to an arrow, so that it can block nobody.
+A worker starts an instruction when its previous instruction has ended and every computation that
+the instruction needs has ended. A copy between workers is not an instruction. It belongs to an edge
+between two computations, so a copy never blocks a worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Op", "Overlap", "needs", "operations", "operations_of", "timetable", "walk"]
+__all__ = ["Op", "Overlap", "needs", "operations", "operations_of", "timetable", "together", "walk"]
 
 
 class Op(NamedTuple):
-    """One computation: of a stage, of a kind (F, B, I, W or R), of a micro-batch."""
+    """One computation: the stage, the kind (F, B, I, W or R) and the micro-batch."""
 
     stage: int
     kind: str
@@ -32,7 +33,7 @@ class Op(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Two computations of one worker that begin and end together."""
+    """Two computations of one worker that start and end together."""
 
     first: Op
     second: Op
@@ -44,24 +45,29 @@ class Overlap(NamedTuple):
 Instruction: TypeAlias = Op | Overlap
 #: The instructions of each worker.
 Program: TypeAlias = tuple[tuple[Instruction, ...], ...]
-#: A computation, and one that needs it.
+#: A computation, then another one that needs it.
 Edge: TypeAlias = tuple[Op, Op]
-#: Of each worker that waits: the instruction it is at, and a computation that this needs.
+#: For each worker that waits: its next instruction, and a computation that this instruction needs.
 Waiting: TypeAlias = dict[int, tuple[Instruction, Op]]
 
 
 def operations(instruction: Instruction) -> tuple[Op, ...]:
-    """The computations of an instruction: itself, or both of an overlap."""
+    """Return the computations of an instruction: one, or the two of an overlap."""
     return instruction if isinstance(instruction, Overlap) else (instruction,)
 
 
+def together(ops: Sequence[Op]) -> Instruction:
+    """Return the instruction made of one or two computations: the inverse of :func:`operations`."""
+    return Overlap(*ops) if len(ops) == 2 else ops[0]
+
+
 def operations_of(program: Program) -> Iterator[Op]:
-    """All computations of a program, worker after worker."""
+    """Yield all computations of a program, worker by worker."""
     return (op for line in program for instruction in line for op in operations(instruction))
 
 
 def needs(op: Op, ops: Container[tuple[int, str, int]]) -> list[Op]:
-    """What must have ended before ``op`` begins, of the computations that there are (``ops``)."""
+    """Return the computations that must end before ``op`` starts, as far as they are in ``ops``."""
     j, kind, i = op
     if kind == "F":
         found = [(j - 1, "F", i)]
@@ -77,10 +83,17 @@ def needs(op: Op, ops: Container[tuple[int, str, int]]) -> list[Op]:
 def walk(
     program: Program, stuck: Callable[[Waiting], int | None]
 ) -> Iterator[tuple[int, Instruction, list[Edge]]]:
-    """Yields workers, their next instructions and the edges to these; no edge leads backwards.
+    """Visit all instructions so that each comes after the computations that it needs.
 
-    That is an order of dependencies, not of time. If all workers wait, ``stuck`` is told for what,
-    and returns one that shall do without it, or None to end the walk.
+    The order respects the edges, but it is not an order of time.
+
+    Args:
+        program: the instructions of each worker.
+        stuck: called when all remaining workers wait. It returns the worker that shall go on
+            without the computations that it needs, or None to end the walk.
+
+    Yields:
+        The worker, its next instruction, and the edges that lead to this instruction.
     """
     ops = set(operations_of(program))
     done: set[Op] = set()
@@ -114,7 +127,13 @@ def walk(
 def timetable(
     program: Program, duration: Callable[[Instruction], float], delay: Callable[[Edge], float]
 ) -> tuple[dict[Op, float], dict[Op, float]]:
-    """When each computation begins and ends, if ever. A delay is how long a copy takes."""
+    """Return the start and the end of each computation, except of those that a deadlock blocks.
+
+    Args:
+        program: the instructions of each worker.
+        duration: how long an instruction keeps its worker busy.
+        delay: how long the copy along an edge takes.
+    """
     free: list[float] = [0] * len(program)
     start: dict[Op, float] = {}
     end: dict[Op, float] = {}

@@ -1,4 +1,4 @@
-"""Schedules by name, and the best of all that there are."""
+"""Built-in schedules by name, and a ranking of all of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torchgpipe.schedule.zero_bubble import interleaved_zero_bubble, zero_bubble
 
 __all__ = ["Candidate", "best", "named"]
 
-#: By their stages per worker: one, two, or as many as one likes; wave has two for each wave.
+#: Functions by their stages per worker: one, two, or any number; wave has two for each wave.
 _ONE = (fill_drain, one_f_one_b, zero_bubble_h1, zero_bubble_h2)
 _TWO = (zero_bubble_v, v_half, v_min, dualpipe_v)
 _MANY = (interleaved, looped_bfs, interleaved_zero_bubble)
 _BUILT_IN: tuple[Callable[..., Schedule], ...] = (*_ONE, *_MANY, *_TWO, wave)
-#: Other names: of papers, and of torch.distributed.pipelining.
+#: Names from papers and from torch.distributed.pipelining.
 _ALIASES = {
     "gpipe": fill_drain,
     "1f1b": one_f_one_b,
@@ -39,23 +39,23 @@ _ALIASES = {
 
 
 def named(name: str, workers: int, chunks: int, **parameters: int) -> Schedule:
-    """A schedule by its name, as ``named("1f1b", workers=4, chunks=8)``.
+    """Make a built-in schedule by its name, such as ``named("1f1b", workers=4, chunks=8)``.
 
     Args:
-        name: of its function, or another that is common for it, such as those of
-            torch.distributed.pipelining. Case, ``_`` and ``-`` make no difference.
+        name: the name of the function, or a common name, such as the name of the class in
+            torch.distributed.pipelining. Case, spaces, ``_`` and ``-`` make no difference.
         workers: the number of workers.
         chunks: the number of micro-batches.
-        parameters: what else its function takes: ``stages_per_worker`` or ``waves``.
+        parameters: further arguments of the function: ``stages_per_worker`` or ``waves``.
 
     Raises:
-        ValueError: nothing has this name.
+        ValueError: No built-in schedule has this name.
     """
     functions = {f.__name__.replace("_", ""): f for f in _BUILT_IN} | _ALIASES
     found = functions.get(re.sub("[-_ ]", "", name).lower())
     if found is None:
         raise ValueError(
-            f"a schedule must have a known name (name: {name!r}); use one of "
+            f"name must be that of a built-in schedule (name: {name!r}); use one of "
             + ", ".join([*_ALIASES, *(f.__name__ for f in _BUILT_IN)])
         )
     return found(workers, chunks, **parameters)
@@ -63,14 +63,14 @@ def named(name: str, workers: int, chunks: int, **parameters: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the schedules of :func:`best`.
+    """One schedule in the ranking of :func:`best`.
 
     Args:
-        name: how it is made.
-        schedule: itself.
-        costs: of its stages.
-        report: its simulation.
-        gap: how much longer it takes than the bound of its own placement, as a share of that.
+        name: the call that makes the schedule.
+        schedule: the schedule.
+        costs: the costs of its stages.
+        report: the simulation of the schedule.
+        gap: the excess of the makespan over the bound of this placement, as a share of the bound.
     """
 
     name: str
@@ -91,24 +91,25 @@ def best(
     capacity: Each | None = None,
     stages_per_worker: Iterable[int] = (1, 2, 4),
 ) -> list[Candidate]:
-    """Simulates all built-in schedules, and ranks those that fit into the memory.
+    """Simulate all built-in schedules, and rank those that fit into the memory.
 
-    One that does not fit is tried again with all of its cells recomputed.
+    A schedule that does not fit is tried again with all cells recomputed.
 
     Args:
         workers: the number of workers.
         chunks: the number of micro-batches.
-        costs: of a model of one stage per worker. With ``v`` stages per worker each of those is cut
-            into v that cost the same; copies are not divided. Or a function that makes the costs of
-            the ``v * workers`` stages of ``v``.
-        capacity: how much memory a worker has, or each, in the unit of the costs; None for enough.
-        stages_per_worker: which ``v`` there can be.
+        costs: the costs of a model with one stage per worker. With ``v`` stages per worker, each
+            stage is cut into v equal ones; copies are not divided. Or a function of ``v`` that
+            returns the costs of the ``v * workers`` stages.
+        capacity: the memory of all workers, or of each, in the unit of the costs; unlimited if
+            None.
+        stages_per_worker: the values of ``v`` to try.
 
     Returns:
-        The fastest first; of equally fast ones, that which needs least memory.
+        The candidates, the fastest first; of equally fast ones, the one with the least memory.
 
     Raises:
-        ValueError: none fits.
+        ValueError: No schedule fits, or the arguments do not fit each other.
     """
     checked(workers=workers, chunks=chunks)
     counts = sorted({*stages_per_worker})
@@ -129,9 +130,9 @@ def best(
                 break
     if not found:
         raise ValueError(
-            "a built-in schedule must fit into the memory of the workers "
-            f"(capacity: {capacity}, the least that one needs: {float(least):g}); use more "
-            "workers, smaller micro-batches, or more stages per worker"
+            "capacity must be enough for one of the built-in schedules "
+            f"(capacity: {capacity}, smallest peak: {float(least):g}); use more workers, smaller "
+            "micro-batches, or more stages per worker"
         )
     return sorted(found, key=lambda x: (x.report.makespan, max(x.report.peak)))
 
@@ -139,7 +140,11 @@ def best(
 def _all(
     workers: int, chunks: int, stages_per_worker: Iterable[int]
 ) -> Iterator[tuple[int, str, Schedule]]:
-    """Each built-in schedule that has one of these numbers of stages per worker."""
+    """Yield the built-in schedules with these numbers of stages per worker.
+
+    Yields:
+        The number of stages per worker, the call that makes the schedule, and the schedule.
+    """
     for v in stages_per_worker:
         calls: list[tuple[Callable[..., Schedule], dict[str, int]]]
         if v == 1:
@@ -157,13 +162,13 @@ def _all(
 
 
 def _divided(costs: Costs, count: int) -> Costs:
-    """The costs of the same model cut into so many times as many stages."""
+    """Return the costs of the same model if each stage is cut into ``count`` equal ones."""
     if count == 1:
         return costs
     if isinstance(costs.copy, Mapping):
         raise ValueError(
-            "stages that are cut further have edges of their own (copy: a mapping, stages per "
-            f"worker: {count}); give one number for copies, or a function that makes the costs"
+            "copy must be one number if stages are cut, since that makes new edges (copy: a "
+            f"mapping, stages per worker: {count}); give a number, or a function as costs"
         )
 
     def part(value: Each | None) -> Each | None:

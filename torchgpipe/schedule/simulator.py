@@ -1,4 +1,4 @@
-"""How long a schedule takes if all begins as soon as it may, and what each worker must hold."""
+"""A simulation of a schedule in which every instruction starts as soon as it can."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 
-from torchgpipe.schedule import picture
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.picture import write_svg
 from torchgpipe.schedule.program import Op, timetable
 from torchgpipe.schedule.validator import validate
 
@@ -17,14 +17,15 @@ __all__ = ["Report", "simulate"]
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`simulate` found, in the units of its costs.
+    """The result of :func:`simulate`, in the units of its costs.
 
     Args:
-        schedule: what was simulated.
-        makespan: when all has ended that began at 0.
-        start, end: of each computation.
-        busy, bubble: how long each worker computes, and how long it does not until the makespan.
-        peak: the most memory that it holds at any time.
+        schedule: the schedule that was simulated.
+        makespan: the time at which the last computation ends; the first one starts at 0.
+        start, end: the start and the end of each computation.
+        busy: the time that each worker computes.
+        bubble: the time that each worker does not compute, up to the makespan.
+        peak: the most memory that each worker holds at any time.
     """
 
     schedule: Schedule = field(repr=False)
@@ -42,14 +43,27 @@ class Report:
         return "\n".join([head, *rows, f"makespan {float(self.makespan):g}"])
 
     def svg(self, path: str | PathLike[str], scale: float | None = None) -> None:
-        """Draws into a file the schedule with these times; scale is the pixels of a unit."""
-        picture.draw(path, self.schedule.program, (self.start, self.end), scale)
+        """Draw the schedule into an SVG file, with the times of this report.
+
+        Args:
+            path: the file.
+            scale: pixels per unit of time; chosen to fit the numbers if None.
+        """
+        write_svg(path, self.schedule.program, (self.start, self.end), scale)
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
-    """Finds when everything begins and ends; a ValueError names the faults of the schedule."""
+    """Find the start and the end of each computation, and the memory of each worker.
+
+    Args:
+        schedule: a valid schedule.
+        costs: the costs of its stages.
+
+    Raises:
+        ValueError: The schedule has faults, which the message names, or the costs do not fit it.
+    """
     if faults := validate(schedule):
-        rule = f"a schedule must be valid (faults: {len(faults)}); mend what validate() finds:"
+        rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
         raise ValueError("\n".join([rule, *faults[:10]]))
     table = Table(costs, schedule.placement)
     start, end = timetable(schedule.program, table.duration, table.delay)

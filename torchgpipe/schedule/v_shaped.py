@@ -1,7 +1,7 @@
-"""Schedules with two stages per worker, placed as a V: down the workers, and up again.
+"""Schedules with two stages per worker, placed as a V: down the workers, then up again.
 
-The first worker has the first stage and the last one, so a micro-batch's backward begins where its
-forward ended. The letters are those of :mod:`torchgpipe.schedule.looped`.
+The first worker has the first and the last stage, so a micro-batch's backward starts on the worker
+where its forward ended. The letters are those of :mod:`torchgpipe.schedule.looped`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from itertools import accumulate, permutations
 
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import checked
-from torchgpipe.schedule.program import Instruction, Op, Overlap
+from torchgpipe.schedule.program import Instruction, Op, together
 
 __all__ = ["down_and_up", "dualpipe_v", "v_half", "v_min", "zero_bubble_v"]
 
 
 class _Line:
-    """The instructions of a worker, added as words: a kind and which of both stages (``F0``).
+    """The instructions of one worker, added as words: a kind and the first or second stage (F0).
 
-    Each F, I and B takes the next micro-batch of its stage, each W the oldest that waits for it.
+    F, I and B take the next micro-batch of their stage. W takes the oldest I whose W is pending.
     """
 
     def __init__(self, worker: int, workers: int) -> None:
@@ -29,10 +29,10 @@ class _Line:
         self.instructions: list[Instruction] = []
 
     def add(self, times: int, words: str) -> None:
-        """So many times these words. ``F0&B1`` is an overlap, ``W`` of any of the stages."""
+        """Add the words, several times. ``F0&B1`` is an overlap; ``W`` is of either stage."""
         for word in words.split() * times:
             ops = [self._op(part) for part in word.split("&")]
-            self.instructions.append(Overlap(*ops) if len(ops) == 2 else ops[0])
+            self.instructions.append(together(ops))
 
     def _op(self, word: str) -> Op:
         kind, stages = word[0], [self.stages[int(x)] for x in word[1:]] or self.stages
@@ -49,15 +49,15 @@ class _Line:
 
 
 def down_and_up(workers: int) -> tuple[int, ...]:
-    """A placement as a V."""
+    """Place the stages as a V: down the workers, then up again."""
     return (*range(workers), *reversed(range(workers)))
 
 
 def zero_bubble_v(workers: int, chunks: int) -> Schedule:
-    """Both stages in turn, so that the memory of the one shrinks while that of the other grows.
+    """Alternate both stages, so the memory of one stage shrinks while that of the other grows.
 
-    Bubble ``(P - 1)F / 2`` at F = I = W if M >= 2P - 1, which no schedule of this placement can
-    undercut; peak P activations.
+    Bubble ``(P - 1)F / 2`` at F = I = W if M >= 2P - 1, the least that this placement allows; peak
+    P activations.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6.
     """
@@ -80,10 +80,10 @@ def zero_bubble_v(workers: int, chunks: int) -> Schedule:
 
 
 def dualpipe_v(workers: int, chunks: int) -> Schedule:
-    """The forward of one stage at once with the backward of the other, which hides what they send.
+    """Overlap the forward of one stage with the backward of the other, which hides their copies.
 
     Bubble ``(P - 1)F`` at F = I = W if overlaps gain nothing, and peak ``P + 1 / 2`` activations,
-    if M >= 2P. For fewer micro-batches it is the schedule of 2P without the others.
+    if M >= 2P. For fewer micro-batches, this is the schedule for 2P without the surplus ones.
 
     Source: DeepSeek-AI, DeepSeek-V3 (arXiv 2412.19437), and github.com/deepseek-ai/DualPipe for V.
     """
@@ -95,7 +95,7 @@ def dualpipe_v(workers: int, chunks: int) -> Schedule:
         line.add(2 * (p - w - 1), "F0")
         line.add(w + 1, "F0 F1")
         line.add(p - w - 1, "I1 W1 F1")
-        # The last worker, which is the first to have something to overlap, begins with it apart.
+        # The last worker is the first that can overlap. It runs its first pair one by one.
         line.add(1, "F0 B1 F1&B0" if w == p - 1 else "F0&B1 F1&B0")
         line.add(m - 2 * p + w, "F0&B1 F1&B0")
         line.add(p - w - 1, "B1 F1&B0")
@@ -109,7 +109,7 @@ def dualpipe_v(workers: int, chunks: int) -> Schedule:
 
 
 def v_half(workers: int, chunks: int) -> Schedule:
-    """Half of the memory of :func:`zero_bubble_v`: a micro-batch passes the workers faster.
+    """Halve the memory of :func:`zero_bubble_v`: a micro-batch passes the workers faster.
 
     Bubble ``(7P - 8 - P % 2)F / 4`` at F = I = W if M >= 2P; peak ``(P + 2) // 2`` activations.
 
@@ -120,12 +120,12 @@ def v_half(workers: int, chunks: int) -> Schedule:
 
 
 def v_min(workers: int, chunks: int) -> Schedule:
-    """A third of the memory of :func:`zero_bubble_v`: a micro-batch passes as fast as it can.
+    """Use a third of the memory of :func:`zero_bubble_v`: a micro-batch passes as fast as possible.
 
     Bubble ``2PF - 2F`` (if P is a multiple of 3) or ``2PF - 5F / 2`` at F = I = W if M >= 2P, more
-    if they differ; peak ``(P + 4) // 3`` activations.
+    if these times differ; peak ``(P + 4) // 3`` activations.
 
-    Source: as of :func:`v_half`.
+    Source: the paper of :func:`v_half`.
     """
     checked(workers=workers, chunks=chunks)
     return _repeated(workers, chunks, (1, 1, 1, 1), (0, 0, 0) if workers % 3 else (2, 0, 2))
@@ -134,19 +134,20 @@ def v_min(workers: int, chunks: int) -> Schedule:
 def _repeated(
     workers: int, chunks: int, steps: tuple[int, int, int, int], gaps: tuple[int, int, int]
 ) -> Schedule:
-    """One micro-batch's computations, each of one unit of time, again every six units.
+    """Plan one micro-batch, with one unit of time per computation, and repeat it every six units.
 
     Args:
         workers: P.
         chunks: M.
-        steps: the time from one worker to the next, of F down the V, F up, I down and I up.
-        gaps: how much longer than needed it stays at the ends of the V: at the bottom, at the top,
-            and at the bottom again. With these no two computations of a worker want one unit, and
-            of all below six they hold least (tried for P up to 12).
+        steps: the time from one worker to the next, for F down the V, F up, I down and I up.
+        gaps: the extra time that the micro-batch waits at the ends of the V: at the bottom, at the
+            top, and at the bottom again. With the gaps in use, no two computations of a worker
+            fall into one unit. Of all gaps below six, these need the least memory (tried for P up
+            to 12).
     """
     p = workers
     lines = []
-    #: When each leg of the V begins.
+    #: The time at which each leg of the V begins.
     begin = [0, *accumulate(step * (p - 1) + 1 + gap for step, gap in zip(steps, gaps))]
     for w in range(p):
         down, up = w, 2 * p - 1 - w
@@ -156,7 +157,7 @@ def _repeated(
             for (j, kind, distance), first, step in zip(legs, begin, steps)
         }
         inputs = [op for op in times if op.kind == "I"]
-        # W where units are left, as soon as possible.
+        # Each W takes one of the free units, as early as possible.
         left = {*range(6)} - {time % 6 for time in times.values()}
         choices: list[dict[Op, int]] = [
             {

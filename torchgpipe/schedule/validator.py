@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, all of it at once."""
+"""A validator that finds all faults of a schedule at once."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ __all__ = ["validate"]
 
 
 def validate(schedule: Schedule, capacity: Each | None = None, costs: Costs = Costs()) -> list[str]:
-    """Finds every fault of a schedule.
+    """Find all faults of a schedule.
 
-    A schedule without any computes each cell once, comes to its end, and fits into the memory.
+    A schedule without faults computes each cell once, has no deadlock, and fits into the memory.
 
     Args:
-        schedule: any one.
-        capacity: how much memory a worker has, or each; None for enough.
-        costs: what cells keep there; by default, one unit each.
+        schedule: the schedule.
+        capacity: the memory of all workers, or of each; unlimited if None.
+        costs: the memory of each cell; by default one unit.
+
+    Returns:
+        One message for each fault.
     """
     faults = [*_strays(schedule), *_gaps(schedule), *_deadlocks(schedule)]
     return faults if capacity is None else [*faults, *_excesses(schedule, capacity, costs)]
 
 
 def _strays(schedule: Schedule) -> Iterator[str]:
-    """What belongs to no cell, or to another worker, or is there twice."""
+    """Find computations that belong to no cell or to another worker, or that appear twice."""
     stages, chunks = range(len(schedule.placement)), range(schedule.chunks)
     place = "{} (worker {}, instruction {})".format
     seen: set[Op] = set()
     for w, line in enumerate(schedule.program):
         for k, op in ((k, op) for k, x in enumerate(line, 1) for op in operations(x)):
             if op.stage not in stages:
-                yield f"out of range: {place(op, w, k)}; stages are from 0 to {stages[-1]}"
+                yield f"out of range: {place(op, w, k)}; stages are 0 to {stages[-1]}"
             elif (right := schedule.placement[op.stage]) != w:
                 yield f"wrong worker: {place(op, w, k)}; its stage is on worker {right}"
             if op.microbatch not in chunks:
-                yield f"out of range: {place(op, w, k)}; micro-batches are from 0 to {chunks[-1]}"
+                yield f"out of range: {place(op, w, k)}; micro-batches are 0 to {chunks[-1]}"
             if op in seen:
                 yield f"duplicate: {place(op, w, k)}; leave all but one out"
             seen.add(op)
 
 
 def _gaps(schedule: Schedule) -> Iterator[str]:
-    """What a cell lacks, or has both whole and in halves."""
+    """Find cells that lack a computation, or that have both B and one of its halves."""
     ops = set(operations_of(schedule.program))
     lacks = {"": "B", "I": "W", "W": "I"}
     for j, i in product(range(len(schedule.placement)), range(schedule.chunks)):
@@ -56,11 +59,11 @@ def _gaps(schedule: Schedule) -> Iterator[str]:
         if there in lacks:
             yield f"missing: {j}{lacks[there]}{i} on worker {schedule.placement[j]}"
         for half in there[1:] if "B" in there else ():
-            yield f"duplicate: {j}{half}{i}, which is a part of {j}B{i}; leave one of both out"
+            yield f"duplicate: {j}{half}{i}, which is a part of {j}B{i}; leave out one of the two"
 
 
 def _deadlocks(schedule: Schedule) -> list[str]:
-    """Workers that wait for each other in a cycle."""
+    """Find all cycles of workers that wait for each other."""
     where = {op: w for w, x in enumerate(schedule.program) for op in operations_of((x,))}
     found: list[str] = []
 
@@ -85,7 +88,7 @@ def _deadlocks(schedule: Schedule) -> list[str]:
 
 
 def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]:
-    """Of each worker that holds too much: when it first does, and how much at most."""
+    """Find the workers that hold too much: where each first does, and its peak."""
     table = Table(costs, schedule.placement)
     for w, limit in enumerate(numbers("capacity", capacity, len(schedule.program))):
         line = schedule.program[w]

@@ -1,4 +1,4 @@
-"""Waves: the stages go down the workers and up again, as often as there are waves."""
+"""Schedules whose stages go down the workers and up again, once for each wave."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["wave"]
 
 
 def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
-    """Down and up, ``waves`` times, with memory for half as many micro-batches again as P.
+    """Place the stages down and up ``waves`` times, in memory for 3P / 2 micro-batches.
 
-    Each worker has ``v = 2 * waves`` stages. It is the faster of two list schedules at F = 1 and
-    B = 2: what has come farthest goes first, or the earliest forward, as if one micro-batch
-    followed another as fast as workers can take them. Peak at most ``3P / 2`` activations, bubble
-    at least ``(P - 1)(F + B) / v`` if M >= P. For P up to 8 it is at most 3/2, 7/3 and 4 times that
-    with 1, 2 and 3 waves.
+    Each worker has ``v = 2 * waves`` stages. The schedule is the faster of two list schedules at
+    F = 1 and B = 2. The first one prefers the computation that has come farthest. The second one
+    prefers forwards, in the order in which they would start if micro-batches followed each other as
+    fast as workers can take them. Peak at most ``3P / 2`` activations, bubble at least
+    ``(P - 1)(F + B) / v`` if M >= P. For P up to 8 the bubble is at most 3/2, 7/3 and 4 times this
+    bound with 1, 2 and 3 waves.
 
     Source: Liu et al., Hanayo (arXiv 2308.15762), for the placement; the order is ours.
     """
@@ -30,7 +31,7 @@ def wave(workers: int, chunks: int, waves: int = 1) -> Schedule:
         return -op.stage, op.kind == "B", op.microbatch
 
     def earliest(op: Op) -> tuple[bool, int, int]:
-        # A micro-batch takes three units of time in each stage of a worker, and one in F.
+        # A micro-batch keeps a worker busy for three units in each stage, one of them in F.
         return op.kind == "B", op.stage + 3 * waves * op.microbatch, op.microbatch
 
     capacity = 2 * waves * (3 * workers // 2)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from torchgpipe._torch.dynamo import uncompiled_before_2_13
-from torchgpipe.ambient.running import running
+from torchgpipe.ambient.thread import registered
 from torchgpipe.skip.namespace import Skip, describe
+from torchgpipe.values.microbatch import Batch, Part
+from torchgpipe.values.structure import flatten
 
 __all__: list[str] = []
 
@@ -16,55 +19,82 @@ __all__: list[str] = []
 class SkipTracker:
     """The values that were stashed and not popped yet.
 
-    Within a wrapper there is one for each run of a partition on a micro-batch. It has what the
-    partition is going to pop, and in the end, what later ones will.
+    Within a wrapper each run of a partition on a micro-batch has a tracker. It begins with the
+    values that the partition will pop, and ends with the values that later partitions will pop.
 
     Args:
-        values: what was stashed before.
+        values: the values that were stashed before.
     """
 
     def __init__(self, values: Mapping[Skip, Any] | None = None) -> None:
         self.values: dict[Skip, Any] = dict(values or {})
 
+    @classmethod
+    def of(cls, batch: Batch) -> SkipTracker:
+        """A tracker with the skips of a micro-batch, put together for the layers that pop them."""
+        return cls({key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()})
+
+    def parts(self) -> dict[Skip, Part]:
+        """The values taken apart, as they stay until they are popped.
+
+        Raises:
+            TypeError: a value holds tensors in something that is no known container.
+        """
+        return {skip: Part(*flatten(value)) for skip, value in self.values.items()}
+
     @uncompiled_before_2_13
     def save(self, skip: Skip, value: Any) -> None:
-        """Stashes a value."""
+        """Stash a value."""
         self.values[skip] = value
 
     @uncompiled_before_2_13
     def load(self, skip: Skip) -> Any:
-        """Pops a value, and lets go of it.
+        """Pop a value, and let go of it.
 
         Raises:
             RuntimeError: it was not stashed.
         """
         if skip not in self.values:
-            raise RuntimeError(
-                "a skip must be stashed by an earlier layer before it is popped "
-                f"(skip: {describe(skip)}); run the layers in order, and all of them"
-            )
+            raise not_stashed(skip)
         return self.values.pop(skip)
+
+
+def not_stashed(skip: Skip) -> RuntimeError:
+    """The error for a skip that is popped and was not stashed."""
+    return RuntimeError(
+        "a skip must be stashed by an earlier layer before it is popped "
+        f"(skip: {describe(skip)}); run the layers in order, and all of them"
+    )
+
+
+class Current(threading.local):
+    """The tracker of a thread."""
+
+    tracker: SkipTracker | None = None
+
+
+_current = registered(Current())
 
 
 @uncompiled_before_2_13
 def current_skip_tracker() -> SkipTracker:
     """The tracker of this thread."""
-    if running.tracker is None:
-        # Of layers that run outside of a wrapper.
-        running.tracker = SkipTracker()
-    tracker: SkipTracker = running.tracker
+    if _current.tracker is None:
+        # The layers run outside of a wrapper.
+        _current.tracker = SkipTracker()
+    tracker: SkipTracker = _current.tracker
     return tracker
 
 
 class use_skip_tracker:
-    """Makes a tracker the one of this thread within a ``with`` block."""
+    """Make a tracker the one of this thread within a ``with`` block."""
 
     def __init__(self, tracker: SkipTracker) -> None:
         self.tracker = tracker
 
     def __enter__(self) -> None:
-        self.previous = running.tracker
-        running.tracker = self.tracker
+        self.previous = _current.tracker
+        _current.tracker = self.tracker
 
     def __exit__(
         self,
@@ -72,4 +102,4 @@ class use_skip_tracker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        running.tracker = self.previous
+        _current.tracker = self.previous

@@ -12,6 +12,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
+from torchgpipe import _torch
 from torchgpipe.testing import device_module, recurrent
 from torchgpipe.testing.build import UnavailableError, build
 
@@ -67,7 +68,7 @@ def verify_loaded() -> None:
 
 
 def _load(devices: int) -> None:
-    other = torch._C._get_privateuse1_backend_name()
+    other = _torch.backend_name()
     if other not in ("privateuseone", NAME):
         raise UnavailableError(
             "virtual accelerators take the place that PyTorch has for a backend of one's own, and "
@@ -93,7 +94,7 @@ def _load(devices: int) -> None:
     ops.start()
     device_module.default_generators = tuple([ops.generator(i) for i in range(devices)])
     rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, device_module)
+    _torch.register_device_module(NAME, device_module)
     generate_methods_for_privateuse1_backend(for_storage=True)
     recurrent.register()
     atexit.register(_settle, os.getpid())
@@ -111,6 +112,6 @@ def _first_backward() -> bool:
     x = torch.zeros((), device="cpu").requires_grad_()
     with torch.inference_mode(False), torch.enable_grad():
         y = x * 1
-    y.register_hook(lambda _: task.append(torch._C._current_graph_task_id()))
+    y.register_hook(lambda _: task.append(_torch.graph_task()))
     torch.autograd.backward(y, inputs=[x])
     return task == [0]

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from torchgpipe import _torch
+
 __all__: list[str] = []
 
 #: What a table of bandwidths calls the host, and what the library does.
@@ -61,18 +63,18 @@ def _reaches_a_device(op: str) -> bool:
     name = (op if "::" in op else f"aten::{op}").rstrip("_")
     if name.removeprefix("aten::") in _OWN:
         return name == "aten::copy"
-    known = set(torch._C._dispatch_get_all_op_names())
+    known = set(_torch.all_operators())
     # In place, out of place, or into an output that is given: one computes by another.
     overloads = [
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for form in (name, f"{name}_")
-        for schema in torch._C._jit_get_schemas_for_operator(form)
+        for schema in _torch.schemas_of(form)
     ]
     return any(not _is_composite(overload) for overload in overloads if overload in known)
 
 
 def _is_composite(name: str) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = _torch.has_kernel
     return has(name, "CompositeImplicitAutograd") or (
         has(name, "CompositeExplicitAutograd") and not has(name, "PrivateUse1")
     )

@@ -1,6 +1,6 @@
 """Micro-batches: a mini-batch is scattered into them, and their outputs are gathered again.
 
-Nested structures stop here: everything below a :class:`Batch` sees a flat tuple of tensors.
+Nested structures end here: the engine sees the flat tensors of a :class:`Batch`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from torchgpipe import _torch
 from torchgpipe.values.structure import (
     ALONE,
     Arguments,
     NoChunk,
+    Structure,
     Tensors,
     flatten,
     is_dense,
@@ -33,12 +34,21 @@ __all__: list[str] = []
 VALUE = None
 
 
+class Part(NamedTuple):
+    """A skip on its way, taken apart."""
+
+    tensors: Tensors
+    structure: Structure
+
+
 class Batch:
     """One micro-batch at the entrance of a partition, or at its exit.
 
+    It consists of parts: its value and skips, each taken apart into tensors and a structure. A skip
+    is taken apart when the layers that stash it have run, and put together when it is popped.
+
     Args:
-        value: what a layer takes and gives: any nested structure.
-        skips: what passes by layers, by some key each: likewise.
+        value: the value that a layer takes and gives: any nested structure.
 
     Raises:
         TypeError: the value holds tensors in something that is no known container.
@@ -46,16 +56,14 @@ class Batch:
 
     __slots__ = ("_single", "parts", "shared", "structures")
 
-    def __init__(self, value: Any, skips: Mapping[Any, Any] | None = None) -> None:
+    def __init__(self, value: Any) -> None:
         tensors, structure = flatten(value)
         #: The tensors of the value, and of each skip.
         self.parts: dict[Any, Tensors] = {VALUE: tensors}
-        #: What these are in.
+        #: The structures that these tensors are in.
         self.structures = {VALUE: structure}
-        for key, skip in (skips or {}).items():
-            self.parts[key], self.structures[key] = flatten(skip)
-        # Most are. All else in this class holds for any, but takes its time.
-        self._single = len(tensors) == len(self.parts) == 1
+        # Most micro-batches are one tensor. The code for others takes more time.
+        self._single = len(tensors) == 1
         #: The parts with a tensor that shares memory with another one.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
@@ -70,17 +78,17 @@ class Batch:
         return self.structures[VALUE].unflatten(self.parts[VALUE])
 
     @property
-    def skips(self) -> dict[Any, Any]:
-        """What passes by layers."""
+    def skips(self) -> dict[Any, Part]:
+        """All parts but the value."""
         return {
-            key: self.structures[key].unflatten(tensors)
+            key: Part(tensors, self.structures[key])
             for key, tensors in self.parts.items()
             if key is not VALUE
         }
 
     @property
     def tensors(self) -> Tensors:
-        """All tensors, each once: those of the value, then those of the skips."""
+        """All tensors, each once: the tensors of the value, then those of the skips."""
         return self.parts[VALUE] if self._single else _distinct(self.parts.values())
 
     @property
@@ -91,23 +99,29 @@ class Batch:
         return any(tensor.requires_grad for tensor in self.tensors)
 
     def call(self, function: Callable[..., Any]) -> Batch:
-        """The micro-batch that a layer makes of this one."""
+        """Call a layer with the value; the micro-batch that the layer makes of it."""
         value = self.value
         if not isinstance(value, Arguments):
             return Batch(function(value))
         return Batch(function(*value.args, **value.kwargs))
 
-    def with_skips(self, skips: Mapping[Any, Any], shared: Iterable[Any] = ()) -> Batch:
+    def with_skips(self, skips: Mapping[Any, Part], shared: Iterable[Any] = ()) -> Batch:
         """The same value beside other skips.
 
         Args:
-            skips: what passes by layers.
-            shared: those of them that share memory with what is elsewhere by now.
+            skips: the skips, taken apart.
+            shared: the skips that share memory with what is elsewhere by now.
         """
         if not skips and len(self.parts) == 1:
             return self
-        batch = Batch(self.value, skips)
-        batch.shared |= self.shared & {VALUE} | skips.keys() & set(shared)
+        batch = self._of({VALUE: self.parts[VALUE]})
+        batch.structures = {VALUE: self.structures[VALUE]}
+        for key, skip in skips.items():
+            batch.parts[key], batch.structures[key] = skip
+        batch._single = len(batch.parts) == len(batch.parts[VALUE]) == 1
+        batch.shared = self.shared & {VALUE} | skips.keys() & set(shared)
+        if not batch._single:
+            batch.shared |= batch._aliased()
         return batch
 
     def take(self) -> Batch:
@@ -120,9 +134,9 @@ class Batch:
         return self.map(lambda *_: tensors, self.parts)
 
     def map(self, function: Callable[..., Iterable[Tensor]], parts: Iterable[Any]) -> Batch:
-        """The same micro-batch, some parts replaced by what a function of their tensors gives.
+        """The same micro-batch with tensors of some parts replaced by a function of them.
 
-        What is one tensor in several places stays one.
+        One tensor in several places stays one.
         """
         if self._single:
             for _ in parts:
@@ -139,7 +153,7 @@ class Batch:
         )
 
     def copy(self) -> Batch:
-        """The same micro-batch, which can let go of it on its own."""
+        """The same micro-batch in another object, which can let go of it on its own."""
         return self._of(self.parts)
 
     def _of(self, parts: dict[Any, Tensors]) -> Batch:
@@ -150,19 +164,19 @@ class Batch:
 
     def aliases(self, other: Batch) -> bool:
         """Whether a tensor of this value shares memory with one of the other micro-batch."""
-        return any(starmap(_is_alias_of, product(self.parts[VALUE], other.tensors)))
+        return any(starmap(_torch.is_alias_of, product(self.parts[VALUE], other.tensors)))
 
     def _aliased(self) -> frozenset[Any]:
-        # One tensor in several places of the value stays one, but is another one as a skip.
+        # One tensor in several places of the value stays one, but becomes another one as a skip.
         sharing: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         for key, part in self.parts.items():
             for x in _distinct([part]):
-                sharing[_storage(x)].append((key, x))
+                sharing[_address(x)].append((key, x))
         return frozenset(
             key
             for tensors in sharing.values()
             for (one, a), (other, b) in combinations(tensors, 2)
-            if _is_alias_of(a, b)
+            if _torch.is_alias_of(a, b)
             for key in (one, other)
         )
 
@@ -183,21 +197,16 @@ def _distinct(parts: Iterable[Tensors]) -> Tensors:
     return tuple({id(tensor): tensor for tensor in chain.from_iterable(parts)}.values())
 
 
-def _storage(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Of sparse tensors, which have none, all are compared with each other.
+        # Sparse tensors have no storage. All of them are compared with each other.
         return 0
 
 
-def _is_alias_of(a: Tensor, b: Tensor) -> bool:
-    # Also of sparse tensors, which have no storage to compare. Torch's stubs do not know it.
-    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
-
-
 def check(value: Any) -> None:
-    """Checks that a value can pass between partitions.
+    """Check that a value can pass between partitions.
 
     Raises:
         TypeError: the value holds tensors in something that is no known container.
@@ -206,17 +215,17 @@ def check(value: Any) -> None:
 
 
 def scatter(input: Any, chunks: int) -> list[Batch]:
-    """Splits a mini-batch into micro-batches along dimension 0.
+    """Split a mini-batch into micro-batches along dimension 0.
 
     Args:
-        input: a nested structure of tensors of shapes ``(rows, ...)`` with the same ``rows``. What
-            is marked by :class:`NoChunk`, tensors without a dimension, and what is no tensor,
+        input: a nested structure of tensors of shapes ``(rows, ...)`` with the same ``rows``. A
+            value marked by :class:`NoChunk`, a tensor without a dimension, and what is no tensor,
             goes into every micro-batch as it is.
-        chunks: how many micro-batches to make, at least 1.
+        chunks: the number of micro-batches to make, at least 1.
 
     Returns:
-        ``min(rows, chunks)`` micro-batches, but one of an empty mini-batch. Their sizes differ by
-        at most one row, the larger ones first.
+        ``min(rows, chunks)`` micro-batches, but one if the mini-batch is empty. Their sizes differ
+        by at most one row, the larger ones first.
 
     Raises:
         TypeError: the input holds tensors in something that is no known container.
@@ -254,7 +263,7 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
 
 
 def in_all(batches: Sequence[Batch]) -> list[Tensor]:
-    """The tensors that all micro-batches have, if there are several."""
+    """The tensors that are in all micro-batches, if there are several micro-batches."""
     if len(batches) < 2:
         return []
     others = {id(tensor) for tensor in batches[1]}
@@ -262,10 +271,10 @@ def in_all(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def gather(outputs: Sequence[Batch]) -> Any:
-    """Joins the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
+    """Join the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
 
-    Tensors without a dimension are stacked, ``()`` to ``(m,)``. What is no tensor has to be equal
-    in all.
+    Tensors without a dimension are stacked, ``()`` to ``(m,)``. Other objects have to be equal in
+    all micro-batches.
 
     Raises:
         ValueError: the micro-batches differ in more than their tensors, or these in more than
@@ -292,11 +301,18 @@ def _joined(tensors: Tensors) -> Tensor:
             f"which they are joined (shapes: {[tuple(x.shape) for x in tensors]}); have the last "
             "layer pad them to one length"
         )
-    # Autocast has nothing to cast here, and would not join halves of another dtype than its own.
-    with torch._C._DisableAutocast():
-        if tensors[0].dim() == 0:
-            return torch.stack(tensors)
-        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        # Autocast has nothing to cast here, and cannot join another half precision than its own.
+        with torch.autocast(kind, enabled=False):
+            return _cat_or_stack(tensors)
+    return _cat_or_stack(tensors)
+
+
+def _cat_or_stack(tensors: Tensors) -> Tensor:
+    if tensors[0].dim() == 0:
+        return torch.stack(tensors)
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _compare(first: Batch, other: Batch, i: int) -> None:
@@ -323,12 +339,12 @@ def _compare(first: Batch, other: Batch, i: int) -> None:
 
 def _same(a: Any, b: Any) -> bool:
     try:
-        # What is not equal to itself, is not a number.
+        # Not-a-number is not equal to itself.
         return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
     except Exception:
-        # Arrays, for one, do not say in one word.
+        # Arrays, for one, compare to an array.
         return False
 
 
 def _outline(batch: Batch) -> Any:
-    return tree_map(lambda leaf: type(leaf).__name__, batch.value)
+    return _torch.tree_map(lambda leaf: type(leaf).__name__, batch.value)

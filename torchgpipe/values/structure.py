@@ -1,28 +1,21 @@
-"""Structures: what values are made of besides their tensors.
+"""Structures: the containers and other objects that a value consists of besides its tensors.
 
 A value is any nested structure (tuple, list, dict, named tuple, and whatever is registered with
-:mod:`torch.utils._pytree`) of tensors and other objects. It is taken apart into its tensors, which
-is all that the rest sees, and put together again around them where a layer wants it.
+:mod:`torch.utils._pytree`) of tensors and other objects. The engine takes a value apart, works with
+its tensors alone, and puts the value together again before a layer is called with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+
+from torchgpipe import _torch
 
 __all__ = ["NoChunk"]
 
@@ -30,12 +23,12 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 class NoChunk:
-    """Marks what every micro-batch gets whole: ``model(input, NoChunk(mask))``.
+    """Mark a value that every micro-batch gets whole: ``model(input, NoChunk(mask))``.
 
-    It may be anywhere in the input of a wrapped model. Layers see the value itself.
+    The mark may be anywhere in the input of a wrapped model. Layers see the value itself.
 
     Args:
-        value: a tensor, or a nested structure of tensors. It must not be changed in place.
+        value: a tensor, or a nested structure of tensors. Layers must not change it in place.
     """
 
     __slots__ = ("value",)
@@ -55,9 +48,9 @@ class Arguments(NamedTuple):
 
 
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments as a value: the argument itself, if there is but one."""
+    """The arguments of a call as a value: the argument itself if there is one only."""
     if not args and kwargs.keys() == {"input"}:
-        # What the forward of an nn.Sequential calls it.
+        # The forward of an nn.Sequential calls its argument so.
         return kwargs["input"]
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
@@ -67,17 +60,17 @@ class Structure:
 
     Args:
         spec: the containers; None for a tensor alone.
-        others: what is no tensor, by its index among the leaves.
+        others: the leaves that are no tensors, by their index.
     """
 
     __slots__ = ("others", "spec")
 
-    def __init__(self, spec: TreeSpec | None, others: dict[int, Any]) -> None:
+    def __init__(self, spec: Any, others: dict[int, Any]) -> None:
         self.spec = spec
         self.others = others
 
     def unflatten(self, tensors: Tensors) -> Any:
-        """The value with these tensors in it; containers are new ones."""
+        """The value with these tensors in it, in new containers."""
         if self is ALONE:
             return tensors[0]
         if self is TUPLE:
@@ -87,28 +80,28 @@ class Structure:
         leaves = [
             self.others[k] if k in self.others else next(rest) for k in range(self.spec.num_leaves)
         ]
-        return tree_unflatten(leaves, self.spec)
+        return _torch.tree_unflatten(leaves, self.spec)
 
 
-#: What most others are: nothing to look into.
+#: The types of most other leaves, which cannot hold tensors.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
-#: A tensor alone, and a tuple of nothing but tensors: what most values are.
+#: The structures of most values: a tensor alone, and a tuple of nothing but tensors.
 ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
 
 
 def flatten(value: Any) -> tuple[Tensors, Structure]:
-    """Takes a value apart: its tensors in order, and the rest.
+    """Take a value apart into its tensors, in order, and its structure.
 
     Raises:
-        TypeError: it holds tensors that could not be found by those who look for them.
+        TypeError: the value holds tensors in something that is no known container.
     """
     if isinstance(value, Tensor):
         return (value,), ALONE
     if type(value) is tuple and value and all(isinstance(x, Tensor) for x in value):
         return value, TUPLE
-    leaves, spec = tree_flatten(value)
+    leaves, spec = _torch.tree_flatten(value)
     others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
         if type(leaf) not in ATOMS:
@@ -117,30 +110,41 @@ def flatten(value: Any) -> tuple[Tensors, Structure]:
 
 
 def names(value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a value, each with the way to it, such as ``[0]['mask']``."""
+    """The leaves of a value, each with the path to it, such as ``[0]['mask']``."""
+    if isinstance(value, Tensor):
+        yield "the value", value
+        return
     try:
-        found = tree_flatten_with_path(value, _is_whole)[0]
+        found = _torch.tree_flatten_with_path(value, _is_whole)[0]
     except ValueError:
-        # Registered without names.
-        yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(tree_leaves(value, _is_whole))]
+        # A container that was registered without names.
+        yield from [
+            (f"leaf {k}", leaf) for k, leaf in enumerate(_torch.tree_leaves(value, _is_whole))
+        ]
     else:
-        yield from [(keystr(path).lstrip(".") or "the value", leaf) for path, leaf in found]
+        yield from [(_torch.keystr(path).lstrip(".") or "the value", leaf) for path, leaf in found]
 
 
 def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
-    """Splits a value along dimension 0 of its tensors; the rest goes into every part, whole.
+    """Split a value along dimension 0 of its tensors; the rest goes into every part whole.
 
     Args:
         value: a structure, with :class:`NoChunk` anywhere.
-        sizes: how many rows each part has, in order.
+        sizes: the number of rows of each part, in order.
     """
-    leaves, spec = tree_flatten(value, _is_whole)
+    if is_split(value) and is_dense(value):
+        # No container to look into.
+        for start, size in zip(accumulate(sizes, initial=0), sizes):
+            yield _rows(value, start, size)
+        return
+    leaves, spec = _torch.tree_flatten(value, _is_whole)
     rows = {id(x): x for x in leaves if is_split(x) and is_dense(x)}
     aliases: dict[int, Tensor] = {}
 
     def alias(x: Tensor) -> Tensor:
-        # Its gradients are added up on the caller's stream and in memory of that, as those of rows
-        # are, and not on that of whoever comes first: the derivative of narrow() is a new tensor.
+        # The derivative of narrow() is a new tensor, so autograd adds the gradients of all
+        # micro-batches on the caller's stream and in its memory, as it does for rows. Without
+        # narrow() it would add on the stream of whichever gradient comes first.
         if not (x.requires_grad and is_dense(x)):
             return x
         if id(x) not in aliases:
@@ -148,31 +152,33 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
         return aliases[id(x)]
 
     whole = [
-        x if is_split(x) else tree_map_only(Tensor, alias, x.value if _is_whole(x) else x)
+        x if is_split(x) else _torch.tree_map_only(Tensor, alias, x.value if _is_whole(x) else x)
         for x in leaves
     ]
     start = 0
     for size in sizes:
-        # narrow() and not split(), whose views may not be changed in place. One tensor in several
-        # places stays one.
+        # narrow() and not split(), since autograd forbids to change a view of split() in place.
+        # One tensor in several places stays one.
         parts = {key: _rows(x, start, size) for key, x in rows.items()}
         start += size
-        yield tree_unflatten([parts.get(id(x), other) for x, other in zip(leaves, whole)], spec)
+        yield _torch.tree_unflatten(
+            [parts.get(id(x), other) for x, other in zip(leaves, whole)], spec
+        )
 
 
 def _rows(tensor: Tensor, start: int, size: int) -> Tensor:
-    # No view, where no gradient comes back: PyTorch's compiler would make a graph for each base.
+    # Not a view where no gradient comes back: PyTorch's compiler would make a graph for each base.
     rows = tensor.narrow(0, start, size)
-    return rows if rows.requires_grad or forward_ad._current_level >= 0 else rows.detach()
+    return rows if rows.requires_grad or _torch.forward_level() >= 0 else rows.detach()
 
 
 def is_split(leaf: Any) -> bool:
-    """Whether a leaf has rows, of which each micro-batch gets its own."""
+    """Whether a leaf has rows, and each micro-batch gets some of them."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether rows can be taken from a tensor, as they cannot from sparse and nested ones."""
+    """Whether a tensor is neither sparse nor nested, so that it has rows and views."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
@@ -181,10 +187,10 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def verify_leaf(leaf: Any) -> None:
-    """Checks that what is no tensor, and no known container, holds no tensors.
+    """Check that a leaf that is no tensor holds no tensors.
 
     Raises:
-        TypeError: it does.
+        TypeError: the leaf holds tensors.
     """
     name = type(leaf).__name__
     if _is_whole(leaf):
@@ -218,8 +224,8 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
         contents = leaf
     else:
         return False
-    # It may hold itself.
+    # A container may hold itself.
     if id(leaf) in seen:
         return False
     seen.add(id(leaf))
-    return any(_holds_tensors(x, seen) for content in contents for x in tree_leaves(content))
+    return any(_holds_tensors(x, seen) for content in contents for x in _torch.tree_leaves(content))

@@ -1,4 +1,4 @@
-"""The tables and charts of ``python -m benchmarks memory``."""
+"""Tables and charts of ``python -m benchmarks memory``."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ __all__ = ["summarise"]
 
 Row = dict[str, Any]
 
-#: Bytes, of what is known of a device.
+#: Function of a device's entries that returns bytes.
 Figure = Callable[[dict[str, int]], float]
 
 
 def activations(device: dict[str, int]) -> int:
-    """What a device needs beyond parameters and gradients."""
+    """Bytes beyond parameters and gradients."""
     return device["peak"] - device["parameters"] - device["gradients"]
 
 
 def peak(device: dict[str, int]) -> int:
-    """What a device needs."""
+    """Most bytes at any time."""
     return device["peak"]
 
 
 def parameters(device: dict[str, int]) -> int:
-    """What its parameters take."""
+    """Bytes of parameters."""
     return device["parameters"]
 
 
 def mebibytes(row: Row, name: str, figure: Figure) -> float | None:
-    """The figure of the device that needs most of it, or None if it was not measured."""
+    """Figure of the device that needs most, or None if it was not measured."""
     devices = row["rivals"].get(name, {}).get("devices")
     return max(map(figure, devices)) / 2**20 if devices else None
 
 
 def cell(row: Row, name: str, figure: Figure) -> str | None:
-    """The device that needs most, and all of them together in brackets."""
+    """Cell with the device that needs most, and in brackets the sum over devices."""
     found = row["rivals"].get(name)
     if found is None:
         return "-"
@@ -49,7 +49,7 @@ def cell(row: Row, name: str, figure: Figure) -> str | None:
 
 
 def ratio(row: Row) -> str:
-    """The peak of ours by that of 0.0.7: the largest device's, and all together."""
+    """Ratios of peaks, ours over 0.0.7: of the largest device, and of the sum over devices."""
     ours, theirs = (row["rivals"].get(name, {}).get("devices") for name in ("ours", "0.0.7"))
     if not ours or not theirs:
         return "-"
@@ -58,7 +58,7 @@ def ratio(row: Row) -> str:
 
 
 def table(rows: Sequence[Row], caption: str, names: Sequence[str]) -> Table:
-    """Settings of one model, a line each."""
+    """A line for each setting of one model."""
     columns = ["setting", "n", "m", "parameters"]
     columns += [f"{what} {name}" for what in ("activations", "peak") for name in names]
     lines: list[list[str | int | None]] = []
@@ -90,7 +90,7 @@ def grid_charts(model: str, rows: Sequence[Row], names: Sequence[str]) -> Iterat
 
 
 def summarise(result: dict[str, Any]) -> Summary:
-    """The tables and charts of a result."""
+    """Tables and charts of both families."""
     virtual = result["device"] == "virtual"
     tables: list[Table] = []
     more: list[Table] = []
@@ -123,25 +123,25 @@ def summarise(result: dict[str, Any]) -> Summary:
 def notes(result: dict[str, Any]) -> str:
     """How to read the tables."""
     text = (
-        "MiB of the device that needs most, and in brackets of all devices together. Parameters "
-        "are those of the whole model. The peak is the most that was allocated during the second "
-        "step: forward, backward, SGD without momentum, and gradients dropped. It includes "
-        "parameters, buffers and the mini-batch. Activations are the peak less the parameters and "
-        "less once more as much for their gradients, as the torchgpipe paper counts; while not "
-        "all gradients are there, activations take their room, so where parameters are most of "
-        "the memory this is less than the activations of that moment. The plain model is on one "
-        "device, with the whole mini-batch at once. The last column is ours by 0.0.7, of peaks: "
-        "the largest device, and all together. How far one device is ahead of another depends on "
-        "the host's threads, so where there are several, figures may differ a little from run to "
-        "run. Under checkpointing, ours holds one gradient more of a linear layer's weight for a "
+        "MiB of the device that needs most, and in brackets the sum over devices. Parameters are "
+        "those of the whole model. The peak is the most memory that was allocated during the "
+        "second step: forward, backward and SGD without momentum, which then drops the gradients. "
+        "It includes parameters, buffers and the mini-batch. Activations are the peak less twice "
+        "the parameters, once for their gradients, as the torchgpipe paper counts. Before all "
+        "gradients are there, activations can take their room, so where most of the memory is "
+        "parameters, this figure is too low. The plain model is on one device, with the whole "
+        "mini-batch at once. The last column is ours over 0.0.7, of peaks: of the largest device, "
+        "and of the sum over devices. How far one device is ahead of another depends on the "
+        "host's threads, so with several devices figures may differ a little from run to run. "
+        "Under checkpointing, ours holds one more gradient of a linear layer's weight for a "
         "moment: all micro-batches are one backward, in which PyTorch adds gradients that are "
         "views into a new tensor."
     )
     if result["device"] == "virtual":
         text += (
-            "\n\nThese are virtual accelerators, whose allocator counts the bytes of the tensors "
-            "exactly, as if each were freed when the host frees it; what a GPU's libraries take as "
-            "workspace is not in it. Full size on GPUs: not run here; `python -m benchmarks memory "
-            "--device cuda` does it."
+            "\n\nThe allocator of these virtual accelerators counts the bytes of tensors exactly, "
+            "as if a tensor's memory were free as soon as the host frees it. It does not count "
+            "the workspace of a GPU's libraries. Full size on GPUs was not run here; `python -m "
+            "benchmarks memory --device cuda` does it."
         )
     return text

@@ -1,4 +1,4 @@
-"""The tables and charts of trainings, plain and under GPipe: losses, weights and accuracies."""
+"""Tables and charts of trainings, plain and under GPipe: losses, weights and accuracies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.report.summary import Chart, Summary, Table
 
 __all__ = ["Row", "summarise"]
 
-#: Accuracies are the same if their means differ by no more than so many standard errors.
+#: Accuracies count as the same if their means differ by at most as many standard errors.
 NOISE = 2
 
 Row = dict[str, Any]
 
 
 def same(row: Row, rows: Sequence[Row]) -> str:
-    """Whether a training ended bit for bit as that over the first number of partitions did."""
+    """Tell whether a training ended bit for bit like the first one under GPipe."""
     keys = ("part", "deferred", "seed")
     like = [x for x in rows if x["n"] and all(x[key] == row[key] for key in keys)]
     if row["n"] in (None, like[0]["n"]):
@@ -27,7 +27,7 @@ def same(row: Row, rows: Sequence[Row]) -> str:
 
 
 def groups(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
-    """The rows of each variant, in the order of seeds."""
+    """Rows of each variant, in the order of seeds."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row["part"] == part:
@@ -36,7 +36,7 @@ def groups(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
 
 
 def compared(values: Sequence[float], plain: Sequence[float]) -> tuple[str, str, str]:
-    """The difference of the means, Welch's t of it, and whether it is noise."""
+    """Difference of the means, Welch's t, and whether the difference is noise."""
     difference = mean(values) - mean(plain)
     if len(values) < 2:
         return f"{difference:+.2f}", "", ""
@@ -46,12 +46,12 @@ def compared(values: Sequence[float], plain: Sequence[float]) -> tuple[str, str,
 
 
 def standard_error(values: Sequence[float], plain: Sequence[float]) -> float:
-    """That of the difference of two means."""
+    """Standard error of the difference of two means."""
     return sqrt(stdev(values) ** 2 / len(values) + stdev(plain) ** 2 / len(plain))
 
 
 def exact_table(rows: Sequence[Row]) -> Table:
-    """What differs without batch normalisation."""
+    """Differences from the plain training, without batch normalisation."""
     first = next(x["n"] for x in rows if x["n"])
     return Table(
         (
@@ -79,7 +79,7 @@ def exact_table(rows: Sequence[Row]) -> Table:
 
 
 def batch_tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """The accuracies with batch normalisation: what they come to, and each of them."""
+    """Accuracies with batch normalisation: means, and each seed's."""
     found = groups(rows, "batch")
     accuracies = {name: [x["accuracy"] for x in group] for name, group in found.items()}
     first = next(x["n"] for x in rows if x["n"])
@@ -110,7 +110,7 @@ def batch_tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """The losses without batch normalisation, and the errors with it."""
+    """Losses without batch normalisation, and errors with it."""
     exact = [x for x in rows if x["part"] == "exact"]
     if exact:
         plain, *_, last = exact
@@ -134,7 +134,7 @@ def charts(rows: Sequence[Row]) -> Iterator[Chart]:
     )
 
 
-#: Where the partitions are, by the option ``--device``.
+#: A sentence on the devices, by the option ``--device``.
 DEVICES = {
     "cpu": "All partitions share one device, the CPU: nothing is copied between them.",
     "virtual": "Each partition has a virtual accelerator of its own, which computes what the CPU "
@@ -142,23 +142,23 @@ DEVICES = {
 }
 
 NOTES = f"""\
-For a seed, all trainings start from the same weights and see the same mini-batches. What losses
-and weights differ by is relative: the largest difference at any step, and the largest of any
-tensor over its largest value. Sums over micro-batches are in another order, so rounding is to be
-expected.
+With the same seed, all trainings start from the same weights and see the same mini-batches.
+Differences are relative: of losses the largest one at any step, and of weights the largest one of
+any tensor, over the tensor's largest value. Sums over micro-batches have another order, so some
+rounding is expected.
 
-With batch normalisation, a micro-batch is normalised by its own statistics. That is another
-training than on whole mini-batches, and as good a one if it comes to the same accuracy. "Within
-noise" is a difference of means of no more than {NOISE} times its standard error; t is their ratio
-(Welch's). Deferred batch normalisation changes the running statistics, which evaluation uses, and
-not how parameters are trained. The last loss is the mean of the last epoch's, on the images
-trained on, with the statistics of micro-batches. These vary more the fewer images a micro-batch
-has, and on the digits this loss ends higher then: with 96, 48, 24, 12 and 6 images it rose each
-time, for each of three seeds."""
+With batch normalisation, a micro-batch is normalised by its own statistics. This differs from
+training on whole mini-batches, and is as good if it reaches the same accuracy. "Within noise" means
+that the means differ by at most {NOISE} times the standard error of their difference; t is the
+ratio of the two (Welch's). Deferred batch normalisation changes the running statistics, which
+evaluation uses, but not the training of the parameters. The last loss is the mean of the last
+epoch, on the training images, with the statistics of micro-batches. These statistics vary more with
+fewer images in a micro-batch, and the loss then ends higher: on the digits, with 96, 48, 24, 12 and
+6 images, it rose each time, for each of three seeds."""
 
 
 def where(result: dict[str, Any]) -> str:
-    """On which devices the partitions were."""
+    """A sentence on the devices of the partitions."""
     kind = result["device"]
     return DEVICES.get(kind) or (
         f"Partitions are on devices of {kind}, and share them where there are more partitions "
@@ -167,20 +167,20 @@ def where(result: dict[str, Any]) -> str:
 
 
 def summarise(result: dict[str, Any]) -> Summary:
-    """What is to be seen of a result."""
+    """Tables and charts of both comparisons."""
     rows = result["rows"]
     exact = [exact_table(rows)] if result["exact_epochs"] else []
     data = result["images"]
     what = (
         f"{result['model']} on {data['name']}, {data['classes']} classes, {data['train']} images "
-        f"to train on and {data['test']} to test; {result['epochs']} epochs of mini-batches of "
+        f"to train and {data['test']} to test on; {result['epochs']} epochs of mini-batches of "
         f"{result['batch']}, under GPipe in {result['chunks']} micro-batches. {where(result)}"
     )
     notes = f"{what}\n\n{NOTES}"
     found = [[x["accuracy"] for x in group] for group in groups(rows, "batch").values()]
     if len(found[0]) > 1:
         seen = NOISE * max(standard_error(x, found[0]) for x in found)
-        notes += f" With {len(found[0])} seeds, {seen:.2f} points would have been told from noise."
+        notes += f" With {len(found[0])} seeds, a difference of {seen:.2f} points would show."
     return Summary(
         "Transparency: training under GPipe, and without",
         [*exact, *batch_tables(rows)],

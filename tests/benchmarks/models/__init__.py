@@ -25,7 +25,7 @@ def make(name):
 
 
 def count(model):
-    """How many parameters a model has."""
+    """Number of parameters of a model."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

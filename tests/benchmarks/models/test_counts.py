@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.models import amoebanetd, gpt, unet
 from tests.benchmarks.models import count
+from tests.support.size import soak
 
 
 def rounded(number, published):
@@ -21,8 +22,8 @@ def rounded(number, published):
         ((18, 208), 81_505_540, "81.5M"),
         ((18, 416), 319_024_120, "319.0M"),
         ((18, 544), 542_734_840, "542.7M"),
-        ((36, 544), 1_055_832_376, "1.06B"),
-        ((72, 512), 1_844_858_344, "1.84B"),
+        pytest.param((36, 544), 1_055_832_376, "1.06B", marks=soak),
+        pytest.param((72, 512), 1_844_858_344, "1.84B", marks=soak),
     ],
 )
 def test_amoebanetd(size, exact, published):
@@ -41,7 +42,9 @@ def test_amoebanetd(size, exact, published):
         ((11, 128), 2_213_834_176, "2.21B", [505]),
         ((24, 128), 4_993_859_008, "4.99B", [526, 551]),
         ((24, 160), 7_802_903_600, "7.80B", [472, 54, 36, 515]),
-        ((48, 160), 15_822_206_000, "15.82B", [800, 140, 62, 36, 36, 36, 36, 987]),
+        pytest.param(
+            (48, 160), 15_822_206_000, "15.82B", [800, 140, 62, 36, 36, 36, 36, 987], marks=soak
+        ),
     ],
 )
 def test_unet(size, exact, published, balance):
@@ -59,8 +62,8 @@ def test_unet(size, exact, published, balance):
     [
         (12, 768, 12, 124_439_808),
         (24, 1024, 16, 354_823_168),
-        (36, 1280, 20, 774_030_080),
-        (48, 1600, 25, 1_557_611_200),
+        pytest.param(36, 1280, 20, 774_030_080, marks=soak),
+        pytest.param(48, 1600, 25, 1_557_611_200, marks=soak),
     ],
 )
 def test_gpt(layers, width, heads, tied):

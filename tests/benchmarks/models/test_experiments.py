@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from benchmarks.models.experiments import ABLATION, MEMORY, SCALE, SPEED, build, samples, scaled
+from tests.support.size import soak
 
 EVERY = [x for listed in (*SPEED.values(), *MEMORY.values(), [ABLATION]) for x in listed]
 
 
-@pytest.mark.parametrize("name", ["amoebanetd", "resnet101"])
+@pytest.mark.parametrize("name", [pytest.param("amoebanetd", marks=soak), "resnet101"])
 def test_scaled_models_have_as_many_layers(name):
     experiment = SPEED[name][-1]
     small = scaled(experiment, *SCALE)

@@ -11,6 +11,7 @@ from benchmarks import models
 from benchmarks.models import gpt, unet
 from tests.benchmarks.models import NAMES, children, make
 from tests.support.helpers import plain
+from tests.support.size import soak
 from torchgpipe import GPipe
 from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.skippable import skips
@@ -38,11 +39,18 @@ def compare(model, wrapped, output, expected):
     torch.testing.assert_close(wrapped.module.state_dict(), model.state_dict())
 
 
+CASES = [("one", "always"), ("two", "never"), ("uneven", "except_last"), ("every", "always")]
+
+
 @pytest.mark.parametrize(
-    ("balance", "mode"),
-    [("one", "always"), ("two", "never"), ("uneven", "except_last"), ("every", "always")],
+    ("name", "balance", "mode"),
+    [
+        # AmoebaNet-D has the most layers by far.
+        pytest.param(name, *case, marks=[soak] * (name == "amoebanetd" and case[0] != "uneven"))
+        for name in NAMES
+        for case in CASES
+    ],
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_parity(name, balance, mode):
     model, input = make(name)
     verify_skippables(model)

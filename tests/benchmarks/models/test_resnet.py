@@ -44,7 +44,7 @@ def table():
 
 @pytest.fixture(scope="module")
 def state():
-    """Of ResNet-101."""
+    """State of ResNet-101, without memory."""
     with torch.device("meta"):
         model = resnet101()
     assert count(model) == 44_549_160
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class Ordinary(nn.Module):
-    """Of one, two, one and one blocks, of 2 channels, for 10 classes."""
+    """A ResNet of one, two, one and one blocks, of 2 channels, for 10 classes."""
 
     def __init__(self):
         super().__init__()

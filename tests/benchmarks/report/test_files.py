@@ -17,18 +17,23 @@ CHARTS = [
 
 
 @pytest.fixture
-def published(monkeypatch, tmp_path, capsys):
-    """A published result of two rows."""
-    tables = [Table(["name", "seconds"], [["one", "1.5 (2)"], ["two", None]], "Times:")]
-    found = Summary("A title", tables, CHARTS, "A note.")
-    monkeypatch.setattr("benchmarks.suites.parts.summarise", lambda result: found)
-    path = tmp_path / "folder" / "result.json"
-    head = files.head("parts", ["--n", "2"], left_out={"three": "no such thing"})
-    files.publish(path, head, [{"name": "one"}, {"name": "two"}], lambda result: found)
-    return path
+def publish(monkeypatch, tmp_path):
+    """Publish a result of two rows."""
+
+    def publish(charts=()):
+        tables = [Table(["name", "seconds"], [["one", "1.5 (2)"], ["two", None]], "Times:")]
+        found = Summary("A title", tables, charts, "A note.")
+        monkeypatch.setattr("benchmarks.suites.parts.summarise", lambda result: found)
+        path = tmp_path / "folder" / "result.json"
+        head = files.head("parts", ["--n", "2"], left_out={"three": "no such thing"})
+        files.publish(path, head, [{"name": "one"}, {"name": "two"}], lambda result: found)
+        return path
+
+    return publish
 
 
-def test_publish(published, capsys):
+def test_publish(publish, capsys):
+    published = publish()
     text = published.with_suffix(".md").read_text("utf-8")
     assert text.splitlines()[0] == "# A title"
     assert "`python -m benchmarks parts --n 2`" in text
@@ -46,7 +51,8 @@ def test_publish(published, capsys):
     ]
 
 
-def test_pictures_are_the_same_each_time(published):
+def test_pictures_are_the_same_each_time(publish):
+    published = publish(CHARTS)
     picture = published.with_suffix(".png")
     first = picture.read_bytes()
     assert first.startswith(b"\x89PNG")
@@ -55,7 +61,7 @@ def test_pictures_are_the_same_each_time(published):
     assert picture.read_bytes() == first
 
 
-def test_without_matplotlib(published, monkeypatch, capsys):
+def test_without_matplotlib(publish, monkeypatch, capsys):
     original = builtins.__import__
 
     def missing(name, *arguments, **options):
@@ -64,13 +70,13 @@ def test_without_matplotlib(published, monkeypatch, capsys):
         return original(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    published.with_suffix(".png").unlink()
-    main(["render", str(published)])
+    published = publish(CHARTS)
     assert f"python -m benchmarks render {published}" in capsys.readouterr().out
     assert not published.with_suffix(".png").exists()
 
 
-def test_tables_of_a_page(published, tmp_path):
+def test_tables_of_a_page(publish, tmp_path):
+    publish()
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- folder/result.json -->\nstale\n<!-- end -->\nb\n", "utf-8")
     files.render_page(page, summarise)

@@ -3,11 +3,13 @@
 import io
 import json
 import subprocess
+import sys
 
 import pytest
 import torch
 
 from benchmarks.rivals import library, processes
+from tests.benchmarks import soak
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.usefixtures("prompt")
@@ -86,7 +88,14 @@ def test_install_fails(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_elsewhere(tmp_path):
+def test_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(RuntimeError, match="another torchgpipe was imported"):
+        library.load("torchgpipe", tmp_path, "cpu", 1)
+
+
+@soak
+def test_a_process_that_cannot_start(tmp_path):
     empty = processes.Rival("empty", "torchgpipe", tmp_path, None)
     running = processes.Running(empty, "cpu", 1)
     with (

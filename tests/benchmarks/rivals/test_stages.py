@@ -11,6 +11,7 @@ from benchmarks.models.experiments import build, samples
 from benchmarks.rivals.library import Library
 from benchmarks.rivals.stage import Stage
 from benchmarks.rivals.stages import Stages
+from tests.benchmarks import soak
 from torchgpipe import GPipe
 from torchgpipe._torch.dynamo import VERSION
 
@@ -32,7 +33,8 @@ def expected(m):
 
 @pytest.mark.skipif(VERSION < (2, 11), reason="gloo ends the processes of stages with PyTorch 2.9")
 @pytest.mark.parametrize(
-    ("schedule", "mode"), [("ScheduleGPipe", "always"), ("Schedule1F1B", "never")]
+    ("schedule", "mode"),
+    [pytest.param("ScheduleGPipe", "always", marks=soak), ("Schedule1F1B", "never")],
 )
 def test_same_as_plain(schedule, mode):
     count = len(build(MODEL))

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.report.machine import ROOT
 from benchmarks.suites.overhead import parsed, settings
+from tests.support.size import soak
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
@@ -25,11 +26,13 @@ def measured(tmp_path, capsys):
     return measured
 
 
-def test_overhead(measured, tmp_path):
-    result, printed = measured("--against", f"same={ROOT}", "--against", f"none={tmp_path}")
+@pytest.mark.parametrize("others", [[], pytest.param(["same"], marks=soak)], ids=["ours", "same"])
+def test_overhead(measured, tmp_path, others):
+    against = [f"none={tmp_path}", *[f"{name}={ROOT}" for name in others]]
+    result, printed = measured(*[x for text in against for x in ("--against", text)])
     assert result["machine"]["torch"]
     assert result["machine"]["threads"] == 1
-    assert list(result["rivals"]) == ["ours", "same"]
+    assert list(result["rivals"]) == ["ours", *others]
     assert "no checkout" in result["left_out"].pop("none")
     assert not result["left_out"]
     assert len(result["rows"]) == 1 + 3 + 3
@@ -41,7 +44,8 @@ def test_overhead(measured, tmp_path):
     (head,) = [k for k, line in enumerate(lines) if line[:3] == ["n", "|", "m"]]
     for row, line in zip(result["rows"], lines[head + 2 :]):
         assert line[:8:2] == [str(row[key]) for key in ("n", "m", "kind", "mode")]
-        assert f"{row['rivals']['same']['overhead_min']:.1f}" in line
+        for found in row["rivals"].values():
+            assert f"{found['overhead_min']:.1f}" in line
     assert "Not run: none: this is no checkout" in printed
 
 

@@ -30,7 +30,7 @@ def test_every_module_has_a_part():
         for path in parts.PACKAGE.iterdir()
         if not path.stem.startswith("__") and path.name != "py.typed"
     }
-    # What takes no part in a step.
+    # These rooms take no part in a step.
     assert modules - {"balance", "schedule", "testing"} == {
         x for y in parts.PARTS.values() for x in y
     }

@@ -210,7 +210,7 @@ def test_ratios():
         "x": [4.0, 4.0, 0.5, [4.0]],
     }
     assert [*found["x"]] == ["throughput", "speed_up", "ours_over", "rounds"]
-    # What slows a round down slows all of its steps down.
+    # A slow round slows all of its steps down alike.
     found = speed.figures({"baseline": [1.0, 5.0, 2.0], "ours": [2.0, 10.0, 8.0]})
     assert [*found["ours"].values()] == [8.0, 2.0, 1.0, [2.0, 10.0, 8.0]]
     assert found["baseline"]["ours_over"] == 2.0

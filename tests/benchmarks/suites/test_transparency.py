@@ -19,6 +19,7 @@ from benchmarks.rivals.convergence import Course, Outcome, Variant, count, group
 from benchmarks.suites import transparency
 from benchmarks.suites.tables.transparency import compared
 from benchmarks.suites.transparency import MODELS, summarise
+from tests.support.size import soak
 from torchgpipe.testing import UnavailableError
 
 Image = pytest.importorskip("PIL.Image")
@@ -175,6 +176,7 @@ def test_accuracy_is_of_an_evaluation_on_test_images(course):
     assert model(rows).argmax(1).tolist() == [0] * 5
 
 
+@soak  # It imports scikit-learn, which takes long.
 def test_digits():
     pytest.importorskip("sklearn")
     data = images.digits(8)

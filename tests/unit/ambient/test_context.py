@@ -9,9 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.modes import Modes
-from torchgpipe.ambient.snapshot import Snapshot
+from torchgpipe.ambient.context import Context, Modes, Snapshot
 
 
 class FunctionMode(TorchFunctionMode):

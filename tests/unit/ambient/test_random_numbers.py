@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from torchgpipe.ambient import random_numbers as rng
-from torchgpipe.ambient.random_numbers import Draws, RNGState, _set, get_state, holding, set_state
+from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers, _set, get_state, set_state
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -18,11 +19,11 @@ def draw(device):
 
 
 def test_restored(device):
-    state = RNGState(device)
+    state = FirstNumbers(device)
     first = draw(device)
     state.settle()
     draw(device)
-    now = RNGState(device)
+    now = FirstNumbers(device)
     after = draw(device)
 
     _set(now.before)
@@ -34,10 +35,10 @@ def test_restored(device):
 
 
 def test_restored_after_an_exception(device):
-    state = RNGState(device)
+    state = FirstNumbers(device)
     draw(device)
     state.settle()
-    now = RNGState(device)
+    now = FirstNumbers(device)
     after = draw(device)
     _set(now.before)
     with pytest.raises(KeyError), state.restored():
@@ -47,7 +48,7 @@ def test_restored_after_an_exception(device):
 
 
 def test_generator_that_is_not_drawn_from_is_left_alone():
-    state = RNGState(CPU)
+    state = FirstNumbers(CPU)
     state.settle()
     assert state.before == {}
     with state.restored():
@@ -56,7 +57,7 @@ def test_generator_that_is_not_drawn_from_is_left_alone():
 
 
 def test_other_numbers_are_an_error():
-    state = RNGState(CPU)
+    state = FirstNumbers(CPU)
     torch.rand(3)
     state.settle()
     message = r"same random numbers.*generator: cpu\)"
@@ -66,7 +67,7 @@ def test_other_numbers_are_an_error():
 
 def test_numbers_of_another_thread_are_none():
     """They were drawn during the computation, which drew none itself."""
-    state = RNGState(CPU)
+    state = FirstNumbers(CPU)
     thread = threading.Thread(target=torch.rand, args=(3,))
     thread.start()
     thread.join()
@@ -76,9 +77,9 @@ def test_numbers_of_another_thread_are_none():
 
 
 def test_within_itself():
-    outer = RNGState(CPU)
+    outer = FirstNumbers(CPU)
     torch.rand(1)
-    inner = RNGState(CPU)
+    inner = FirstNumbers(CPU)
     first = torch.rand(3)
     inner.settle()
     outer.settle()
@@ -92,7 +93,7 @@ def test_within_itself():
 def test_one_thread_at_a_time_turns_the_cpu_generator_back():
     states, draws = [], {}
     for k in range(4):
-        states.append(RNGState(CPU))
+        states.append(FirstNumbers(CPU))
         draws[k] = [torch.rand(50)]
         states[k].settle()
     before = torch.get_rng_state()
@@ -131,7 +132,7 @@ def test_first_micro_batch_goes_on_with_the_numbers_of_the_caller(device):
     state = get_state(device)
     expected = [torch.rand(3, device=device) for _ in range(3)]
     set_state(device, state)
-    draws = Draws([device], 3)
+    draws = StepNumbers([device], 3)
     with draws:
         found = [drawn(draws, i, device) for i in (0, 1, 2, 0, 1)]
     found.append(torch.rand(3, device=device))
@@ -145,7 +146,7 @@ def test_micro_batches_draw_the_same_in_any_order():
     state, found = get_state(CPU), []
     for order in ([0, 1, 2, 0, 1, 2], [2, 1, 0, 0, 1, 2], [0, 0, 1, 1, 2, 2]):
         set_state(CPU, state)
-        draws = Draws([CPU, CPU], 3)
+        draws = StepNumbers([CPU, CPU], 3)
         with draws:
             numbers = [(i, drawn(draws, i).tolist()) for i in order]
         found.append([*sorted(numbers, key=lambda each: each[0]), torch.rand(3).tolist()])
@@ -156,7 +157,7 @@ def test_what_is_drawn_between_cells_counts_for_nobody():
     state, found = get_state(CPU), []
     for between in (0, 5):
         set_state(CPU, state)
-        draws = Draws([CPU], 2)
+        draws = StepNumbers([CPU], 2)
         with draws:
             numbers = []
             for i in (0, 1, 0):
@@ -169,7 +170,7 @@ def test_what_is_drawn_between_cells_counts_for_nobody():
 @pytest.mark.parametrize("m", [1, 2, 8])
 def test_caller_finds_its_generator_where_nothing_was_drawn(m, device):
     state = get_state(device)
-    draws = Draws([device], m)
+    draws = StepNumbers([device], m)
     with draws:
         for i in range(m):
             with draws.of(i, device):
@@ -180,7 +181,7 @@ def test_caller_finds_its_generator_where_nothing_was_drawn(m, device):
 @pytest.mark.parametrize("i", [1, 2])
 def test_caller_goes_on_elsewhere_where_another_micro_batch_drew(i):
     state = get_state(CPU)
-    draws = Draws([CPU], 3)
+    draws = StepNumbers([CPU], 3)
     found = []
     for _ in range(2):
         with draws:
@@ -193,7 +194,7 @@ def test_caller_goes_on_elsewhere_where_another_micro_batch_drew(i):
 
 def test_caller_finds_its_generator_after_an_exception(device):
     state = get_state(device)
-    draws = Draws([device], 2)
+    draws = StepNumbers([device], 2)
     with pytest.raises(KeyError), draws:
         drawn(draws, 1, device)
         with draws.of(0, device):
@@ -206,7 +207,7 @@ def test_meta_device_has_the_generator_of_the_cpu():
     state = get_state(CPU)
     expected = torch.rand(3), torch.rand(3), torch.rand(3)
     set_state(CPU, state)
-    draws = Draws([META, CPU], 1)
+    draws = StepNumbers([META, CPU], 1)
     with draws:
         found = drawn(draws, 0, META), drawn(draws, 0, CPU)
     assert all(map(torch.equal, expected, [*found, torch.rand(3)]))
@@ -228,7 +229,7 @@ def in_a_thread(function, timeout):
 
 def step(function=lambda: None):
     """A step of one cell, which calls a function."""
-    draws = Draws([CPU], 1)
+    draws = StepNumbers([CPU], 1)
 
     def run():
         with draws, draws.of(0, CPU):
@@ -238,14 +239,14 @@ def step(function=lambda: None):
 
 
 def test_one_step_at_a_time(timeout):
-    draws = Draws([CPU], 1)
+    draws = StepNumbers([CPU], 1)
     assert not holding(draws.locks, lambda: in_a_thread(step, timeout=0.05))
     assert in_a_thread(step, timeout)
 
 
 def test_step_within_a_cell_does_not_wait(timeout):
     """It is computed by a worker, while the caller is in the midst of a step."""
-    draws = Draws([CPU], 1)
+    draws = StepNumbers([CPU], 1)
 
     def within():
         with draws.of(0, CPU):
@@ -259,10 +260,10 @@ def test_step_within_a_cell_does_not_wait(timeout):
 
 
 def test_recomputation_within_a_cell_does_not_wait(timeout):
-    state = RNGState(CPU)
+    state = FirstNumbers(CPU)
     torch.rand(3)
     state.settle()
-    draws = Draws([CPU], 1)
+    draws = StepNumbers([CPU], 1)
 
     def recompute():
         with state.restored():
@@ -284,7 +285,7 @@ def test_recomputation_of_a_step_within_a_cell_holds_its_locks(timeout):
     states = []
 
     def cell():
-        states.append(RNGState(CPU))
+        states.append(FirstNumbers(CPU))
         step()
         states[0].settle()
 

@@ -222,7 +222,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr("torchgpipe.balance.profile.monotonic", lambda: self.now)
-        monkeypatch.setattr("torchgpipe.devices.streams.perf_counter", lambda: self.now)
+        monkeypatch.setattr("torchgpipe.devices.measures.perf_counter", lambda: self.now)
 
     def layer(self, *seconds):
         """A layer that takes these times in turn, and three times as long for backward."""

@@ -3,6 +3,7 @@
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from torchgpipe.ambient.notes import add_note
 from torchgpipe.autograd import copy as copy_module
 from torchgpipe.autograd.copy import Copy, Wait
 from torchgpipe.autograd.fork_join import Join, fork
+from torchgpipe.autograd.recompute import Recompute
 from torchgpipe.devices.streams import CPUStream
 from torchgpipe.engine import cell as cell_module
 from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.stages import Method
 from torchgpipe.recompute import checkpoint as checkpoint_module
-from torchgpipe.recompute.checkpoint import Recompute
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.skip import skippable, stash
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -28,24 +30,31 @@ from torchgpipe.values.microbatch import VALUE, Batch
 CPU = torch.device("cpu")
 
 
-def make(layers, **changes):
-    arguments = {
-        "i": 1,
-        "j": 2,
-        "layers": nn.Sequential(layers),
-        "stream": CPUStream(CPU),
-        "lanes": {VALUE: CPUStream(CPU)},
-        "arriving": {},
-        "departing": [],
-        "context": Context(),
-        "lock": nullcontext(),
-        "numbers": nullcontext(),
-        "checkpoint": False,
-        "starts_in_place": False,
-    }
-    arguments.update(changes)
-    arguments["state"] = LayersState(arguments["layers"]) if arguments["checkpoint"] else None
-    return Cell(**arguments)
+def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkpoint=False):
+    """The cell (1, 2), with so many of its streams as a test tells apart."""
+    stream, arriving = stream or CPUStream(CPU), arriving or {}
+    lanes = lanes or {VALUE: CPUStream(CPU)}
+    layers = nn.Sequential(layers)
+    step = SimpleNamespace(
+        stages=SimpleNamespace(
+            partitions=[None, None, layers],
+            devices=[CPU] * 3,
+            locks=[nullcontext()] * 3,
+            method=Method(),
+        ),
+        lanes=SimpleNamespace(
+            compute=[None, None, stream],
+            sources=[None, None, dict.fromkeys(arriving, 1)],
+            targets=[None, None, dict.fromkeys(departing, 3)],
+            lane=lambda i, j, part: lanes[part] if j == 2 else arriving[part],
+        ),
+        context=Context(),
+        numbers=SimpleNamespace(of=lambda i, device: nullcontext()),
+        states=[None, None, LayersState(layers) if checkpoint else None],
+        in_place=[False] * 3,
+        checkpointed=2 * checkpoint,
+    )
+    return Cell(step, 1, 2)
 
 
 def names(tensor):
@@ -69,7 +78,7 @@ class Double(nn.Module):
 def test_graph(arriving, departing, checkpoint):
     x = torch.ones(2, requires_grad=True)
     cell = make(Double(), arriving=arriving, departing=departing, checkpoint=checkpoint)
-    batch, _ = cell.fork(cell.compute(cell.arrive(Batch(x))), False)
+    batch, _ = cell.branch(cell.compute(cell.arrive(Batch(x))), False)
     arrival = ["Copy", "Wait"] if arriving else []
     departure = ["Recompute"] if checkpoint and departing else ["ExpandBackward0"]
     assert [*arrival, "MulBackward0", *departure] == [
@@ -82,9 +91,9 @@ def test_graph(arriving, departing, checkpoint):
 def test_fork_and_join():
     x = torch.ones(2, requires_grad=True)
     cell = make(Double())
-    assert cell.join(Batch(x), [])[0] is x
-    batch, phonies = cell.fork(Batch(x * 1), False)
-    assert names(cell.join(batch, phonies)[0])[0] == "Join"
+    assert cell.merge(Batch(x), [])[0] is x
+    batch, phonies = cell.branch(Batch(x * 1), False)
+    assert names(cell.merge(batch, phonies)[0])[0] == "Join"
     assert names(cell.arrive(batch, phonies)[0])[0] == "Join"
     cell = make(Double(), arriving={VALUE: CPUStream(CPU)})
     assert names(cell.arrive(batch, phonies)[0])[0] == "Copy"
@@ -95,8 +104,8 @@ def test_structure_is_kept():
     cell = make(nn.Identity(), **crossing, checkpoint=True)
     x = torch.ones(2, requires_grad=True)
     for batch in (Batch(x * 1), Batch((x * 1,)), Batch((x * 1, torch.ones(2)))):
-        output, phonies = cell.fork(cell.compute(cell.arrive(batch)), False)
-        output = cell.join(output, phonies)
+        output, phonies = cell.branch(cell.compute(cell.arrive(batch)), False)
+        output = cell.merge(output, phonies)
         assert (output.atomic, len(output)) == (batch.atomic, len(batch))
         assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
 
@@ -273,7 +282,7 @@ def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
     cell = make(Double(), stream=Lane("compute"), checkpoint=True)
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
-    cell.fork(cell.compute(batch), False)
+    cell.branch(cell.compute(batch), False)
     assert applied == [("Join", "compute"), ("fork", "compute")]
 
 
@@ -292,7 +301,7 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
         checkpoint=True,
     )
     batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
-    batch, phonies = cell.fork(batch, False)
+    batch, phonies = cell.branch(batch, False)
     assert applied == [("Recompute", "copy"), ("fork", "compute")]
     assert len(phonies) == 2
     assert list(batch.parts) == [VALUE, (None, "x")]
@@ -313,7 +322,7 @@ def test_a_skip_has_a_lane_of_its_own(lanes, applied):
         checkpoint=True,
     )
     batch = cell.compute(cell.arrive(Batch(torch.ones(1, requires_grad=True))))
-    cell.fork(batch, False)
+    cell.branch(batch, False)
     assert applied == [("Recompute", "copy"), ("Recompute", "skip")]
 
 
@@ -339,7 +348,7 @@ def test_lanes(lanes, applied):
     )
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
-    batch, _ = cell.fork(cell.compute(batch), False)
+    batch, _ = cell.branch(cell.compute(batch), False)
     assert applied == [("Copy", "copy"), ("Wait", "compute"), ("Recompute", "copy")]
     # The layers compute on the compute stream, and so they do again.
     batch[0].backward()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.helpers import CPUS, Apply, Log, nodes, plain, reaches, run_pipeline
-from torchgpipe.devices.streams import Streams
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.pipeline import clock_cycles
 from torchgpipe.engine.workers import Workers
 from torchgpipe.skip import pop, skippable, stash
@@ -61,7 +61,7 @@ def test_cells_of_a_cycle_run_at_once():
 def test_a_slow_cell_holds_up_only_those_that_need_its_output(slow, monkeypatch):
     """It goes on when all others have been computed, as far as there are copy streams for them."""
     n, m, turns = 3, 8, 4
-    monkeypatch.setattr(Streams, "COPIES", turns)
+    monkeypatch.setattr(StreamPool, "COPIES", turns)
     others = {(i, j) for j in range(slow) for i in range((turns - 1) * (slow - j))}
     done, all_done = set(), threading.Event()
 
@@ -156,7 +156,7 @@ def test_nothing_but_the_layers_on_one_device(checkpointed):
 
 @pytest.mark.parametrize("checkpointed", [0, 5])
 def test_no_device_is_ahead_by_as_many_as_there_are_copy_streams(checkpointed, monkeypatch):
-    monkeypatch.setattr(Streams, "COPIES", 4)
+    monkeypatch.setattr(StreamPool, "COPIES", 4)
     graph, layers = graph_of(CPUS[:3], 6, checkpointed, requires_grad=True)
     for i in range(6):
         for j in (1, 2):
@@ -177,7 +177,7 @@ def test_nor_is_one_that_pops_from_far_away(monkeypatch):
         def forward(self, x):
             return x + (yield pop("x"))
 
-    monkeypatch.setattr(Streams, "COPIES", 5)
+    monkeypatch.setattr(StreamPool, "COPIES", 5)
     partitions = [nn.Sequential(x) for x in (Stash(), nn.Tanh(), nn.Tanh(), Pop())]
     graph, layers = graph_of(CPUS, 9, 0, True, partitions)
     for i in range(9):

@@ -1,9 +1,11 @@
 """Workers: what they carry over, what comes back from them, and when they end."""
 
 import gc
+import logging
 import os
 import signal
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -94,39 +96,81 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """It is the accelerators' that tasks are issued for."""
+def accelerators(monkeypatch):
+    """All devices are taken for accelerators."""
     monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
+
+
+@pytest.fixture
+def clock(accelerators, monkeypatch):
     return Clock(monkeypatch)
 
 
-TRIALS = [2, 4, 8, 16, 32]
+def blocked(clock, **seconds):
+    """Workers that have seen a task block the caller."""
+    workers = Workers(CPUS)
+    assert clock.run(workers, **seconds) == "caller"
+    workers.seen_to_block = True
+    return workers
 
 
 @pytest.mark.parametrize(("faster", "slower"), [("caller", "workers"), ("workers", "caller")])
 def test_whoever_is_faster_and_now_and_then_the_other(clock, faster, slower):
-    workers = Workers(CPUS)
+    workers = blocked(clock, caller=1 if faster == "caller" else 2)
     ways = [clock.run(workers, **{faster: 1, slower: 2}) for _ in range(33)]
-    assert ways[0] == "caller"
-    assert [k for k, way in enumerate(ways, 1) if way == slower and k > 1] == [
-        k for k in TRIALS if slower == "workers" or k > 2
+    assert ways[0] == "workers"
+    assert [k for k, way in enumerate(ways, 1) if way == slower and k > 1] == [2, 4, 8, 16, 32]
+
+
+def test_first_round_of_the_workers_takes_longer(clock):
+    """It does not decide for good."""
+    workers = blocked(clock, caller=2)
+    assert clock.run(workers, workers=100) == "workers"
+    assert [clock.run(workers, caller=2, workers=1) for _ in range(3)] == [
+        "workers",
+        "workers",
+        "caller",
     ]
 
 
-def test_first_run_takes_longer(clock):
-    """It does not decide for good."""
-    workers = Workers(CPUS)
-    assert clock.run(workers, caller=100) == "caller"
-    ways = [clock.run(workers, caller=1, workers=2) for _ in range(6)]
-    assert ways == ["workers", "workers", "caller", "caller", "caller", "caller"]
-
-
 def test_who_is_faster_changes(clock):
-    workers = Workers(CPUS)
+    workers = blocked(clock, caller=1)
     for _ in range(5):
         clock.run(workers, caller=1, workers=2)
     ways = [clock.run(workers, caller=3, workers=2) for _ in range(4)]
     assert ways == ["caller", "workers", "caller", "workers"]
+
+
+def test_caller_runs_all_of_what_never_blocks(monkeypatch):
+    """Also if it takes long, and in every step."""
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
+    monkeypatch.setattr("torchgpipe.engine.workers.logger.debug", pytest.fail)
+    workers, seen = Workers(CPUS), []
+
+    def compute():
+        seen.append(threading.current_thread())
+        sum(range(100_000))
+
+    for _ in range(9):
+        run(workers, *[(device, compute) for device in (A, B, A)])
+    assert {*seen} == {threading.current_thread()}
+    assert not workers._workers
+
+
+def test_a_task_that_blocks_is_seen_and_told(accelerators, caplog):
+    workers, seen = Workers(CPUS), []
+
+    def block():
+        seen.append(threading.current_thread())
+        time.sleep(0.01)
+
+    with caplog.at_level(logging.DEBUG, "torchgpipe"):
+        for _ in range(2):
+            run(workers, (A, block), (B, block))
+    assert seen[:2] == [threading.current_thread()] * 2
+    assert threading.current_thread() not in seen[2:]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("cell 0 blocked the host for ")
 
 
 def test_caller_runs_nothing_beside_the_cpu(clock, monkeypatch):

@@ -196,7 +196,7 @@ def test_random_numbers_are_repeated(device):
 
 def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatch):
     """So several accelerators recompute side by side."""
-    monkeypatch.setattr("torchgpipe.ambient.random_numbers._locks", {})
+    monkeypatch.setattr("torchgpipe.ambient.nesting._locks", {})
     x = torch.ones(2, device=device, requires_grad=True)
     checkpoint(lambda x: x * x, x).sum().backward()
     with pytest.raises(KeyError):
@@ -268,7 +268,7 @@ def forked(function, input, lasting=frozenset()):
         nullcontext(),
         lasting,
     )
-    (output,), _ = made.fork(tuple(made.forward(Batch(input))))
+    (output,), _ = made.trigger(tuple(made.forward(Batch(input))))
     return output
 
 

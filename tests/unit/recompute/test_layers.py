@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.recompute.checkpoint import checkpoint
-from torchgpipe.recompute.layers import LayersState, counter_of, version_of
+from torchgpipe.recompute.layers import LayersState
 
 NORMS = {
     "BatchNorm1d": lambda **kw: nn.BatchNorm1d(3, **kw),

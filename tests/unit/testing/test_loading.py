@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import fresh
-from torchgpipe import testing
+from torchgpipe import _torch, testing
 from torchgpipe.testing import build
 
 ROOT = Path(__file__).parents[3]
@@ -135,7 +135,7 @@ def test_counts_of_devices(devices):
 
 
 def test_the_place_is_taken(monkeypatch):
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    monkeypatch.setattr(_torch, "backend_name", lambda: "npu")
     with pytest.raises(testing.UnavailableError, match=r"is taken \(backend: npu\); use a process"):
         testing.load()
 

@@ -8,11 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe.values.microbatch import Batch, gather, scatter
-from torchgpipe.values.structure import Arguments, NoChunk
+from torchgpipe.values.microbatch import Batch, Part, gather, scatter
+from torchgpipe.values.structure import Arguments, NoChunk, flatten
 
 rows = st.integers(0, 40)
 chunks = st.integers(1, 12)
+
+
+def beside(value, skips, shared=()):
+    """A micro-batch with skips."""
+    return Batch(value).with_skips({key: Part(*flatten(x)) for key, x in skips.items()}, shared)
+
+
+def skips_of(batch):
+    """The skips of a micro-batch, put together."""
+    return {key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()}
 
 
 @given(rows, chunks)
@@ -117,13 +127,13 @@ def test_what_goes_whole_is_one_view_of_the_callers():
 
 def test_parts():
     x, y = torch.rand(2), torch.rand(3)
-    batch = Batch(x, {"a": y, "b": None, "c": x})
+    batch = beside(x, {"a": y, "b": None, "c": x})
     assert batch.tensors == (x, y)
-    assert batch.skips == {"a": y, "b": None, "c": x}
-    assert batch.map(lambda y: [y * 0], ["a"]).skips["a"].tolist() == [0, 0, 0]
+    assert skips_of(batch) == {"a": y, "b": None, "c": x}
+    assert batch.map(lambda y: [y * 0], ["a"]).skips["a"].tensors[0].tolist() == [0, 0, 0]
     assert batch.map(pytest.fail, ["b"]) is batch
     twice = batch.map(lambda x: [x + x], [None, "c"])
-    assert twice.value is twice.skips["c"]
+    assert (twice.value,) == twice.skips["c"].tensors
     assert batch.value is x
     assert batch.with_skips({}).skips == {}
 
@@ -134,11 +144,11 @@ def test_shared_memory():
     assert not Batch((x, x.clone())).shared
     assert not Batch((x, x)).shared
     assert Batch((x, x[:, :1])).shared == {None}
-    assert Batch(x, {"a": x.detach(), "b": x + 1}).shared == {None, "a"}
-    assert Batch(x + 1, {"a": x, "b": x}).shared == {"a", "b"}
+    assert beside(x, {"a": x.detach(), "b": x + 1}).shared == {None, "a"}
+    assert beside(x + 1, {"a": x, "b": x}).shared == {"a", "b"}
     assert Batch((x, x[:, :1])).map(lambda *xs: [x.clone() for x in xs], [None]).shared
-    assert Batch(x).with_skips({"a": x + 1, "b": x + 1}, ["b", "c"]).shared == {"b"}
-    assert Batch(x, {"a": x}).with_skips({}).shared == {None}
+    assert beside(x, {"a": x + 1, "b": x + 1}, ["b", "c"]).shared == {"b"}
+    assert beside(x, {"a": x}).with_skips({}).shared == {None}
 
 
 X = torch.empty(1)

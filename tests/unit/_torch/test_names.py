@@ -1,0 +1,170 @@
+"""Private names of PyTorch: a canary for each, and what is lost where one is missing."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import fresh
+from torchgpipe import GPipe, _torch
+from torchgpipe._torch import names
+from torchgpipe._torch.names import ATTRIBUTES, NAMES, Name, has, look_up
+
+#: Names that no tested version of PyTorch lacks but these, in versions before those given.
+SINCE = {"set_lru_cache": (2, 10)}
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_canary(name):
+    """PyTorch has it. Where this fails, its new name goes into the table."""
+    assert has(name) == (SINCE.get(name, (0,)) <= VERSION)
+
+
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+def test_canary_of_attributes(attribute):
+    owners = (nn.Linear(1, 1), nn.BatchNorm1d(1), torch.empty(1))
+    if attribute in ("_metadata", "_torchdynamo_disable", "_torchdynamo_disable_msg"):
+        owners = (nn.Linear(1, 1).state_dict(), torch.compiler.disable(lambda: None))
+    elif attribute in ("_indices", "_values"):
+        owners = (torch.empty(1).to_sparse(),)
+    assert any(hasattr(owner, attribute) for owner in owners)
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    """Makes PyTorch lack a name, for all that looks it up from then on."""
+
+    def missing(name):
+        entry = NAMES[name]
+        monkeypatch.setitem(NAMES, name, entry._replace(path=f"{entry.path}_that_is_gone"))
+        if NAMES[name].instead is not None:
+            monkeypatch.setitem(vars(_torch), name, look_up(name))
+        elif name in vars(_torch):
+            monkeypatch.delitem(vars(_torch), name)
+
+    return missing
+
+
+def train(**options):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 1))
+    model = GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=2, **options)
+    model(torch.ones(4, 2)).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_goes_on_without(name, missing):
+    expected = train(checkpoint="always")
+    missing(name)
+    with warnings.catch_warnings():
+        # It says that a feature cannot be seen.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert all(map(torch.equal, train(checkpoint="always"), expected))
+
+
+def test_importing_goes_on_without_any():
+    program = """
+import torch
+gone = [name for name in vars(torch._C) if name.startswith("_accelerator") or "stack" in name]
+for name in gone:
+    delattr(torch._C, name)
+import torchgpipe
+"""
+    assert fresh.run(program) == (0, "", "")
+
+
+#: Features, and a name that each cannot do without.
+FEATURES = {
+    "tree_flatten": lambda: GPipe(nn.Sequential(nn.Identity()), [1])([torch.ones(1)]),
+    "function_mode_at": lambda: with_device(),
+    "dispatch_mode_at": lambda: with_dispatch_mode(),
+    "DispatchMode": lambda: profile(),
+    "set_code_strategy": lambda: compiled(),
+}
+
+
+def with_device():
+    with torch.device("cpu"):
+        train()
+
+
+def with_dispatch_mode():
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        train()
+
+
+def profile():
+    from torchgpipe.balance.profile import profile_layers
+
+    profile_layers(nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1), timeout=0, device="cpu")
+
+
+def compiled():
+    from torchgpipe._torch import dynamo
+
+    dynamo.uncompiled(lambda: None)
+    layers = nn.Sequential(nn.Linear(1, 1))
+    layers[0].compile(backend="eager")
+    GPipe(layers, [1], devices=["cpu"])(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_without_its_name_is_an_error_that_names_it(name, missing):
+    missing(name)
+    path = NAMES[name].path.replace(":", ".")
+    with pytest.raises(RuntimeError) as caught:
+        FEATURES[name]()
+    assert path in str(caught.value)
+    assert torch.__version__ in str(caught.value)
+    assert ", ".join(names.TESTED) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["count_dispatch_modes", "top_hooks", "transform_level"])
+def test_feature_that_cannot_be_seen_is_told(name, missing):
+    missing(name)
+    with pytest.warns(RuntimeWarning, match="cannot be seen with this PyTorch"):
+        train()
+
+
+def test_multithreading_without_its_name(missing):
+    missing("is_multithreading_enabled")
+    for mode in (False, True):
+        with torch.autograd.set_multithreading_enabled(mode):
+            assert _torch.is_multithreading_enabled() == mode
+            assert torch._C._is_multithreading_enabled() == mode
+
+
+def test_function_modes_without_their_count(missing):
+    missing("count_function_modes")
+    assert _torch.count_function_modes() == 0
+    with torch.device("cpu"):
+        assert _torch.count_function_modes() == 1
+
+
+def test_aliases_without_their_name(missing):
+    missing("is_alias_of")
+    x = torch.ones(2)
+    assert _torch.is_alias_of(x, x[:1])
+    assert not _torch.is_alias_of(x, x.clone())
+    assert not _torch.is_alias_of(x.to_sparse(), x)
+
+
+def test_what_is_not_in_the_table():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = _torch.nothing
+
+
+def test_a_question_is_asked_anew_each_time():
+    assert isinstance(NAMES["forward_level"], Name)
+    level = look_up("forward_level")
+    assert level() == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert level() == 0

@@ -1,0 +1,234 @@
+"""The table of private names: where PyTorch has each, what needs it, and what does without it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import has_torch_function
+
+__all__: list[str] = []
+
+#: The versions of PyTorch that the tests have run with.
+TESTED = ("2.9", "2.11", "2.13")
+
+
+class Name(NamedTuple):
+    """A private name of PyTorch.
+
+    Args:
+        path: the module, a colon, and the attribute in it, which may have dots.
+        feature: what needs it, as messages call that.
+        instead: what to use where PyTorch does not have it. Without this, using it is an error.
+        question: whether it is a value that changes, which is read anew by each call.
+    """
+
+    path: str
+    feature: str
+    instead: Callable[..., Any] | tuple[type, ...] | None = None
+    question: bool = False
+
+
+def _unseen(path: str, feature: str, answer: Any) -> Name:
+    """A name without which nobody can tell whether a feature is in use: it is taken as unused."""
+
+    def instead(*_: Any) -> Any:
+        warnings.warn(
+            f"{feature} cannot be seen with this PyTorch, and torchgpipe does as if there were "
+            f"none (missing: {path.replace(':', '.')}, PyTorch: {torch.__version__}, tested: "
+            f"{', '.join(TESTED)}); do without them, or use a tested version",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return answer
+
+    return Name(path, feature, instead)
+
+
+def _multithreading() -> bool:
+    # The public setter remembers what there was before it.
+    guard = torch.autograd.set_multithreading_enabled(True)
+    torch.autograd.set_multithreading_enabled(guard.prev)
+    return bool(guard.prev)
+
+
+_plain = torch.empty(0)
+
+
+def _function_modes() -> int:
+    # At least one is active if an ordinary tensor is not handled by PyTorch alone.
+    return int(has_torch_function((_plain,)))
+
+
+def _is_alias_of(a: Tensor, b: Tensor) -> bool:
+    try:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        # Sparse tensors have no storage.
+        return a is b
+
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
+)
+_INSTANCE_NORMS = (
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d),
+)
+
+_C, _AUTOGRAD = "torch._C:", "torch._C._autograd:"
+_STREAMS = "streams of accelerators"
+_FUNCTIONS, _DISPATCH = "torch-function modes", "dispatch modes"
+_HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
+_COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
+
+#: What this package calls each, and the name itself.
+NAMES: dict[str, Name] = {
+    # Several times as fast as the functions of torch.accelerator.
+    "get_stream": Name(_C + "_accelerator_getStream", _STREAMS, torch.accelerator.current_stream),
+    "set_stream": Name(_C + "_accelerator_setStream", _STREAMS, torch.accelerator.set_stream),
+    "get_device_index": Name(
+        _C + "_accelerator_getDeviceIndex", _STREAMS, torch.accelerator.current_device_index
+    ),
+    "set_device_index": Name(
+        _C + "_accelerator_setDeviceIndex", _STREAMS, torch.accelerator.set_device_index
+    ),
+    # What a thread has set.
+    "is_multithreading_enabled": Name(
+        _C + "_is_multithreading_enabled", "set_multithreading_enabled", _multithreading
+    ),
+    "count_function_modes": Name(_C + "_len_torch_function_stack", _FUNCTIONS, _function_modes),
+    "function_mode_at": Name(_C + "_get_function_stack_at", _FUNCTIONS),
+    "push_function_mode": Name(_C + "_push_on_torch_function_stack", _FUNCTIONS),
+    "pop_function_mode": Name(_C + "_pop_torch_function_stack", _FUNCTIONS),
+    "count_dispatch_modes": _unseen(_C + "_len_torch_dispatch_stack", _DISPATCH, 0),
+    "dispatch_mode_at": Name(_C + "_get_dispatch_stack_at", _DISPATCH),
+    "push_dispatch_mode": Name(_C + "_push_on_torch_dispatch_stack", _DISPATCH),
+    "pop_dispatch_mode": Name(_C + "_pop_torch_dispatch_stack", _DISPATCH),
+    # Without it, `with torch.device(...)` is taken for any other mode, beside which the caller
+    # computes alone.
+    "DeviceContext": Name("torch.utils._device:DeviceContext", "with torch.device(...)", ()),
+    "top_hooks": _unseen(_AUTOGRAD + "_top_saved_tensors_default_hooks", _HOOKS, None),
+    "pop_hooks": Name(_AUTOGRAD + "_pop_saved_tensors_default_hooks", _HOOKS),
+    "hooks_forbidden": _unseen(
+        _AUTOGRAD + "_saved_tensors_hooks_get_disabled_error_message", _HOOKS, None
+    ),
+    "transform_level": _unseen(
+        "torch._C._functorch:maybe_current_level", "torch.func transforms", None
+    ),
+    # Without it, each tensor is looked at.
+    "forward_level": Name(
+        "torch.autograd.forward_ad:_current_level",
+        "forward-mode differentiation",
+        lambda: 0,
+        question=True,
+    ),
+    # Autograd.
+    "queue_callback": Name(
+        "torch.autograd:Variable._execution_engine.queue_callback", "callbacks after backward"
+    ),
+    "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
+    # Structures.
+    "tree_flatten": Name("torch.utils._pytree:tree_flatten", _TREES),
+    "tree_flatten_with_path": Name("torch.utils._pytree:tree_flatten_with_path", _TREES),
+    "tree_unflatten": Name("torch.utils._pytree:tree_unflatten", _TREES),
+    "tree_leaves": Name("torch.utils._pytree:tree_leaves", _TREES),
+    "tree_map": Name("torch.utils._pytree:tree_map", _TREES),
+    "tree_map_only": Name("torch.utils._pytree:tree_map_only", _TREES),
+    "keystr": Name("torch.utils._pytree:keystr", _TREES),
+    # Layers.
+    "Norm": Name(
+        "torch.nn.modules.batchnorm:_NormBase",
+        "norms of one's own",
+        (*_NORMS, *_INSTANCE_NORMS),
+    ),
+    "BatchNorm": Name(
+        "torch.nn.modules.batchnorm:_BatchNorm", "batch normalisations of one's own", _NORMS
+    ),
+    # The profiler.
+    "DispatchMode": Name(
+        "torch.utils._python_dispatch:TorchDispatchMode", "memory where no allocator counts it"
+    ),
+    # The compiler.
+    "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
+    "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),
+    "set_code_strategy": Name("torch._C._dynamo.eval_frame:set_code_exec_strategy", _COMPILER),
+    "FrameStrategy": Name("torch._C._dynamo.eval_frame:_FrameExecStrategy", _COMPILER),
+    "FrameAction": Name("torch._C._dynamo.eval_frame:_FrameAction", _COMPILER),
+    # Not in PyTorch 2.9, which takes the graph used last.
+    "set_lru_cache": Name("torch._C._dynamo.eval_frame:_set_lru_cache", _COMPILER, lambda _: None),
+    # Virtual accelerators.
+    "backend_name": Name(_C + "_get_privateuse1_backend_name", _VIRTUAL),
+    "register_device_module": Name("torch:_register_device_module", _VIRTUAL),
+    "graph_task": Name(_C + "_current_graph_task_id", _VIRTUAL),
+    "all_operators": Name(_C + "_dispatch_get_all_op_names", _VIRTUAL),
+    "has_kernel": Name(_C + "_dispatch_has_kernel_for_dispatch_key", _VIRTUAL),
+    "schemas_of": Name(_C + "_jit_get_schemas_for_operator", _VIRTUAL),
+}
+
+#: Attributes of modules, tensors and functions whose names begin with an underscore, and why they
+#: are used where they stand: a function of this room around each would only hide them.
+ATTRIBUTES = {
+    "_modules": "The children of a module by name. Indexing a Sequential takes much longer.",
+    "_parameters": "The table of a module's parameters, where others put tensors, too.",
+    "_buffers": "Likewise of its buffers.",
+    "_non_persistent_buffers_set": "Which buffers no state dict has.",
+    "_compiled_call_impl": "Whether compile() was called on a module.",
+    "_forward_pre_hooks": "The tables of forward hooks, which a second run must find as they were.",
+    "_forward_pre_hooks_with_kwargs": "Likewise.",
+    "_forward_hooks": "Likewise.",
+    "_forward_hooks_with_kwargs": "Likewise.",
+    "_forward_hooks_always_called": "Likewise.",
+    "_apply": "What Module.to() and the like call, to be overridden.",
+    "_load_from_state_dict": "What Module.load_state_dict() calls for each module, likewise.",
+    "_metadata": "The versions of layers in a state dict.",
+    "_version": "How often a tensor was changed in place.",
+    "_base": "What a tensor is a view of.",
+    "_indices": "The parts of a sparse tensor, also of one that is not coalesced.",
+    "_values": "Likewise.",
+    "_torchdynamo_disable": "What the compiler asks functions for.",
+    "_torchdynamo_disable_msg": "Likewise.",
+    "_check_input_dim": "What a batch normalisation checks of its input.",
+}
+
+
+def look_up(name: str) -> Any:
+    """What a name of the table stands for.
+
+    Raises:
+        RuntimeError: PyTorch does not have it, and nothing can be used instead.
+    """
+    path, feature, instead, question = NAMES[name]
+    module, _, attributes = path.partition(":")
+    *owners, last = attributes.split(".")
+    try:
+        owner: Any = import_module(module)
+        for attribute in owners:
+            owner = getattr(owner, attribute)
+        found = getattr(owner, last)
+    except (ImportError, AttributeError):
+        if instead is None:
+            raise _missing(path, feature) from None
+        return instead
+    return (lambda: getattr(owner, last)) if question else found
+
+
+def has(name: str) -> bool:
+    """Whether PyTorch has a name of the table."""
+    try:
+        return look_up(name) is not NAMES[name].instead
+    except RuntimeError:
+        return False
+
+
+def _missing(path: str, feature: str) -> RuntimeError:
+    return RuntimeError(
+        f"torchgpipe needs a private name of PyTorch for {feature}, which this PyTorch does not "
+        f"have (missing: {path.replace(':', '.')}, PyTorch: {torch.__version__}, tested: "
+        f"{', '.join(TESTED)}); do without {feature}, or use a tested version"
+    )

@@ -1,0 +1,37 @@
+"""Autocast's cache of weights that were cast.
+
+Autocast casts a weight once, and keeps the result until the outermost of its blocks is left.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchgpipe.ambient.context import Modes, autocast_nesting
+
+__all__: list[str] = []
+
+
+def is_within_autocast(modes: Modes) -> bool:
+    """Whether the caller is in a block of autocast.
+
+    Args:
+        modes: the modes of this thread. A thread of autograd is never in a block itself, but has
+            the modes of the place where backward was called.
+    """
+    return autocast_nesting() > 0 or True in [autocast.enabled for autocast in modes.autocast]
+
+
+class own_casts:
+    """Make autocast keep no weight that is cast within a ``with`` block.
+
+    Autocast finds a cast weight by the weight alone, whatever dtype it was cast to, and whatever
+    has become of the weight since.
+    """
+
+    def __enter__(self) -> None:
+        self.cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self.cache)

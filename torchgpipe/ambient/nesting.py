@@ -1,0 +1,174 @@
+"""Wrappers within wrappers: who holds the locks of the random number generators.
+
+A device's default generator is one for all threads, so only one step at a time may exchange its
+state. The outermost step holds the lock, or the outermost recomputation, if its cell has drawn
+from the generator or has run a step of another wrapper that exchanges it. All that runs within
+these, also on threads of autograd, takes no lock until they are over: it would wait for whoever
+waits for it.
+
+::
+
+    thread of the caller         depth   turn
+    ────────────────────         ─────   ────
+    step of the outer wrapper      0     begins: holds the locks
+      cell                         1     │
+        step of an inner wrapper   1     │ takes none
+          cell                     2     │
+    end of the outer step          0     over
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+from torchgpipe.ambient.thread import registered
+
+__all__: list[str] = []
+
+Lock: TypeAlias = AbstractContextManager[Any]
+Result = TypeVar("Result")
+
+
+class Turn:
+    """An outermost step or recomputation, which holds the locks of the generators that it uses."""
+
+    over = False
+
+
+class Nesting(threading.local):
+    """How deep a thread is in wrappers."""
+
+    #: The number of cells that this thread computes, one within the other.
+    depth = 0
+    #: The outermost step, or recomputation, that this thread computes for.
+    turn: Turn | None = None
+
+    def __init__(self) -> None:
+        #: The number of steps that were run within a cell, by device of the generators they use.
+        self.steps: dict[torch.device, int] = {}
+
+
+nesting = registered(Nesting())
+
+
+def is_within_cell() -> bool:
+    """Whether this thread computes a cell."""
+    return nesting.depth > 0
+
+
+class Nest(NamedTuple):
+    """The place of the cells of one step."""
+
+    depth: int
+    turn: Turn
+
+
+def begin_step(devices: Iterable[torch.device]) -> Nest:
+    """Begin a step that exchanges the random numbers of devices; return the place of its cells."""
+    if nesting.depth:
+        for device in devices:
+            nesting.steps[device] = nesting.steps.get(device, 0) + 1
+    return Nest(nesting.depth + 1, nesting.turn or Turn())
+
+
+def end_step(nest: Nest) -> None:
+    """End a step. The locks of an outermost one are about to be released."""
+    nest.turn.over = nest.depth == 1
+
+
+class first_run:
+    """Make this thread compute a cell of a step within a ``with`` block."""
+
+    __slots__ = ("nest", "outer")
+
+    def __init__(self, nest: Nest) -> None:
+        self.nest = nest
+
+    def __enter__(self) -> None:
+        self.outer = nesting.depth, nesting.turn
+        nesting.depth, nesting.turn = self.nest
+
+    def __exit__(self, *_: object) -> None:
+        nesting.depth, nesting.turn = self.outer
+
+
+class second_run:
+    """Make this thread compute a cell again within a ``with`` block, as a turn if in no other."""
+
+    __slots__ = ("outer",)
+
+    def __enter__(self) -> None:
+        self.outer = nesting.turn
+        nesting.turn = self.outer or Turn()
+        nesting.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        nesting.depth -= 1
+        if self.outer is None and nesting.turn is not None:
+            nesting.turn.over = True
+        nesting.turn = self.outer
+
+
+class Around:
+    """The turn around the first run of a cell, and the steps that ran within that run."""
+
+    __slots__ = ("_steps", "exchanged", "turn")
+
+    def __init__(self) -> None:
+        #: It may hold the locks until the cell is computed again.
+        self.turn = nesting.turn if nesting.depth > 1 else None
+        #: The devices whose random numbers steps within the first run have exchanged.
+        self.exchanged: Sequence[torch.device] = ()
+        self._steps = dict(nesting.steps)
+
+    def settle(self) -> None:
+        """Take note of the steps, at the end of the first run."""
+        if nesting.steps:
+            steps = nesting.steps.items()
+            self.exchanged = [device for device, k in steps if k != self._steps.get(device)]
+
+    def locks(self, drawn: Iterable[torch.device]) -> list[Lock]:
+        """The locks to hold in the second run.
+
+        Args:
+            drawn: the devices whose generator the cell itself has drawn from.
+        """
+        # guard: locks of a recomputation around a step
+        devices = {*self.exchanged, *drawn}
+        return [] if self.turn and not self.turn.over else locks_of(devices)
+
+
+#: A lock for each generator. Only an outermost step, or recomputation, holds them.
+_locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+
+
+if hasattr(os, "register_at_fork"):
+    # The thread that held a lock does not exist in the child.
+    os.register_at_fork(after_in_child=_locks.clear)
+
+
+def locks_of(devices: Iterable[torch.device]) -> list[Lock]:
+    """The locks of generators, in one order, so that no two threads wait for each other."""
+    # A thread that holds the locks waits for the cell that this thread computes.
+    # guard: no locks within a cell
+    return [] if nesting.depth else [_locks[device] for device in sorted(devices, key=str)]
+
+
+def holding(locks: Sequence[Lock], function: Callable[[], Result]) -> Result:
+    """Call a function while locks are held.
+
+    Each lock is taken by a ``with`` statement of its own: Ctrl-C can come anywhere in Python, and
+    between such a statement and its lock there is no Python.
+    """
+    if not locks:
+        return function()
+    # guard: locks after a failure
+    with locks[0]:
+        return holding(locks[1:], function)

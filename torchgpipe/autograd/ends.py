@@ -1,0 +1,117 @@
+"""Both ends of backward: what happens when it begins, when it is done, and when it fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe import _torch
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe._torch.names import has
+from torchgpipe.autograd.fork_join import pass_on
+
+__all__: list[str] = []
+
+
+def between(
+    begin: Callable[[], None], end: Callable[[], None], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Pass outputs on, and call a function when backward comes to them, and another at its end.
+
+    Args:
+        begin: called before all other nodes of this backward that the outputs depend on.
+        end: called when all of this backward is done, and not if it raises.
+        *tensors: outputs, of which one requires a gradient.
+    """
+    # Looked up now, since an error in backward would come too late.
+    outputs: tuple[Tensor, ...] = Between.apply(begin, end, _torch.queue_callback, *tensors)
+    return outputs
+
+
+class Between(torch.autograd.Function):
+    """``begin, end, queue_callback, *tensors → *tensors``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        queue_callback: Callable[[Callable[[], None]], None],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.begin, ctx.end, ctx.queue_callback = begin, end, queue_callback
+        return pass_on(ctx, tensors)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # guard: backward after the caller
+        ctx.begin()
+        # guard: backward before the caller
+        ctx.queue_callback(ctx.end)
+        return (None, None, None, *grads)
+
+
+def drain_after_failure(outputs: Iterable[Tensor]) -> None:
+    """Make a backward that comes to these outputs, and then raises, leave nothing in its queue.
+
+    On the CPU, the thread that asks for a backward runs it, from a queue of its own. When a node
+    raises, the nodes that were due next stay in that queue, and keep the gradients and the graph of
+    other micro-batches in memory until the thread runs backward again.
+    """
+    if not has("queue_callback"):
+        # Then the memory is freed by the next backward.
+        return
+    for tensor in outputs:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(_queue_last)
+
+
+@uncompiled
+def _queue_last(_: tuple[Tensor, ...]) -> None:
+    _torch.queue_callback(Last())
+
+
+class Done:
+    """A callback that was called when its backward ended."""
+
+    def __call__(self) -> None:
+        """Do nothing more."""
+
+
+class Last(Done):
+    """End-of-backward callback.
+
+    If backward raised, autograd deletes the callback without calling it; ``__del__`` then drains
+    the queue.
+    """
+
+    @uncompiled
+    def __call__(self) -> None:
+        # Not a flag that __del__ reads: Python would swallow a Ctrl-C that comes within __del__.
+        # Types do not know that an object may become one of its base class.
+        self.__class__ = Done  # type: ignore[assignment]
+
+    @uncompiled
+    def __del__(self) -> None:
+        _drain_queue()
+
+
+def _drain_queue() -> None:
+    """Run a backward, which runs all that is left in this thread's queue."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    # Autograd runs the node that was recorded last first, by numbers that begin anew in each
+    # thread. Recorded in a new thread, this one comes after all that is left.
+    thread = threading.Thread(target=lambda: found.append(_record()))
+    thread.start()
+    thread.join()
+    torch.autograd.grad(*found[0])
+
+
+def _record() -> tuple[Tensor, Tensor, Tensor]:
+    input = torch.zeros((), requires_grad=True)
+    return input.clone(), input, torch.ones(())

@@ -1,0 +1,60 @@
+"""Version counters: how changes in place are noticed where autograd would not look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from torchgpipe.autograd.phony import get_phony
+
+__all__: list[str] = []
+
+#: A tensor whose changes nobody counts.
+with torch.inference_mode():
+    _UNCOUNTED = torch.empty(0)
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of changes in place of a tensor; -1 if nobody counts them."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors have no version.
+        return -1
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """A tensor that shares the version counter of another one without keeping its memory alive."""
+    if tensor.is_inference():
+        return _UNCOUNTED
+    counter = tensor.detach()
+    # Sparse tensors and those of functorch refuse, so their memory is kept.
+    with suppress(RuntimeError):
+        counter.data = get_phony(tensor.device, requires_grad=False)
+    return counter
+
+
+class unchanged:
+    """Check that what every micro-batch gets whole is not changed within a ``with`` block.
+
+    Raises:
+        RuntimeError: a tensor was changed in place.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __enter__(self) -> None:
+        self.versions = [version_of(tensor) for tensor in self.tensors]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # guard: versions of what goes whole
+        if kind is None and self.versions != [version_of(tensor) for tensor in self.tensors]:
+            raise RuntimeError(
+                "what every micro-batch gets whole must not be changed in place, since others get "
+                f"it, too (shapes: {[tuple(tensor.shape) for tensor in self.tensors]}); clone it "
+                "in the layer that changes it"
+            )

@@ -1,0 +1,45 @@
+"""The time that a device takes, and the memory that tensors occupy on it."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from torchgpipe.devices.streams import current_stream, has_streams
+
+__all__: list[str] = []
+
+
+class Stopwatch:
+    """Measure how long a device works on what is issued between a start and a stop.
+
+    Events of the device's current stream tell the time, or the clock where there are no streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = current_stream(device)
+
+    def start(self) -> None:
+        """Start, or start again."""
+        if isinstance(self._stream, torch.Stream):
+            self._event = torch.Event(self._stream.device, enable_timing=True)
+            self._event.record(self._stream)
+        else:
+            self._time = perf_counter()
+
+    def stop(self) -> float:
+        """Wait for all that was issued since the start, and return the seconds since then."""
+        if not isinstance(self._stream, torch.Stream):
+            return perf_counter() - self._time
+        event = torch.Event(self._stream.device, enable_timing=True)
+        event.record(self._stream)
+        event.synchronize()
+        return float(self._event.elapsed_time(event)) / 1000
+
+
+def memory_allocated(device: torch.device) -> int | None:
+    """The bytes that tensors occupy on a device; None for a device that does not count them."""
+    if not has_streams(device):
+        return None
+    return torch.accelerator.memory_allocated(device)

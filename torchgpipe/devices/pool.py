@@ -1,0 +1,72 @@
+"""The pool: which streams each partition has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchgpipe.devices.streams import AbstractStream, current_stream, has_streams, new_stream
+
+__all__: list[str] = []
+
+
+class PartitionStreams(NamedTuple):
+    """The streams of one partition."""
+
+    compute: AbstractStream
+    """The stream on which the layers compute."""
+    values: list[AbstractStream]
+    """The copy streams of what passes from partition to partition, used round-robin."""
+    skips: list[AbstractStream]
+    """The copy streams of skips, likewise: values and skips must not be in each other's way."""
+
+
+class StreamPool:
+    """The streams of a wrapper, made once for each device.
+
+    Partitions that share a device have streams of their own, so that they overlap. The pool of the
+    device is divided among them: a stream that two of them had would wait for itself, which takes
+    time and changes nothing else.
+    """
+
+    #: The most copy streams of one kind that a partition has.
+    COPIES = 15
+    #: The number of streams in a device's pool, as far as is known (CUDA: 32).
+    POOL = 32
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, list[AbstractStream]] = {}
+
+    def get(self, device: torch.device, partitions: int, *, skips: bool) -> list[PartitionStreams]:
+        """Return the streams of each partition on one device.
+
+        A partition that is alone there computes on the caller's current stream. No other stream is
+        the caller's, which would be delayed.
+
+        Args:
+            device: where the streams are.
+            partitions: how many partitions share the device.
+            skips: whether there are skips.
+        """
+        current = current_stream(device)
+        if not has_streams(device):
+            same = [current] * self.COPIES
+            return [PartitionStreams(current, same, same)] * partitions
+        # guard: own streams
+        own = 0 if partitions == 1 else partitions
+        kinds = partitions * (1 + skips)
+        turns = max(2, min(self.COPIES, (self.POOL - 1 - own) // kinds))
+        needed = own + kinds * turns
+        made = self._made.setdefault(device, [])
+        # The caller's current stream may be from the same pool, and another one in the next step.
+        streams = [stream for stream in made if stream != current]
+        while len(made) <= needed or len(streams) < needed:
+            stream = new_stream(device)
+            made.append(stream)
+            streams += [stream] * (stream != current)
+        copies = [streams[own + kind * turns :][:turns] for kind in range(kinds)]
+        return [
+            PartitionStreams(streams[k] if own else current, copies[k], copies[k - partitions])
+            for k in range(partitions)
+        ]
