@@ -43,7 +43,7 @@ ELSEWHERE = {
     "testing/recurrent": "virtual/test_zoo.py",
     "testing/report": "virtual/test_races.py",
     "testing/settings": "virtual/test_clock.py",
-    "testing/trace": "virtual/test_races.py",
+    "testing/trace": "virtual/test_clock.py",
     "values/structure": "behaviour/test_structures.py",
 }
 
