@@ -211,7 +211,9 @@ class Cell:
         again = state.restored() if state and is_recomputing() else nullcontext()
         # guard: a partition at a time
         with self.step.stages.locks[self.j], again, use_skip_tracker(tracker):
-            output = value.call(self.layers).with_skips(tracker.parts())
+            output = value.call(self.layers)
+            if tracker.values:
+                output = output.with_skips(tracker.parts())
         if versions != [version_of(x) for x in counters]:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):

@@ -129,7 +129,9 @@ class Pipeline:
     def run_cell(self, i: int, j: int) -> None:
         """Compute a cell, between the two ends of the fence that orders backward."""
         cell = Cell(self.step, i, j)
-        batch = self._with_popped(cell, self.batches[i])
+        batch = self.batches[i]
+        if self.stages.skip_layout.popped[j]:
+            batch = self._with_popped(cell, batch)
         phonies = self.phonies_for(i, j) if self.step.fenced else []
         # guard: join [1] before the layers
         if batch.requires_grad:
@@ -145,7 +147,8 @@ class Pipeline:
             last = i + 1 == len(self.batches)
             # guard: fork [2]
             batch, self.phonies[i, j] = cell.branch(batch, last)  # [2]
-        self.skips[i].update(batch.skips)
+        if len(batch.parts) > 1:
+            self.skips[i].update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
         if len(batch) < 2 and not self.skips[i]:
@@ -170,4 +173,4 @@ class Pipeline:
                 with cell.note:
                     raise not_stashed(skip)
             popped[skip] = part
-        return batch.with_skips(popped, self.shared[cell.i]) if popped else batch
+        return batch.with_skips(popped, self.shared[cell.i])

@@ -27,12 +27,14 @@ class SkipTracker:
     """
 
     def __init__(self, values: Mapping[Skip, Any] | None = None) -> None:
-        self.values: dict[Skip, Any] = dict(values or {})
+        self.values: dict[Skip, Any] = dict(values) if values else {}
 
     @classmethod
     def of(cls, batch: Batch) -> SkipTracker:
         """A tracker with the skips of a micro-batch, put together for the layers that pop them."""
-        return cls({key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()})
+        # Most micro-batches have none.
+        skips = batch.skips.items() if len(batch.parts) > 1 else ()
+        return cls({key: x.structure.unflatten(x.tensors) for key, x in skips})
 
     def parts(self) -> dict[Skip, Part]:
         """The values taken apart, as they stay until they are popped.
