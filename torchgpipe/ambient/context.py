@@ -196,7 +196,7 @@ class EnteredModes:
 
 
 class Snapshot:
-    """What this thread has set, as far as this package sets it; put back if a block raises.
+    """The settings of this thread that this package changes, put back if a block raises.
 
     Args:
         devices: the devices whose current streams may be changed.

@@ -107,7 +107,7 @@ class Lanes:
         return {part: k for part, k in parts.items() if places[k + 1] != self.compute[j]}
 
     def _offsets(self, j: int, pool: int) -> Iterator[tuple[int, int]]:
-        """The cells that those of a partition need, as ``(di, k)``: inputs, and free lanes.
+        """The cells that a cell of a partition needs, as ``(di, k)``: inputs, and free lanes.
 
         A skip may go so far that its lanes are used again before it arrives, by micro-batches that
         are computed at the same time. Then all cells whose skips take these lanes keep the order of
@@ -143,8 +143,8 @@ class Lanes:
     def wait_for_caller(self) -> None:
         """Make all other streams wait for the caller's.
 
-        The caller changes gradients of parameters, or uses them and frees them. Their memory is
-        that of a partition's streams; that of a lane, where it is the gradient that has arrived.
+        Between steps the caller changes the gradients of parameters, or uses and frees them. The
+        memory of a gradient belongs to a compute stream, or to the lane on which it arrived.
         """
         for caller, streams in self._beside.items():
             wait_all(streams, caller)
@@ -156,7 +156,7 @@ class Lanes:
 
     @uncompiled
     def end_backward(self) -> None:
-        """Leave gradients to the caller, which are in memory of a partition's streams."""
+        """Hand gradients over to the caller; their memory belongs to a partition's streams."""
         self.have_caller_wait()
         for layers, own, caller in zip(self._partitions, self.compute, self._outside):
             if own != caller:

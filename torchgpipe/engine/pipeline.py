@@ -35,10 +35,10 @@ the next one. It finishes the next one first, since autograd, among the nodes th
 the one that was recorded last.
 
 Each partition has a small pool of copy streams, used round-robin. If a device ran ahead in backward
-by a whole pool, its gradient would queue behind an older one. So the host issues the backward of a
-cell only after that of a cell that is fewer micro-batches later, by the lead, in the partition
-before: the cell's phony leads there, too [3]. In forward, a cell waits for the cell that is as many
-micro-batches earlier in the next partition.
+by a whole pool, its gradient would queue behind an older one. The lead is the number of
+micro-batches that it may be ahead: backward comes to the cell ``(i, j+1)`` only after the cell
+``(i + lead, j)``, since a phony leads from the one to the other [3]. In forward, the cell
+``(i + lead, j)`` waits for the cell ``(i, j+1)``.
 
 Copy itself joins phonies for what arrives from another stream. On the CPU alone there is no fence:
 autograd has one thread there, which keeps the order by itself.

@@ -1,4 +1,4 @@
-"""Workers: who issues the cells, the caller's thread or a thread for each device.
+"""Workers: which thread issues a cell, the caller's or one of the device's own.
 
 One thread at a time issues the work of a device, since a device's default generator of random
 numbers is one, too. A cell begins when the cells that it needs are done, and the one before it on

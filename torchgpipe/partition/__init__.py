@@ -1,3 +1,3 @@
-"""How a model is cut into partitions, and placed on devices."""
+"""Which layer is on which device: models are checked, cut into partitions, and placed."""
 
 __all__: list[str] = []

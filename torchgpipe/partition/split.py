@@ -1,4 +1,4 @@
-"""Partitions: a sequential module is split, and each part is placed on its device."""
+"""Partitions: a sequential module is split into them, and each is placed on its device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 class Partition(nn.Sequential):
-    """Some of the layers, in a sequence; the first one takes what it is called with."""
+    """Some neighbouring layers, in order. The first layer takes all arguments of the call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = None
@@ -30,7 +30,7 @@ class Partition(nn.Sequential):
 
 
 def verify_module(module: nn.Module) -> None:
-    """Checks that a module is made of nothing but layers in a sequence.
+    """Check that a module is made of nothing but layers in a sequence.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or it has something besides its
@@ -59,7 +59,7 @@ def verify_module(module: nn.Module) -> None:
 
 
 def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partition]:
-    """Splits a sequential module into partitions.
+    """Split a sequential module into partitions.
 
     Layers keep their names, and partitions take the training flag of the module.
 
@@ -77,14 +77,15 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partitio
 
 
 def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Moves each partition to its device.
+    """Move each partition to its device.
 
-    Tensors of the meta device are made there, filled with NaN (integers with zero), so that
-    weights that are never loaded cannot pass for loaded ones. What is shared stays shared.
+    Tensors on the meta device get memory on the partition's device, filled with NaN (integers with
+    zero), so that weights that are never loaded cannot pass for loaded ones. Tensors that are
+    shared stay shared.
 
     Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices, or could
-            not be loaded after it was made.
+        ValueError: a parameter or buffer is shared by partitions on different devices, or a
+            buffer on the meta device could not be loaded later.
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
@@ -97,7 +98,7 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     ]
     for partition, device in zip(partitions, devices):
         partition._apply(partial(_moved, device))
-    # To some devices tensors are moved by making new ones, for each place where they are held.
+    # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
     for table, name, tensor in before:
         table[name] = moved.setdefault(tensor, table[name])
@@ -111,15 +112,15 @@ def _moved(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Checks that no tensor is needed on two devices.
+    """Check that no tensor is needed on two devices.
 
     Raises:
         ValueError: a parameter or buffer is shared by partitions on different devices; the message
-            proposes a balance, and devices, where it is not so.
+            proposes a balance, and devices, that would do.
     """
     owners: dict[Tensor, tuple[str, int]] = {}
     faults: list[str] = []
-    # The partitions that share something with one before them, from that one on.
+    # Whether a partition has to be merged with the one before it.
     merged = [False] * len(partitions)
     for j, partition in enumerate(partitions):
         for name, tensor in tensors(partition):
@@ -143,10 +144,10 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
 
 
 def groups(partitions: Iterable[nn.Module]) -> list[int]:
-    """For each partition, which one is the first that it shares layers or tensors with.
+    """Group the partitions that share layers or tensors: for each, the first one of its group.
 
-    Layers may have state: what shares them must not compute at the same time. Those of torch that
-    have neither parameters nor buffers, such as an activation, have none.
+    Layers may have state, so partitions that share a layer must not compute at the same time.
+    Torch's own layers without parameters and buffers, such as an activation, have no state.
     """
     partitions = list(partitions)
     group = list(range(len(partitions)))
@@ -161,7 +162,7 @@ def groups(partitions: Iterable[nn.Module]) -> list[int]:
 
 
 def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Checks that no buffer is of the meta device that would pass for one with a value.
+    """Check that no buffer that nobody can load is on the meta device and would pass for loaded.
 
     Raises:
         ValueError: a buffer of integers or flags is on the meta device and not in the state dict.
@@ -179,10 +180,10 @@ def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
 
 
 def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Checks that all parameters and buffers are where their partition is.
+    """Check that all parameters and buffers are on the device of their partition.
 
     Raises:
-        RuntimeError: one was moved.
+        RuntimeError: a parameter or buffer was moved.
     """
     for j, (partition, device) in enumerate(zip(partitions, devices)):
         for table in tables(partition):
@@ -197,7 +198,7 @@ def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.de
 
 
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
-    """The parameters and the buffers of each submodule, as it holds them."""
+    """The tables in which each submodule holds its parameters and its buffers."""
     found: list[dict[str, Tensor | None]] = []
     for submodule in module.modules():
         found += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]
