@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.helpers import MODES, plain
-from torchgpipe import GPipe, is_recomputing
+from tests.support.helpers import MODES, plain, wrap
+from torchgpipe import is_recomputing
 
 M = 3
 #: How many micro-batches are computed again.
@@ -32,14 +32,6 @@ NORMS = {
         (4, 3, 2),
     ),
 }
-
-
-def wrap(module, device, mode, chunks=M, **options):
-    n = len(module)
-    balance = [1] * n if n < 3 else [1, n - 2, 1]
-    return GPipe(
-        module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=mode, **options
-    )
 
 
 def norms(name, **options):
@@ -299,7 +291,7 @@ def test_written_again_in_a_recomputation(held_back, mode, device):
 
 def test_written_as_often_as_with_the_checkpointing_of_torch(device):
     module = nn.Sequential(nn.Linear(2, 2), Count()).to(device)
-    model = wrap(copy.deepcopy(module), device, "always")
+    model = wrap(copy.deepcopy(module), device)
     x = torch.rand(6, 2, device=device)
     model(x).sum().backward()
     for part in x.split(2):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, note_of, plain
-from tests.support.recomputation import CHECKPOINTED, M, numbered, wrap
+from tests.support.helpers import MODES, note_of, plain, wrap
+from tests.support.recomputation import CHECKPOINTED, M, numbered
 from torchgpipe import GPipe
 
 
@@ -22,7 +22,7 @@ def layers():
 @pytest.mark.parametrize("mode", MODES)
 def test_switched_between_forward_and_backward(mode, training, device):
     """The gradients are those of the mode of the forward, and the modes stay switched."""
-    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode).train(training)
+    model = wrap(layers(), device, mode, balance=[2, 1]).train(training)
     reference = copy.deepcopy(model)
     x = torch.randn(6, 3, device=device)
     torch.manual_seed(1)
@@ -41,7 +41,7 @@ def test_switched_between_forward_and_backward(mode, training, device):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_switched_alone(mode, device):
     """As those who freeze norms do after ``model.train()``."""
-    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    model = wrap(layers(), device, mode, balance=[2, 1])
     model[1].eval()
     reference = copy.deepcopy(model.module)
     reference[2][0].p = model[2][0].p = 0.0
@@ -86,7 +86,7 @@ def unfrozen(layer, loss):
 def test_changed_between_forward_and_backward(change, mode):
     """The graph of the forward counts, and what was changed stays so."""
     reference = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
-    model = wrap(*copy.deepcopy(reference), balance=[1, 3], mode=mode)
+    model = wrap(copy.deepcopy(reference), mode=mode, balance=[1, 3])
     x = torch.randn(6, 2)
     found = []
     for layers, run in ((reference, lambda x: plain(reference, x, M)), (model, model)):
@@ -102,7 +102,7 @@ def test_changed_between_forward_and_backward(change, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_parameter_changed_in_place_is_an_error(mode, device):
     """Torch's own without checkpointing; with it, also of what torch needs no more."""
-    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    model = wrap(layers(), device, mode, balance=[2, 1])
     loss = model(torch.rand(6, 3, device=device)).sum()
     with torch.no_grad():
         model[1].weight.add_(1)
@@ -115,7 +115,7 @@ def test_parameter_changed_in_place_is_an_error(mode, device):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_optimizer_step_between_forward_and_backward_is_an_error(mode, device):
-    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    model = wrap(layers(), device, mode, balance=[2, 1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second = model(x := torch.rand(6, 3, device=device)), model(x)
     first.square().sum().backward()
@@ -128,7 +128,7 @@ def test_optimizer_step_between_forward_and_backward_is_an_error(mode, device):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_changed_after_backward(mode, device):
-    model = wrap(*layers(), balance=[2, 1], device=device, mode=mode)
+    model = wrap(layers(), device, mode, balance=[2, 1])
     for _ in range(2):
         model(torch.rand(6, 3, device=device)).sum().backward()
         with torch.no_grad():
@@ -158,7 +158,7 @@ def test_layer_that_changes_its_parameters(device, checkpoint):
 @pytest.mark.parametrize("mode", CHECKPOINTED)
 def test_values_put_elsewhere_between_forward_and_backward(mode):
     """Nobody counts that as a change in place, but it is one."""
-    model = wrap(nn.Linear(2, 2), nn.Tanh(), balance=[2], mode=mode)
+    model = wrap([nn.Linear(2, 2), nn.Tanh()], mode=mode, balance=[2])
     loss = model(numbered()).sum()
     model[0].weight.data = model[0].weight.data * 2
     with pytest.raises(RuntimeError, match="parameters must not be changed"):
@@ -179,7 +179,7 @@ def test_buffer_that_the_layer_changes_after_its_use_is_an_error(mode):
             self.scale.mul_(3)
             return y
 
-    model = wrap(Grow(), mode=mode)
+    model = wrap([Grow()], mode=mode)
     model.chunks = 1
     loss = model(numbered()).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

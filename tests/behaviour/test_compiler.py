@@ -140,15 +140,15 @@ def test_parity(way, mode, backend):
 def test_changing_sizes(way, mode, backend):
     """As many graphs as the plain layers make of the micro-batches, and then no more."""
     counter = CompileCounterWithBackend("aot_eager")
-    reference = micro_batches([torch.compile(x, backend=counter) for x in blocks()])
+    reference = micro_batches([torch.compile(x, backend=counter) for x in blocks(count=2)])
     expected = []
     for rows in ROWS:
         step(reference, input_of(rows))
         expected.append(counter.frame_count)
     torch._dynamo.reset()
 
-    model = wrapped(blocks(), way, backend, chunks=4, checkpoint=mode)
-    plain = micro_batches(blocks())
+    model = wrapped(blocks(count=2), way, backend, chunks=4, checkpoint=mode)
+    plain = micro_batches(blocks(count=2))
     counts = []
     for rows in ROWS:
         input = input_of(rows)
@@ -182,24 +182,23 @@ def test_compiled_anew_between_forward_and_backward():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_autocast(mode, backend):
+@pytest.mark.parametrize("around", [False, True])
+def test_autocast(mode, around, backend):
     """One graph for both runs, and right where backward has a block of its own, too."""
     model, plain = [
         wrapped(blocks(), way, backend, chunks=4, checkpoint=mode).float()
         for way in ("layers", "plain")
     ]
-    for around in (False, True):
-        found = []
-        for x in (plain, model):
-            x.zero_grad()
-            with torch.autocast("cpu"):
-                loss = x(torch.ones(8, 6)).float().square().sum()
-            with torch.autocast("cpu") if around else nullcontext():
-                loss.backward()
-            found.append([p.grad for p in x.parameters()])
-        torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
-        if not around:
-            assert backend.frame_count == 2
+    found = []
+    for x in (plain, model):
+        with torch.autocast("cpu"):
+            loss = x(torch.ones(8, 6)).float().square().sum()
+        with torch.autocast("cpu") if around else nullcontext():
+            loss.backward()
+        found.append([p.grad for p in x.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+    if not around:
+        assert backend.frame_count == 2
 
 
 class Counter(nn.Module):
@@ -266,7 +265,7 @@ def test_skips(way, backend):
 
     model = wrapped(layers(), way, backend, chunks=4, checkpoint="always", whole=False)
     plain = GPipe(nn.Sequential(*layers()), [2, 2], devices=["cpu"] * 2, chunks=4).double()
-    for _ in range(3):
+    for _ in range(2):
         input = input_of(8)
         torch.testing.assert_close(step(model, input), step(plain, input))
     # Each namespace, and what requires no gradient, has a graph of its own. Before PyTorch 2.13
@@ -298,7 +297,7 @@ def test_dropout(way, backend):
     found = []
     for mode in ("never", "always"):
         torch._dynamo.reset()
-        layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in blocks()]
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(2)]
         torch.manual_seed(0)
         for layer in layers:
             layer[0].reset_parameters()

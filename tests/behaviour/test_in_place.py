@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, Apply, plain
-from torchgpipe import GPipe, NoChunk
+from tests.support.helpers import MODES, Apply, plain, wrap
+from torchgpipe import NoChunk
 
 CHANGED_INPUT = "under checkpointing, a partition must not change its input in place"
 CASES = pytest.mark.parametrize(
@@ -104,12 +104,6 @@ def leaf(requires_grad, rows=4):
     return torch.randn(rows, 3, requires_grad=requires_grad)
 
 
-def wrap(module, balance, chunks, mode):
-    return GPipe(
-        module, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=mode
-    ).train(module.training)
-
-
 def is_checkpointed(mode, chunks):
     """Whether any micro-batch is."""
     return mode == "always" or (mode == "except_last" and chunks > 1)
@@ -141,7 +135,7 @@ def verify(found, expected):
 def outcomes(module, balance, chunks, mode, x, reference=None):
     """What a wrapper does, and what the plain module does."""
     reference = copy.deepcopy(reference or module)
-    wrapped = wrap(copy.deepcopy(module), balance, chunks, mode)
+    wrapped = wrap(copy.deepcopy(module), mode=mode, chunks=chunks, balance=balance)
     given = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)]
     found = outcome(lambda: wrapped(given[0]), [given[0], *wrapped.parameters()])
     expected = outcome(
@@ -204,7 +198,7 @@ def test_without_grad_nothing_is_in_the_way(chunks):
         for no_grad in (torch.no_grad, torch.inference_mode):
             with no_grad():
                 expected = plain(module, x, chunks)
-                assert torch.equal(wrap(module, [2, 2], chunks, "always")(x), expected)
+                assert torch.equal(wrap(module, chunks=chunks, balance=[2, 2])(x), expected)
 
 
 # The first layer of all.
@@ -249,7 +243,7 @@ def test_input_that_is_no_leaf(mode):
     module = nn.Sequential(nn.ELU(inplace=True), nn.Linear(3, 3))
     x = leaf(requires_grad=True)
     before = x * 2
-    output = wrap(module, [1, 1], 2, mode)(before)
+    output = wrap(module, mode=mode, chunks=2, balance=[1, 1])(before)
     expected = out_of_place(module)(x * 2)
     torch.testing.assert_close(output, expected)
     assert torch.equal(before, x * 2)
@@ -412,7 +406,7 @@ def test_what_every_micro_batch_gets_is_not_to_be_changed(j, mode):
     change = Apply(lambda value: (value[0] + value[1].mul_(2), value[1]))
     layers = [nn.Identity(), Apply(lambda value: value[0] + value[1])]
     layers.insert(j, change)
-    wrapped = wrap(nn.Sequential(*layers), [1, 1, 1], 2, mode)
+    wrapped = wrap(nn.Sequential(*layers), mode=mode, chunks=2, balance=[1, 1, 1])
     rule = "what every micro-batch gets whole" if mode == "never" else CHANGED_INPUT
     with pytest.raises(RuntimeError, match=rule):
         wrapped((leaf(requires_grad=True), NoChunk(leaf(False, rows=1))))
@@ -434,7 +428,12 @@ class Give(nn.Module):
 @pytest.mark.parametrize("view", [False, True])
 def test_parameter_that_is_passed_on_is_not_changed(view, chunks, mode):
     """The next partition changes a copy, or it is an error."""
-    wrapped = wrap(nn.Sequential(Give(view), Apply(lambda x: x.mul_(2))), [1, 1], chunks, mode)
+    wrapped = wrap(
+        nn.Sequential(Give(view), Apply(lambda x: x.mul_(2))),
+        mode=mode,
+        chunks=chunks,
+        balance=[1, 1],
+    )
     found = outcome(lambda: wrapped(torch.ones(2 * chunks, 3)), [wrapped[0].weight])
     assert torch.equal(wrapped[0].weight, torch.ones(2, 3))
     if isinstance(found, str):
@@ -445,7 +444,7 @@ def test_parameter_that_is_passed_on_is_not_changed(view, chunks, mode):
 def test_output_that_the_caller_changes(mode):
     for end in (torch.sin, lambda x: x[:, 1:], torch.relu_):
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Apply(end))
-        wrapped = wrap(copy.deepcopy(module), [1, 2], 2, mode)
+        wrapped = wrap(copy.deepcopy(module), mode=mode, chunks=2, balance=[1, 2])
         x = leaf(requires_grad=True)
         gradients = []
         for output, weight in (

@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.helpers import Plain
+from tests.support.helpers import Plain, wrap
 from tests.support.long_runs import eventually
 from tests.unit.ambient.test_context import MODES, DispatchMode, FunctionMode, entered
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import is_recomputing
 from torchgpipe.ambient.context import Modes
 
 CHECKPOINT = ("never", "except_last", "always")
@@ -53,10 +53,6 @@ class Look(nn.Module):
         return self.linear(x).tanh()
 
 
-def wrap(module, places, mode, chunks=3):
-    return GPipe(module, [1, 1], devices=places, chunks=chunks, checkpoint=mode)
-
-
 def rows(model, count=6, **options):
     return torch.rand(count, WIDTH, device=model.devices[0], **options)
 
@@ -64,7 +60,7 @@ def rows(model, count=6, **options):
 @pytest.mark.parametrize("name", MODES)
 def test_layers_see_what_the_caller_has_set(places, name):
     seen = []
-    model = wrap(nn.Sequential(Look(seen), Look(seen)), places, "always")
+    model = wrap(nn.Sequential(Look(seen), Look(seen)), places)
     x = rows(model)
     variable.set(name)
     with entered(name):
@@ -83,7 +79,7 @@ def test_layers_see_what_the_caller_has_set(places, name):
 @pytest.mark.parametrize("backward", [name for name in MODES if "inference" not in name])
 def test_second_run_sees_no_mode_of_backward(places, backward):
     seen = []
-    model = wrap(nn.Sequential(Look(seen), Look(seen)), places, "always")
+    model = wrap(nn.Sequential(Look(seen), Look(seen)), places)
     x = rows(model)
     variable.set("forward")
     expected = (Modes.current(), "forward", torch.ones(1).device)
@@ -98,7 +94,7 @@ def test_second_run_sees_no_mode_of_backward(places, backward):
 
 def test_autocast_of_each_type_of_device(places):
     seen = []
-    model = wrap(nn.Sequential(Look(seen), Look(seen)), places, "always")
+    model = wrap(nn.Sequential(Look(seen), Look(seen)), places)
     kinds = {device.type for device in model.devices}
     x = rows(model)
     with ExitStack() as stack:
@@ -152,7 +148,7 @@ def test_recomputation_within_a_backward_in_other_modes(device, order):
 
 
 def test_nothing_of_the_caller_s_is_held_after_backward(places):
-    model = wrap(made(), places, "always")
+    model = wrap(made(), places)
     store = Packs()
     ref = weakref.ref(store)
     output = model(rows(model).requires_grad_())
@@ -290,7 +286,7 @@ def test_hooks_see_what_they_see_in_the_plain_model(places):
 def test_hooks_see_what_checkpointing_keeps(places):
     """It is the input of each cell, once; and all that is saved of what is not checkpointed."""
     module = made()
-    plain, model = Plain(copy.deepcopy(module), 3), wrap(module, places, "always")
+    plain, model = Plain(copy.deepcopy(module), 3), wrap(module, places)
     x = rows(model)
     reference = gradients(plain, x.cpu(), nullcontext())
     found = Packs()
@@ -316,7 +312,7 @@ def test_gradients_within(places, mode, within):
 
 
 def test_hook_that_unpacks_no_tensor(places):
-    model = wrap(made(), places, "always")
+    model = wrap(made(), places)
     with saved_tensors_hooks(lambda x: x.detach(), lambda x: None):
         loss = model(rows(model)).sum()
     with pytest.raises(TypeError, match=r"must return a tensor \(returned: NoneType\)"):
@@ -324,7 +320,7 @@ def test_hook_that_unpacks_no_tensor(places):
 
 
 def test_hooks_that_are_disabled(places):
-    model = wrap(made(), places, "always")
+    model = wrap(made(), places)
     with (
         torch.autograd.graph.disable_saved_tensors_hooks("none of these"),
         pytest.raises(RuntimeError, match="none of these"),
@@ -359,13 +355,13 @@ def test_wrapper_within_a_checkpointed_layer(places):
         def __init__(self):
             super().__init__()
             # Not a submodule, which would have to be where the layer is.
-            self.inner = [wrap(nn.Sequential(Look(seen), Look(seen)), places, "never", chunks=1)]
+            self.inner = [wrap(nn.Sequential(Look(seen), Look(seen)), places, "never", 1)]
 
         def forward(self, x):
             return self.inner[0](x).to(x.device)
 
     kept = []
-    model = wrap(nn.Sequential(nn.Tanh(), Inner()), [places[0], places[0]], "always", chunks=1)
+    model = wrap(nn.Sequential(nn.Tanh(), Inner()), [places[0], places[0]], chunks=1)
     with saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x.detach(), lambda x: x):
         output = model(rows(model).requires_grad_())
     assert kept == [(6, WIDTH)] * 2
@@ -386,7 +382,7 @@ def test_entering_leaves_nothing_behind(places):
             calls.append("exit")
             return super().__exit__(*args)
 
-    model = wrap(made(), places, "always")
+    model = wrap(made(), places)
     with ExitStack() as stack:
         stack.enter_context(Counting())
         loss = model(rows(model)).sum()

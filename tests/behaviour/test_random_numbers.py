@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.helpers import MODES
-from torchgpipe import GPipe, is_recomputing
+from tests.support.helpers import MODES, wrap
+from torchgpipe import is_recomputing
 from torchgpipe.ambient.random_numbers import get_state, set_state
 
 BALANCES = [[4], [1, 3], [2, 2], [1, 1, 1, 1]]
@@ -85,10 +85,6 @@ def draws_twice(name):
     )
 
 
-def wrap(module, balance, chunks=1, mode="never", device="cpu"):
-    return GPipe(module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=mode)
-
-
 def step(model, x, *, seed=1):
     """The output, the gradients, and the caller's generator after a step that leaves it there."""
     torch.manual_seed(seed)
@@ -116,11 +112,13 @@ def test_same_in_every_mode_and_balance(name, chunks, device):
     if name == "LSTM" and device.type == "cuda":
         pytest.skip("cuDNN draws from a generator of its own")
     module, x = draws_twice(name).to(device), batch(device)
-    expected = step(module if chunks == 1 else wrap(module, [4], chunks, device=device), x)
+    expected = step(
+        module if chunks == 1 else wrap(module, device, "never", chunks, balance=[4]), x
+    )
     assert not torch.equal(expected[-1], step(nn.Identity(), x)[-1])
     for balance in BALANCES:
         for mode in MODES:
-            found = step(wrap(module, balance, chunks, mode, device), x)
+            found = step(wrap(module, device, mode, chunks, balance=balance), x)
             assert same(found, expected), (balance, mode)
 
 
@@ -145,9 +143,13 @@ def models(draw):
 def test_same_in_random_models(model, chunks, mode, rows, seed):
     module, balance = model
     x = batch(rows=rows)
-    reference = module if chunks == 1 else wrap(module, [len(module)], chunks)
+    reference = (
+        module if chunks == 1 else wrap(module, mode="never", chunks=chunks, balance=[len(module)])
+    )
     expected = step(reference, x, seed=seed)
-    assert same(step(wrap(module, balance, chunks, mode), x, seed=seed), expected)
+    assert same(
+        step(wrap(module, mode=mode, chunks=chunks, balance=balance), x, seed=seed), expected
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -157,7 +159,7 @@ def test_same_in_training(chunks, mode):
     found = []
     for balance, each in (([4], "never"), ([1, 2, 1], mode)):
         module = draws_twice("dropout")
-        model = wrap(module, balance, chunks, each)
+        model = wrap(module, mode=each, chunks=chunks, balance=balance)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         torch.manual_seed(1)
         for _ in range(3):
@@ -182,7 +184,7 @@ def test_nothing_drawn_leaves_the_generator_as_found(balance, chunks, device):
     x = batch(device, rows=8)
     for mode in MODES:
         before = get_state(device)
-        wrap(module, balance, chunks, mode, device)(x).sum().backward()
+        wrap(module, device, mode, chunks, balance=balance)(x).sum().backward()
         assert torch.equal(before, get_state(device))
 
 
@@ -193,7 +195,7 @@ def test_generator_goes_on_where_the_first_micro_batch_left_it(mode):
     expected = gone_on(before, 4)
     for chunks in (1, 2, 5):
         torch.set_rng_state(before)
-        wrap(module, [1, 3], chunks, mode)(batch()).sum().backward()
+        wrap(module, mode=mode, chunks=chunks, balance=[1, 3])(batch()).sum().backward()
         assert torch.equal(expected, torch.get_rng_state())
 
 
@@ -202,7 +204,7 @@ def test_first_micro_batch_draws_what_the_plain_model_draws():
     torch.manual_seed(1)
     expected = module(x[:2])
     torch.manual_seed(1)
-    assert torch.equal(expected, wrap(module, [2, 2], chunks=3)(x)[:2])
+    assert torch.equal(expected, wrap(module, mode="never", balance=[2, 2])(x)[:2])
 
 
 class Uniform(nn.Module):
@@ -217,13 +219,13 @@ def test_all_numbers_differ(balance):
     """From micro-batch to micro-batch, layer to layer and step to step."""
     layer = Drawing(lambda x: torch.cat([x, torch.rand(len(x), 50).double()], dim=1))
     layer.linear = nn.Identity()
-    model = wrap(nn.Sequential(layer, layer), balance, chunks=8)
+    model = wrap(nn.Sequential(layer, layer), mode="never", chunks=8, balance=balance)
     drawn = torch.cat([model(torch.empty(8, 0).double()) for _ in range(4)])
     assert len(drawn.unique()) == drawn.numel() == 3200
 
 
 def test_seeds_that_follow_each_other_give_other_numbers():
-    model = wrap(nn.Sequential(Uniform()), [1], chunks=8)
+    model = wrap(nn.Sequential(Uniform()), mode="never", chunks=8, balance=[1])
     drawn = []
     for seed in range(20):
         torch.manual_seed(seed)
@@ -244,7 +246,7 @@ def test_generator_goes_on_when_only_a_later_micro_batch_draws(balance, mode):
     x = torch.ones(4, 1)
     x[0] = -1
     x.requires_grad_()
-    model = wrap(nn.Sequential(Selective(), nn.Identity()), balance, 4, mode)
+    model = wrap(nn.Sequential(Selective(), nn.Identity()), mode=mode, chunks=4, balance=balance)
     states, outputs = [torch.get_rng_state()], []
     for _ in range(3):
         outputs.append(model(x))
@@ -274,13 +276,15 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]])
 def test_layer_that_fails_leaves_the_generator_as_found(balance, call, device):
     module = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), Failing(call))
-    model, x = wrap(module, balance, chunks=3, mode="always", device=device), batch(device)
+    model, x = wrap(module, device, balance=balance), batch(device)
     before = get_state(device)
     with pytest.raises(ArithmeticError):
         model(x)
     assert torch.equal(before, get_state(device))
     # And no lock: this would wait for it forever.
-    thread = threading.Thread(target=wrap(nn.Sequential(nn.Tanh()), [1], device=device), args=(x,))
+    thread = threading.Thread(
+        target=wrap(nn.Sequential(nn.Tanh()), device, "never", 1, balance=[1]), args=(x,)
+    )
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
@@ -294,7 +298,7 @@ def test_recomputation_that_fails_leaves_the_generator_as_found():
                 raise ArithmeticError
             return x
 
-    model = wrap(nn.Sequential(nn.Dropout(0.5), FailingAgain()), [1, 1], 2, "always")
+    model = wrap(nn.Sequential(nn.Dropout(0.5), FailingAgain()), chunks=2, balance=[1, 1])
     output = model(torch.rand(4, WIDTH, requires_grad=True))
     before = torch.get_rng_state()
     with pytest.raises(ArithmeticError):
@@ -313,7 +317,11 @@ def test_monte_carlo_dropout(name, chunks):
     for layer in module:
         layer.train(isinstance(layer, nn.Dropout))
     found = []
-    models = [wrap(module, balance, chunks, mode) for balance in BALANCES for mode in MODES]
+    models = [
+        wrap(module, mode=mode, chunks=chunks, balance=balance)
+        for balance in BALANCES
+        for mode in MODES
+    ]
     for model in [*([module] if chunks == 1 else []), *models]:
         torch.manual_seed(1)
         with WITHOUT[name]():
@@ -323,7 +331,7 @@ def test_monte_carlo_dropout(name, chunks):
 
 
 def test_dropout_in_eval_mode_leaves_the_generator_as_found():
-    model = wrap(draws_twice("dropout"), [2, 2], chunks=3).eval()
+    model = wrap(draws_twice("dropout"), mode="never", balance=[2, 2]).eval()
     before = torch.get_rng_state()
     model(batch()).sum().backward()
     assert torch.equal(before, torch.get_rng_state())
@@ -338,9 +346,9 @@ def test_wrapper_within_a_layer(chunks, inner):
         torch.manual_seed(0)
         within = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4), nn.Tanh())
         if inner_balance:
-            within = wrap(within, inner_balance, inside, inner_mode)
+            within = wrap(within, mode=inner_mode, chunks=inside, balance=inner_balance)
         module = nn.Sequential(nn.Dropout(0.3), within, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
-        return wrap(module, balance, outside, mode) if balance else module
+        return wrap(module, mode=mode, chunks=outside, balance=balance) if balance else module
 
     x = batch(rows=6)
     plain = chunks == (1, 1)
@@ -366,7 +374,7 @@ def test_wrappers_in_several_threads(others, mode):
     before = torch.get_rng_state()
 
     def train(module):
-        model = wrap(module, [2, 2], chunks=3, mode=mode)
+        model = wrap(module, mode=mode, balance=[2, 2])
         try:
             for _ in range(6):
                 output = model(x)
@@ -382,7 +390,10 @@ def test_wrappers_in_several_threads(others, mode):
         thread.join(30)
         assert not thread.is_alive()
     assert errors == []
-    assert sum(torch.equal(output, wrap(reference, [4], 3)(x)) for output in found) >= 2
+    assert (
+        sum(torch.equal(output, wrap(reference, mode="never", balance=[4])(x)) for output in found)
+        >= 2
+    )
     if others == "draws nothing":
         assert torch.equal(before, torch.get_rng_state())
 
@@ -391,7 +402,7 @@ def test_each_of_several_threads_draws_other_numbers():
     module, drawn = nn.Sequential(Uniform(), nn.Identity()), []
 
     def draw():
-        model = wrap(module, [1, 1], chunks=2)
+        model = wrap(module, mode="never", chunks=2, balance=[1, 1])
         drawn.extend(model(torch.empty(4, 5).double()) for _ in range(10))
 
     threads = [threading.Thread(target=draw, daemon=True) for _ in range(3)]
@@ -404,7 +415,7 @@ def test_each_of_several_threads_draws_other_numbers():
 
 def test_state_of_the_generator_can_be_saved_between_steps():
     """As a training loop does that is to go on tomorrow."""
-    model, x = wrap(draws_twice("dropout"), [2, 2], chunks=3), batch()
+    model, x = wrap(draws_twice("dropout"), mode="never", balance=[2, 2]), batch()
     model(x)
     saved = get_state(x.device)
     expected = model(x), model(x)

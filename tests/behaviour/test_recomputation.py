@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import CPUS, MODES, Apply, note_of, run_pipeline
-from tests.support.recomputation import CHECKPOINTED, Differs, M, numbered, saving, wrap
+from tests.support.helpers import CPUS, MODES, Apply, note_of, run_pipeline, wrap
+from tests.support.recomputation import CHECKPOINTED, Differs, M, numbered, saving
 from torchgpipe import GPipe, is_recomputing, verify_recomputation
 
 DIFFERENCES = {
@@ -29,7 +29,7 @@ def test_error_says_what_differs_and_where(name, mode):
     first, second, message = DIFFERENCES[name]
     layers = [nn.Linear(2, 2), nn.Identity(), Differs(first, second, rows=1), nn.Identity()]
     torch.nn.init.eye_(layers[0].weight), torch.nn.init.zeros_(layers[0].bias)
-    model = wrap(*layers, balance=[1, 3], mode=mode)
+    model = wrap(layers, mode=mode, balance=[1, 3])
     x = numbered()
     output = model(x)
     with pytest.raises(RuntimeError, match="must save the same tensors") as caught:
@@ -45,7 +45,7 @@ def test_error_says_what_differs_and_where(name, mode):
 
 def test_note_names_the_layer_that_saves_otherwise():
     first, second, _ = DIFFERENCES["shape"]
-    model = wrap(nn.Tanh(), Differs(first, second, rows=2), nn.Tanh(), balance=[1, 2])
+    model = wrap([nn.Tanh(), Differs(first, second, rows=2), nn.Tanh()], balance=[1, 2])
     model[0].forward = lambda x: x * 1
     with pytest.raises(RuntimeError) as caught:
         model(numbered()).sum().backward()
@@ -55,7 +55,7 @@ def test_note_names_the_layer_that_saves_otherwise():
 def test_layers_that_save_each_other_s_tensors_are_an_error():
     """In number, shape and dtype nothing differs."""
     layers = [Differs(saving(1, 1), saving(1), 0), Differs(saving(1), saving(1, 1), 0)]
-    loss = wrap(*layers, balance=[2])(numbered()).sum()
+    loss = wrap(layers, balance=[2])(numbered()).sum()
     message = "recomputation: .* by layer 1, forward: .* by layer 0"
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
@@ -66,7 +66,7 @@ def test_error_of_a_layer_in_its_second_run_is_named_too(mode):
     def fail(x):
         raise KeyError("again")
 
-    model = wrap(nn.Identity(), Differs(torch.exp, fail, rows=0), balance=[1, 1], mode=mode)
+    model = wrap([nn.Identity(), Differs(torch.exp, fail, rows=0)], mode=mode, balance=[1, 1])
     with pytest.raises(KeyError, match="again") as caught:
         model(numbered()).sum().backward()
     assert note_of(caught.value) == "raised in partition 1, micro-batch 0, layer 1 (Differs)"
@@ -75,7 +75,7 @@ def test_error_of_a_layer_in_its_second_run_is_named_too(mode):
 
 def test_a_layer_may_differ_if_it_saves_the_same():
     """The gradient is that of the second run then: to be found out by verify_recomputation()."""
-    model = wrap(Differs(torch.sin, lambda x: (x * 1).sin(), rows=1))
+    model = wrap([Differs(torch.sin, lambda x: (x * 1).sin(), rows=1)])
     x = numbered()
     model(x).sum().backward()
     assert torch.equal(x.grad, x.cos())
@@ -102,7 +102,7 @@ def test_error_of_an_early_layer_comes_when_later_ones_may_have_gradients(chunks
 def test_no_backward_goes_on_after_a_recomputation_has_failed(verified):
     """Also where all was recomputed, and only then found to be wrong."""
     second = Apply(lambda x: x.exp() + 1) if verified else saving(1)
-    model = wrap(nn.Linear(2, 2), Differs(torch.exp, lambda x: second(x).exp(), 0))
+    model = wrap([nn.Linear(2, 2), Differs(torch.exp, lambda x: second(x).exp(), 0)])
     with verify_recomputation() if verified else nullcontext():
         loss = model(numbered()).sum()
     model[1].rows = model[0](numbered()[:1])[0, 0].item()
@@ -126,7 +126,7 @@ def test_empty_tensors_keep_nothing_alive(end):
     gc.collect()
     gc.disable()
     try:
-        model = wrap(Apply(function), balance=[1])
+        model = wrap([Apply(function)], balance=[1])
         x = numbered().requires_grad_()
         refs.append(weakref.ref(x))
         loss = model(x).sum()
@@ -143,7 +143,7 @@ def test_hooks_that_are_always_called_are_called_in_a_second_run_too(mode):
     calls = []
     layer = Apply(lambda x: x * x.exp())
     layer.register_forward_hook(lambda *_: calls.append(is_recomputing()), always_call=True)
-    wrap(layer, mode=mode)(numbered()).sum().backward()
+    wrap([layer], mode=mode)(numbered()).sum().backward()
     assert calls.count(False) == M
     assert calls.count(True) == {"never": 0, "except_last": M - 1, "always": M}[mode]
 
@@ -172,7 +172,7 @@ def test_layer_that_writes_what_is_its_own_and_uses_it(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_threads_that_differentiate_one_graph(mode):
-    model = wrap(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), mode=mode)
+    model = wrap([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)], mode=mode)
     for _ in range(5):
         loss = model(numbered()).sum()
         weight = model[0].weight
@@ -193,7 +193,7 @@ def test_threads_that_differentiate_one_graph(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_graph_is_let_go_that_hooks_have_kept(mode):
-    model = wrap(nn.Linear(2, 2), nn.Tanh(), mode=mode)
+    model = wrap([nn.Linear(2, 2), nn.Tanh()], mode=mode)
     kept = []
     handle = model[0].register_forward_hook(lambda _, args, output, kept=kept: kept.append(output))
     model(numbered()).sum().backward()

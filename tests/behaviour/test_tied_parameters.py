@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from tests.support.helpers import CPUS, MODES, plain
+from tests.support.helpers import CPUS, MODES, plain, wrap
 from torchgpipe import GPipe
 from torchgpipe.partition.split import split_module, tensors, verify_sharing
 
@@ -74,10 +74,11 @@ def input(device):
     return torch.randint(WORDS, (8,), device=device)
 
 
-def wrap(module, device, *, cuts=None, mode="except_last", chunks=3):
+def divided(module, device, cuts=None, mode="except_last", **options):
+    """A wrapper of one partition, of two, or of as many as there are layers."""
     n = len(module)
     balance = {None: [n], "two": [2, n - 2], "each": [1] * n}[cuts]
-    return GPipe(module, balance, devices=[device] * len(balance), chunks=chunks, checkpoint=mode)
+    return wrap(module, device, mode, balance=balance, **options)
 
 
 def train(model, forward, input):
@@ -111,7 +112,7 @@ def ties(model):
 def test_training(make, cuts, mode, device, input):
     """Within a partition and across them."""
     reference = make().to(device)
-    model = wrap(make(), device, cuts=cuts, mode=mode)
+    model = divided(make(), device, cuts=cuts, mode=mode)
     assert len(list(model.parameters())) == len(list(reference.parameters()))
     expected = train(reference, lambda x: plain(reference, x, 3), input)
     for a, b in zip(expected, train(model, model, input), strict=True):
@@ -127,7 +128,7 @@ def test_training(make, cuts, mode, device, input):
 def test_gradients_of_gradients(mode, device, input):
     found = []
     module = language_model().to(device)
-    model = wrap(copy.deepcopy(module), device, cuts="each", mode=mode)
+    model = divided(copy.deepcopy(module), device, cuts="each", mode=mode)
     for owner, forward in ((module, lambda x: plain(module, x, 3)), (model, model)):
         parameters = list(owner.parameters())
         grads = torch.autograd.grad(forward(input).exp().sum(), parameters, create_graph=True)
@@ -139,7 +140,7 @@ def test_gradients_of_gradients(mode, device, input):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_hook_runs_once_for_all_uses(mode, device, input):
-    model = wrap(language_model(), device, cuts="each", mode=mode)
+    model = divided(language_model(), device, cuts="each", mode=mode)
     calls = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: calls.append(id(p)))
@@ -152,7 +153,7 @@ def test_optimizer_in_backward(mode, device, input):
     """Not before the last use of a parameter has been computed again."""
     found = []
     module = language_model().to(device)
-    model = wrap(copy.deepcopy(module), device, cuts="each", mode=mode)
+    model = divided(copy.deepcopy(module), device, cuts="each", mode=mode)
     for owner, forward in ((module, lambda x: plain(module, x, 3)), (model, model)):
         for parameter in owner.parameters():
             optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -167,7 +168,7 @@ def test_optimizer_in_backward(mode, device, input):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_functional_call_replaces_all_uses(mode, device, input):
-    model = wrap(language_model(), device, cuts="two", mode=mode)
+    model = divided(language_model(), device, cuts="two", mode=mode)
     reference = model.module
     torch.manual_seed(1)
     found = []
@@ -194,7 +195,7 @@ def test_functional_call_replaces_all_uses(mode, device, input):
 def test_shared_buffer(cuts, mode, device):
     table = torch.zeros(1)
     module = nn.Sequential(Buffered(table), nn.Linear(2, 2), Buffered(table)).to(device)
-    model = wrap(module, device, cuts=cuts and "each", mode=mode, chunks=2)
+    model = divided(module, device, cuts=cuts and "each", mode=mode, chunks=2)
     assert model[0].table is model[2].table
     with torch.no_grad():
         model(torch.rand(4, 2, device=device))
@@ -291,12 +292,12 @@ def test_wrapper_is_not_made_and_nothing_moved():
 @pytest.mark.parametrize("make", [language_model, with_a_norm])
 def test_loading(make, source, assign, device, input):
     """All names are in the file, and what was tied is tied after loading."""
-    trained = wrap(make(), device, cuts="two")
+    trained = divided(make(), device, cuts="two")
     train(trained, trained, input)
     other = {
         "own": lambda: trained,
         "plain": lambda: trained.module,
-        "other balance": lambda: wrap(copy.deepcopy(trained.module), device, cuts="each"),
+        "other balance": lambda: divided(copy.deepcopy(trained.module), device, cuts="each"),
     }[source]()
     stored = io.BytesIO()
     torch.save(other.state_dict(), stored)
@@ -304,7 +305,7 @@ def test_loading(make, source, assign, device, input):
     state = torch.load(stored)
     assert len(state) == len(tensors(make()))
 
-    reference, model = make().to(device), wrap(make(), device, cuts="two")
+    reference, model = make().to(device), divided(make(), device, cuts="two")
     reference.load_state_dict(trained.module.state_dict(), assign=assign)
     assert model.load_state_dict(state, assign=assign) == ([], [])
     if assign:
@@ -318,7 +319,7 @@ def test_loading(make, source, assign, device, input):
 
 @pytest.mark.parametrize("make", MODELS)
 def test_own_keys_are_those_of_the_plain_module(make, device):
-    model = wrap(make(), device, cuts="two")
+    model = divided(make(), device, cuts="two")
     assert list(model.module.state_dict()) == list(make().state_dict())
     assert [name.split(".", 2)[2] for name in model.state_dict()] == list(make().state_dict())
 
@@ -326,7 +327,7 @@ def test_own_keys_are_those_of_the_plain_module(make, device):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("make", MODELS)
 def test_copies_are_tied(make, duplicate, device, input):
-    model = wrap(make(), device, cuts="each")
+    model = divided(make(), device, cuts="each")
     twin = duplicate(model)
     assert ties(twin) == ties(make())
     assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}

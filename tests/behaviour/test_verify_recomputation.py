@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, Apply, note_of
-from tests.support.recomputation import Differs, numbered, wrap
+from tests.support.helpers import MODES, Apply, note_of, wrap
+from tests.support.recomputation import Differs, numbered
 from torchgpipe import verify_recomputation
 
 VALUES = {
@@ -23,7 +23,7 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_other_values_are_found(name):
-    model = wrap(nn.Identity(), Differs(*VALUES[name], rows=1), balance=[1, 1])
+    model = wrap([nn.Identity(), Differs(*VALUES[name], rows=1)], balance=[1, 1])
     with verify_recomputation():
         loss = model(numbered()).sum()
     with pytest.raises(RuntimeError, match=r"compute the same values as .*layer: 1, ") as caught:
@@ -41,7 +41,7 @@ def test_counter_that_is_not_held_back_is_found():
             self.step += 1
             return (x + self.step).exp()
 
-    model = wrap(Noise(), mode="always")
+    model = wrap([Noise()])
     with verify_recomputation(), pytest.raises(RuntimeError, match="must compute the same values"):
         model(numbered()).sum().backward()
 
@@ -79,7 +79,7 @@ class First(nn.Module):
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_values_pass(name, autocast, mode, device):
     layers = EQUAL[name]()
-    model = wrap(*layers, balance=[1, len(layers) - 1], device=device, mode=mode)
+    model = wrap(layers, device, mode, balance=[1, len(layers) - 1])
     x = torch.randn(6, 2, device=device, requires_grad=True)
     found = []
     for verification in (verify_recomputation(), nullcontext()):
@@ -95,7 +95,7 @@ def test_equal_values_pass(name, autocast, mode, device):
 def test_value_that_is_written_after_it_was_saved_passes(make):
     """As the noise of the one layer; or never, as some bytes in the workspace of the other."""
     layers = make()
-    model = wrap(*layers, balance=[len(layers)], mode="always")
+    model = wrap(layers, balance=[len(layers)])
     junk = [torch.full((2, 64), 7.0) for _ in range(9)]
     del junk
     with verify_recomputation():
@@ -103,7 +103,7 @@ def test_value_that_is_written_after_it_was_saved_passes(make):
 
 
 def test_value_that_is_changed_after_the_forward_passes():
-    model = wrap(nn.Linear(2, 2), Apply(torch.exp), mode="always")
+    model = wrap([nn.Linear(2, 2), Apply(torch.exp)])
     with verify_recomputation():
         output = model(torch.rand(6, 2))
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_value_that_is_changed_after_the_forward_passes():
 
 
 def test_double_backward_and_two_graphs_pass():
-    model = wrap(nn.Linear(2, 2), nn.Tanh(), balance=[1, 1])
+    model = wrap([nn.Linear(2, 2), nn.Tanh()], balance=[1, 1])
     x = torch.randn(6, 2, requires_grad=True)
     with verify_recomputation():
         outputs = [model(x), model(x * 2)]

@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from examples import data_parallel
+from tests.support.fresh import METHOD
 from tests.support.pairs import cases
+from tests.support.size import soak
 
 ROOT = Path(__file__).parent.parent.parent
 #: What is enough for the loss to fall to half.
@@ -77,6 +82,32 @@ def test_a_difference_is_noticed(monkeypatch):
     assert data_parallel.main(SHORT) == 1
 
 
+def in_process(arguments):
+    """Run the example in a process of a group; return what it prints, too."""
+    torch.set_num_threads(1)
+    with redirect_stdout(StringIO()) as printed:
+        return data_parallel.main(arguments), printed.getvalue()
+
+
+def test_example_in_two_processes():
+    """As torchrun starts them, but without two more imports of torch."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="example",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method=METHOD,
+    )
+    found = elastic_launch(config, in_process)(SHORT)
+    assert [status for status, _ in found.values()] == [0, 0]
+    assert "processes: 2" in found[0][1]
+
+
+@soak
 def test_example_under_torchrun():
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(

@@ -110,12 +110,12 @@ def test_made_on_the_meta_device():
 
 
 def test_main(capsys):
-    assert language_model.main(["--epochs", "2", "--rows", "32"]) == 0
+    assert language_model.main(["--epochs", "2", "--rows", "16"]) == 0
     assert "Both learnt the same" in capsys.readouterr().out
 
 
 def test_more_micro_batches_than_rows():
-    assert language_model.main(["--epochs", "2", "--rows", "32", "--chunks", "40"]) == 0
+    assert language_model.main(["--epochs", "2", "--rows", "8", "--chunks", "40"]) == 0
 
 
 def test_main_where_they_differ(monkeypatch, capsys):
@@ -127,5 +127,5 @@ def test_main_where_they_differ(monkeypatch, capsys):
         return wrap(model, sample, **options)
 
     monkeypatch.setattr(language_model, "wrap", other)
-    assert language_model.main(["--epochs", "2", "--rows", "32"]) == 1
+    assert language_model.main(["--epochs", "2", "--rows", "16"]) == 1
     assert "Not as it should be" in capsys.readouterr().out

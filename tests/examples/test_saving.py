@@ -44,7 +44,7 @@ def whole(points):
 
 
 def test_example(capsys):
-    assert saving.main(["--epochs", "4"]) == 0
+    assert saving.main(["--epochs", "3"]) == 0
     assert "Not as it should be" not in capsys.readouterr().out
     assert saving.main(["--epochs", "1"]) == 1, "one epoch is not enough to halve the loss"
     assert "Not as it should be" in capsys.readouterr().out

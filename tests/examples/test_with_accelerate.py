@@ -34,7 +34,7 @@ def model(*balance, devices=None):
 
 @pytest.mark.parametrize("options", [[], ["--accumulate", "5"], ["--precision", "bf16"]], ids=str)
 def test_main(options, capsys):
-    assert with_accelerate.main(["--epochs", "4", *options]) == 0
+    assert with_accelerate.main(["--epochs", "2", *options]) == 0
     assert "As in a plain loop" in capsys.readouterr().out
 
 

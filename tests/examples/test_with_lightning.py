@@ -20,7 +20,7 @@ pytestmark = [
     "options", [[], ["--accumulate", "5"], ["--precision", "bf16-mixed"]], ids=str
 )
 def test_main(options, capsys):
-    assert with_lightning.main(["--epochs", "4", *options]) == 0
+    assert with_lightning.main(["--epochs", "2", *options]) == 0
     assert "As in a plain loop" in capsys.readouterr().out
 
 

@@ -47,13 +47,13 @@ def trainer_of(model, folder, monkeypatch, **options):
 
 
 def test_main(capsys):
-    options = ["--epochs", "2", "--rows", "48", "--accumulate", "2", "--precision", "bf16"]
+    options = ["--epochs", "2", "--rows", "16", "--accumulate", "2", "--precision", "bf16"]
     assert with_transformers.main(options) == 0
     assert "All learnt the same" in capsys.readouterr().out
 
 
 def test_more_micro_batches_than_rows(capsys):
-    assert with_transformers.main(["--epochs", "2", "--rows", "32", "--chunks", "32"]) == 0
+    assert with_transformers.main(["--epochs", "2", "--rows", "16", "--chunks", "32"]) == 0
 
 
 def other(model):
@@ -65,7 +65,7 @@ def other(model):
 
 def test_main_where_they_differ(monkeypatch, capsys):
     monkeypatch.setattr(with_transformers, "wrap", lambda model, *args, **options: other(model))
-    assert with_transformers.main(["--epochs", "2", "--rows", "32"]) == 1
+    assert with_transformers.main(["--epochs", "2", "--rows", "16"]) == 1
     assert "Not as it should be" in capsys.readouterr().out
 
 

@@ -1,6 +1,5 @@
 """Schedules and costs for several tests, and how many of them a test tries."""
 
-import os
 import random
 from fractions import Fraction
 from functools import partial
@@ -8,17 +7,12 @@ from functools import partial
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.support.size import some
 from torchgpipe import schedule
 from torchgpipe.schedule import Costs, Op, Overlap, Schedule, greedy, validate
 
-
-def soak(full, short):
-    """Return ``short``, or ``full`` if TORCHGPIPE_SOAK=1 asks for all sizes and examples."""
-    return full if os.environ.get("TORCHGPIPE_SOAK") == "1" else short
-
-
 #: Decorator of tests with random schedules: the number of examples.
-examples = settings(max_examples=soak(100, 20))
+examples = settings(max_examples=some(100, 20))
 
 #: All built-in schedules, with one, two and more stages per worker.
 BUILT_IN = {

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.schedule.cases import BUILT_IN, share, soak
+from tests.schedule.cases import BUILT_IN, share
+from tests.support.size import some
 from torchgpipe.schedule import bounds, named, simulate, validate
 
 GUIDE = Path(__file__).parents[2] / "docs/schedule.rst"
@@ -23,8 +24,8 @@ ALWAYS = [row for row in ROWS if row not in EQUAL]
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_valid_for_all_sizes(name):
-    for workers in soak((1, 2, 3, 5), (1, 2, 4)):
-        for chunks in soak((1, 2, 3, 4, 5, 7, 10, 13), (1, 2, 4, 7)):
+    for workers in some((1, 2, 3, 5), (1, 2, 4)):
+        for chunks in some((1, 2, 3, 4, 5, 7, 10, 13), (1, 2, 4, 7)):
             schedule = BUILT_IN[name](workers, chunks)
             assert validate(schedule) == []
             assert schedule.chunks == chunks
@@ -68,7 +69,7 @@ def draw_names():
 @pytest.mark.parametrize("costs", [(1, 1, 1), (2, 3, 1), (3, 1, 2), (1, 4, 3), (1, 1, 3)])
 def test_formulas_of_the_guide(row, costs):
     full = [(p, rounds) for p in (2, 3, 4, 6) for rounds in (2, 3, 5)]
-    for p, rounds in soak(full, [(2, 2), (3, 3), (4, 2)]):
+    for p, rounds in some(full, [(2, 2), (3, 3), (4, 2)]):
         check(row, p, rounds * p, costs)
         if row[0].startswith("interleaved"):
             check(row, p, rounds * p, costs, stages_per_worker=3)
@@ -76,12 +77,12 @@ def test_formulas_of_the_guide(row, costs):
 
 @pytest.mark.parametrize("row", EQUAL, ids=lambda row: row[0])
 def test_formulas_of_the_guide_at_equal_costs(row):
-    for p in soak((2, 3, 4, 5, 6, 7, 8, 11, 12), (2, 3, 4, 5, 6)):
-        for rounds in soak((2, 3) if p < 9 else (2,), (2, 3) if p < 4 else (2,)):
+    for p in some((2, 3, 4, 5, 6, 7, 8, 11, 12), (2, 3, 4, 5, 6)):
+        for rounds in some((2, 3) if p < 9 else (2,), (2, 3) if p < 4 else (2,)):
             check(row, p, rounds * p, (Fraction(1),) * 3)
 
 
-@pytest.mark.parametrize("p", soak([1, 2, 3, 4, 7], [1, 2, 3, 4]))
+@pytest.mark.parametrize("p", some([1, 2, 3, 4, 7], [1, 2, 3, 4]))
 def test_nothing_is_faster_than_zero_bubbles(p):
     for m in (2 * p, 2 * p + 1, 4 * p):
         for name in ("zero_bubble_h1", "zero_bubble_v", "interleaved_zero_bubble"):
@@ -93,7 +94,7 @@ def test_nothing_is_faster_than_zero_bubbles(p):
 @pytest.mark.parametrize(("waves", "most"), [(1, 1.5), (2, 7 / 3), (3, 4)])
 def test_waves(waves, most):
     """The docstring of wave says so, for P up to 8."""
-    for p in soak((2, 3, 4, 5, 7, 8), (2, 3, 4)):
+    for p in some((2, 3, 4, 5, 7, 8), (2, 3, 4)):
         for m in (p, 2 * p + 1):
             schedule = named("wave", p, m, waves=waves)
             report = simulate(schedule)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedule.cases import examples, random_costs, schedules, soak
+from tests.schedule.cases import examples, random_costs, schedules
+from tests.support.size import some
 from torchgpipe.schedule import (
     Costs,
     Op,
@@ -61,7 +62,7 @@ def all_schedules(placement, chunks):
     ("placement", "chunks", "count"),
     [((0,), 2, 26), ((0, 1), 1, 2), ((0, 1, 0), 1, 4), ((0, 0), 1, 4)],
 )
-@settings(max_examples=soak(20, 6))
+@settings(max_examples=some(20, 6))
 @given(seed=st.integers(0, 2**32))
 def test_of_all_schedules_the_fastest_is_not_below(placement, chunks, count, seed):
     assert len(all_schedules(placement, chunks)) == count

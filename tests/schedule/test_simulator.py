@@ -5,7 +5,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 
-from tests.schedule.cases import examples, mixed_overlap, schedules, share, soak
+from tests.schedule.cases import examples, mixed_overlap, schedules, share
+from tests.support.size import some
 from torchgpipe.schedule import (
     Costs,
     Op,
@@ -24,7 +25,7 @@ from torchgpipe.schedule.program import needs, operations, operations_of
 
 #: F, I, W of all stages of a worker.
 COSTS = [(1, 1, 1), (2, 3, 1), (3, 1, 2), (1, 4, 3), (Fraction(5, 3), Fraction(1, 2), 2)]
-SIZES = soak(
+SIZES = some(
     [(p, m) for p in (1, 2, 3, 4, 6) for m in (p, 2 * p, 3 * p, 5 * p)],
     [(1, 1), (2, 2), (2, 4), (3, 9), (4, 4)],
 )

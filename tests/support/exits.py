@@ -109,6 +109,38 @@ def amid(end, function, where):
     sys.exit(3)
 
 
+def computed():
+    """Computes on virtual accelerators, and keeps what belongs to them to the very end."""
+    devices = testing.load(4)
+    layers = [nn.Linear(4, 4).to(device) for device in devices]
+    streams = [torch.Stream(device) for device in devices]
+    events = [stream.record_event() for stream in streams]
+    x = torch.randn(3, 4)
+    for layer, device, stream in zip(layers, devices, streams):
+        x = x.to(device)
+        with stream:
+            x = layer(x)
+    x.sum().backward()
+    global kept
+    kept = [layers, streams, events, x]
+    kept += [torch.zeros(4, pin_memory=True), torch.Generator(devices[1])]
+    return devices
+
+
+def fail():
+    computed()
+    raise KeyError("mine")
+
+
+def fork():
+    """A child computes without backward, and both end."""
+    devices = computed()
+    child = os.fork()
+    if child == 0:
+        os._exit(int((torch.ones(3, device=devices[2]) * 2).sum().item()))
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 6)
+
+
 #: By the name of each what runs in it.
 PROGRAMS = {f"live, {where}": partial(live, where) for where in ("cpu", "virtual")} | {
     f"{end} amid {function.__name__}, {where}": partial(amid, end, function, where)
@@ -119,6 +151,7 @@ PROGRAMS = {f"live, {where}": partial(live, where) for where in ("cpu", "virtual
         ("left", compute, "cpu"),
     )
 }
+PROGRAMS |= {"fail, virtual": fail, "fork, virtual": fork}
 
 
 def endings(names):

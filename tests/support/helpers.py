@@ -5,6 +5,7 @@ import sys
 import torch
 from torch import nn
 
+from torchgpipe import GPipe
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.values.microbatch import gather, scatter
@@ -33,6 +34,31 @@ class Plain(nn.Module):
 
     def __getitem__(self, index):
         return self.module[index]
+
+
+def wrap(layers, devices="cpu", mode="always", chunks=3, balance=None, **options):
+    """A wrapper around layers.
+
+    Args:
+        layers: a module, a list of layers, or for each partition a list of them.
+        devices: one for each partition, or one for all.
+        mode: the checkpoint mode.
+        chunks: the number of micro-batches.
+        balance: by default as even as it can be for several devices, and for one device the first
+            layer, the last one, and all between.
+        options: for :class:`GPipe`.
+    """
+    if isinstance(layers[0], list):
+        layers, balance = sum(layers, []), [len(partition) for partition in layers]
+    n = len(layers)
+    if isinstance(devices, str | torch.device):
+        balance = balance or ([1] * n if n < 3 else [1, n - 2, 1])
+        devices = [devices] * len(balance)
+    if balance is None:
+        each, rest = divmod(n, len(devices))
+        balance = [each] * (len(devices) - 1) + [each + rest]
+    module = layers if isinstance(layers, nn.Module) else nn.Sequential(*layers)
+    return GPipe(module, balance, devices=devices, chunks=chunks, checkpoint=mode, **options)
 
 
 def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, workers=None):

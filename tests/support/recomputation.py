@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import is_recomputing
 
 CHECKPOINTED = ["except_last", "always"]
 M = 3
@@ -37,13 +37,6 @@ class Add(torch.autograd.Function):
 
 def saving(*shapes, dtype=torch.float):
     return lambda x: Add.apply(x, *[torch.ones(shape, dtype=dtype) for shape in shapes])
-
-
-def wrap(*layers, balance=None, device="cpu", mode="always"):
-    balance = balance or [1] * len(layers)
-    return GPipe(
-        nn.Sequential(*layers), balance, devices=[device] * len(balance), chunks=M, checkpoint=mode
-    )
 
 
 def numbered():

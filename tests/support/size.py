@@ -2,14 +2,29 @@
 
 import os
 from collections import defaultdict
+from itertools import product
+
+import pytest
 
 #: Whether to try all combinations, many seeds and long runs, as `make soak` does.
 SOAK = os.environ.get("TORCHGPIPE_SOAK") == "1"
+
+#: A test that takes long and shows little more than a shorter one.
+soak = pytest.mark.skipif(not SOAK, reason="long; TORCHGPIPE_SOAK=1 runs it")
 
 
 def some(full, few):
     """A number of steps or examples, or a list of cases: all of it in a soak, few otherwise."""
     return full if SOAK else few
+
+
+def rotated(*axes):
+    """The combinations of values that :func:`rotate` takes."""
+    if SOAK:
+        return [*product(*axes)]
+    second = sorted(map(len, axes))[-2]
+    found = product(*map(enumerate, axes))
+    return [tuple(x for _, x in case) for case in found if sum(k for k, _ in case) % second == 0]
 
 
 def rotate(items):

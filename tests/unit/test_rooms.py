@@ -2,13 +2,13 @@
 
 import ast
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import torchgpipe
+from tests.support import fresh
 from torchgpipe._torch.names import ATTRIBUTES, NAMES
 
 PACKAGE = Path(torchgpipe.__file__).parent
@@ -144,10 +144,7 @@ new = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(sorted(new & {EXTRAS}))
 print("torchgpipe.testing" in sys.modules)
 """
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
-    assert output == "[]\nFalse\n"
+    assert fresh.run(program) == (0, "[]\nFalse\n", "")
 
 
 def test_exports():

@@ -4,12 +4,11 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from benchmarks.simulate.critical import recomputed
 from tests.support.helpers import assert_no_races
 from tests.support.size import some
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import is_recomputing
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
 from torchgpipe.testing.busy import BusyFunction
@@ -55,12 +54,6 @@ def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803 (the field's names)
     if mode == "never":
         return (m + n - 1) * (F + B)
     return (m + n - 1) * F + recomputed(mode, m) * R + m * B + (n - 1) * B
-
-
-def wrap(stages, devices, m, mode):
-    return GPipe(
-        nn.Sequential(*stages), [1] * len(stages), devices=devices, chunks=m, checkpoint=mode
-    )
 
 
 @contextmanager

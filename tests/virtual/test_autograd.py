@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.functional import jacobian
 from torch.func import functional_call
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.virtual.models import LAYERS, WIDTH
 from tests.virtual.training import loss_of, verify
 from torchgpipe import GPipe, is_recomputing
@@ -15,14 +15,9 @@ from torchgpipe.testing import observe
 M = 3
 
 
-def wrap(place, devices, mode, names=("linear", "shifted", "tanh")):
-    return GPipe(
-        nn.Sequential(*[LAYERS[name]() for _ in place for name in names]).double(),
-        [len(names)] * len(place),
-        devices=[devices[d] for d in place],
-        chunks=M,
-        checkpoint=mode,
-    )
+def made(place, devices, mode, names=("linear", "shifted", "tanh")):
+    partitions = [[LAYERS[name]() for name in names] for _ in place]
+    return wrap(partitions, [devices[d] for d in place], mode).double()
 
 
 def batch():
@@ -202,7 +197,7 @@ NEW_WAYS = [
 )
 @pytest.mark.parametrize("way", NEW_WAYS, ids=lambda way: way.__name__)
 def test_autograd(devices, way, place, mode):
-    model = wrap(place, devices, mode)
+    model = made(place, devices, mode)
     seed = MODES.index(mode)
     verify(model, batch(), seed=seed, streams=seed % 2 == 1, requires_grad=True, way=way)
 
@@ -254,7 +249,7 @@ def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
             return x.sin()
 
     layer = Fails()
-    model = wrap([0, 1, 2], devices, mode)
+    model = made([0, 1, 2], devices, mode)
     model.partitions[1].append(layer)
     x = batch().to(devices[0])
     with observe(jitter=0) as seen:
@@ -273,14 +268,14 @@ def test_output_is_no_view(devices):
     """It may be detached in place, also if there is but one micro-batch."""
     for chunks in (1, 2):
         for place in ([0, 1], [0, 0], [0]):
-            model = wrap(place, devices, "never", ["linear"])
+            model = made(place, devices, "never", ["linear"])
             model.chunks = chunks
             model(batch().to(devices[0])).detach_()
 
 
 @pytest.mark.parametrize(("place", "mode"), [*zip([[0, 1], [0, 0], [0, 1]], MODES)], ids=str)
 def test_gradients_in_batches(devices, place, mode):
-    model = wrap(place, devices, mode, ["linear"])
+    model = made(place, devices, mode, ["linear"])
     x = batch().to(devices[0])
     torch.testing.assert_close(jacobian(model, x, vectorize=True), jacobian(model, x))
 

@@ -4,27 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
-from torchgpipe import GPipe
+from tests.support.helpers import MODES, assert_no_races, wrap
 from torchgpipe.testing import observe
 
 
-def wrap(devices, mode):
+def made(devices, mode):
     layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in devices]
-    return GPipe(
-        nn.Sequential(*layers),
-        [1] * len(devices),
-        devices=devices,
-        chunks=4,
-        checkpoint=mode,
-        deferred_batch_norm=True,
-    )
+    return wrap(layers, devices, mode, 4, deferred_batch_norm=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", [[0, 1], [0, 0], [0, 1, 0]], ids=str)
 def test_statistics_can_be_read_after_a_forward(devices, place, mode):
-    model = wrap([devices[d] for d in place], mode)
+    model = made([devices[d] for d in place], mode)
     x = torch.rand(16, 4, device=devices[0])
     with observe(jitter=0) as seen:
         output = model(x)
@@ -36,7 +28,7 @@ def test_statistics_can_be_read_after_a_forward(devices, place, mode):
 
 @pytest.mark.parametrize("place", [[0, 1], [0, 0]], ids=str)
 def test_a_forward_without_backward(devices, place):
-    model = wrap([devices[d] for d in place], "never")
+    model = made([devices[d] for d in place], "never")
     with observe(jitter=0) as seen, torch.no_grad():
         model(torch.rand(16, 4, device=devices[0]))
     assert_no_races(seen)

@@ -5,7 +5,6 @@ import datetime
 import os
 import tempfile
 import traceback
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from torch.testing import assert_close
 
 from tests.support.fresh import METHOD
 from tests.support.helpers import MODES, assert_no_races
+from tests.support.size import rotated
 from torchgpipe import GPipe
 from torchgpipe.testing import load, observe
 
@@ -29,7 +29,7 @@ SETTINGS = [
 PLACES = {"apart": (0, 1, 2, 3), "in pairs": (0, 0, 1, 1)}
 CASES = [
     (setting, mode, [*PLACES][(k + setting) % 2])
-    for (k, mode), setting in product(enumerate(MODES), range(len(SETTINGS)))
+    for (k, mode), setting in rotated([*enumerate(MODES)], range(len(SETTINGS)))
 ]
 
 

@@ -1,10 +1,6 @@
 """Virtual devices are what PyTorch asks of a device."""
 
-import subprocess
-import sys
-import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -275,50 +271,3 @@ def test_events(devices):
     assert never.query()
     never.synchronize()
     stream.wait_event(never)
-
-
-# ---------------------------------------------------------------- processes
-
-PROGRAM = """
-    import torch
-    from torch import nn
-    from torchgpipe import testing
-
-    devices = testing.load(4)
-    layers = [nn.Linear(4, 4).to(device) for device in devices]
-    streams = [torch.Stream(device) for device in devices]
-    events = [stream.record_event() for stream in streams]
-    x = torch.randn(3, 4)
-    for layer, device, stream in zip(layers, devices, streams):
-        x = x.to(device)
-        with stream:
-            x = layer(x)
-    x.sum().backward()
-    kept = torch.zeros(4, pin_memory=True), torch.Generator(devices[1]), x
-"""
-
-
-def run(program):
-    """Runs a program in a process of its own."""
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-
-
-def test_process_ends_by_an_error():
-    done = run(PROGRAM + '    raise KeyError("mine")')
-    assert done.returncode == 1
-    assert done.stderr.endswith("KeyError: 'mine'\n")
-
-
-def test_process_forks_and_ends_quietly():
-    program = """
-    import os, sys, warnings
-    # There are threads in this process, and Python 3.12 says so.
-    warnings.simplefilter("ignore")
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int((torch.ones(3, device=devices[2]) * 2).sum().item()))
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - 6)
-    """
-    done = run(PROGRAM + program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

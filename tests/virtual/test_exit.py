@@ -23,3 +23,13 @@ def test_interrupted_within_a_cell(ended):
     status, out, err = ended["interrupted amid compute, virtual"]
     assert err.endswith("\nKeyboardInterrupt\n")
     assert (status, out) == (-signal.SIGINT, "")
+
+
+def test_ended_by_an_error(ended):
+    status, out, err = ended["fail, virtual"]
+    assert err.endswith("KeyError: 'mine'\n")
+    assert (status, out) == (1, "")
+
+
+def test_forked_and_ended_quietly(ended):
+    assert ended["fork, virtual"] == [0, "", ""]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate.critical import step_path
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.size import some
 from tests.virtual.stages import (
     SEEDS,
@@ -21,7 +21,6 @@ from tests.virtual.stages import (
     limit,
     makespans,
     own_streams,
-    wrap,
 )
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
@@ -51,7 +50,7 @@ def test_the_limit_of_all_sizes(devices, n, m, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("n", "m"), [(4, 8)])
 def test_the_limit(devices, n, m, mode):
-    model = wrap([Stage() for _ in range(n)], devices[:n], m, mode)
+    model = wrap([Stage() for _ in range(n)], devices[:n], mode, m)
     for seed in SEEDS:
         with own_streams(devices, wanted=seed % 3 == 1):
             steps = 1 if seed else 2
@@ -75,7 +74,9 @@ def test_the_ideal_of_equal_stages_is_the_limit(n, m, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("n", "m", "place"), PLACES)
 def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
-    model = wrap([Stage() for _ in range(n)], [devices[k] for k in SHARED[place][:n]], m, mode)
+    model = wrap(
+        [Stage() for _ in range(n)], [devices[k] for k in SHARED[place][:n]], mode, chunks=m
+    )
     for seed in SEEDS[::4]:
         with own_streams(devices, wanted=m == 8):
             found = makespans(model, seed=seed, requires_grad=n == 4)
@@ -86,7 +87,7 @@ def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
 def test_the_callers_streams_may_be_others_in_each_step(devices, n):
     """They are of the pool that ours are of, and take nothing away from them."""
     model = wrap(
-        [Stage() for _ in range(4)], [devices[0]] * 4 if n == 1 else devices[:4], 8, "never"
+        [Stage() for _ in range(4)], [devices[0]] * 4 if n == 1 else devices[:4], "never", chunks=8
     )
     for _ in range(33):
         with own_streams(devices):
@@ -95,7 +96,7 @@ def test_the_callers_streams_may_be_others_in_each_step(devices, n):
 
 def test_partitions_that_share_layers_do_not_overlap(devices):
     stages = [Stage() for _ in range(3)]
-    model = wrap([*stages[:2], stages[0], stages[2]], [devices[0]] * 4, 4, "never")
+    model = wrap([*stages[:2], stages[0], stages[2]], [devices[0]] * 4, "never", 4)
     (found,) = makespans(model, steps=1)
     assert limit("never", 4, 4) < found < limit("never", 1, 16)
 
@@ -103,7 +104,7 @@ def test_partitions_that_share_layers_do_not_overlap(devices):
 @pytest.mark.parametrize("mode", some(MODES, ["always"]))
 def test_more_micro_batches_than_streams(devices, mode):
     """CUDA has 32 streams on each device."""
-    model = wrap([Stage() for _ in range(4)], devices[:4], 64, mode)
+    model = wrap([Stage() for _ in range(4)], devices[:4], mode, 64)
     assert makespans(model, seed=0, rows=1, steps=1) == [limit(mode, 4, 64)]
 
 
@@ -125,7 +126,7 @@ def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
     stages = [Stage(), Stage(), Stage()]
     stages[j] = Lagging()
     with patch.object(StreamPool, "COPIES", 4):
-        model = wrap(stages, devices[:3], 16, mode)
+        model = wrap(stages, devices[:3], mode, 16)
         found = makespans(model, rows=1, requires_grad=requires_grad)
     assert found == [limit(mode, 3, 16)] * 2
 
@@ -134,7 +135,7 @@ def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_few_copy_streams_do(devices, mode, requires_grad):
     with patch.object(StreamPool, "COPIES", 4):
-        model = wrap([Stage() for _ in range(4)], devices[:4], 32, mode)
+        model = wrap([Stage() for _ in range(4)], devices[:4], mode, 32)
         for seed in SEEDS[::2]:
             found = makespans(model, seed=seed, rows=1, requires_grad=requires_grad)
             assert found == [limit(mode, 4, 32)] * 2
@@ -178,7 +179,11 @@ def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, 
         if copy:
             links |= {(a, b): size / copy, (b, a): size / copy}
     found = makespans(
-        wrap(stages, devices[:n], m, mode), rows=1, seed=m, requires_grad=grad, bandwidth=links
+        wrap(stages, devices[:n], mode, m),
+        rows=1,
+        seed=m,
+        requires_grad=grad,
+        bandwidth=links,
     )
     expected = step_path(mode, m, forward, recompute, backward, copies, [skip] if skip else [])
     assert found == [expected] * 2
@@ -187,7 +192,9 @@ def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("n", "m"), some([(3, 4), (4, 8), (8, 16)], [(3, 4), (8, 16)]))
 def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
-    model = wrap([Stashing(), *[Stage() for _ in range(n - 2)], Popping()], devices[:n], m, mode)
+    model = wrap(
+        [Stashing(), *[Stage() for _ in range(n - 2)], Popping()], devices[:n], mode, chunks=m
+    )
     for seed in SEEDS[::2]:
         found = makespans(model, seed=seed, requires_grad=bool(seed % 4))
         assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
@@ -197,14 +204,14 @@ def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
 def test_a_skip_that_arrives_just_in_time_takes_no_time(devices, mode):
     # 2 rows of 20 numbers of 4 bytes, in the time of two forwards.
     links = {(0, 3): 80, (3, 0): 80}
-    model = wrap([Stashing(), Stage(), Stage(), Popping()], devices[:4], 8, mode)
+    model = wrap([Stashing(), Stage(), Stage(), Popping()], devices[:4], mode, 8)
     for seed in range(some(3, 1) * len(SEEDS)):
         found = makespans(model, seed=seed, bandwidth=links)
         assert found == [limit(mode, 4, 8)] * 2, f"jitter {seed}"
 
 
 def test_inference_takes_the_time_of_the_forwards(devices):
-    model = wrap([Stage() for _ in range(4)], devices[:4], 8, "always")
+    model = wrap([Stage() for _ in range(4)], devices[:4], chunks=8)
     x = torch.rand(16, 4, device=devices[0])
     with observe(jitter=0) as seen, torch.inference_mode():
         model(x)

@@ -5,7 +5,8 @@ import torch
 
 # All of its tests, with other places.
 from tests.behaviour.test_modes import *  # noqa: F403
-from tests.behaviour.test_modes import made, rows, wrap
+from tests.behaviour.test_modes import made, rows
+from tests.support.helpers import wrap
 
 
 @pytest.fixture(params=[[0, 1], [0, 0], [0, "cpu"]], ids=str)

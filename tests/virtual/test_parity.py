@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.size import some
 from tests.virtual.models import (
     LAYERS,
@@ -24,7 +24,6 @@ from tests.virtual.models import (
 from tests.virtual.random_models import Pipeline
 from tests.virtual.stages import SEEDS, own_streams
 from tests.virtual.training import WAYS, verify
-from torchgpipe import GPipe
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
 
@@ -95,17 +94,8 @@ CASES = {
 }
 
 
-def wrap(partitions, devices, *, chunks=3, mode="never", **options):
-    layers = [layer for partition in partitions for layer in partition]
-    balance = [len(partition) for partition in partitions]
-    return GPipe(
-        nn.Sequential(*layers).double(),
-        balance,
-        devices=devices,
-        chunks=chunks,
-        checkpoint=mode,
-        **options,
-    )
+def wrapped(partitions, devices, mode="never", **options):
+    return wrap(partitions, devices, mode, **options).double()
 
 
 def batch(rows):
@@ -122,7 +112,7 @@ PAST_OTHERS = ["nested skips", "several skips", "a long skip"]
 )
 def test_parity(devices, name, n, mode):
     chunks = 3
-    model = wrap(
+    model = wrapped(
         [CASES[name](j, n) for j in range(n)],
         devices[:n],
         chunks=chunks,
@@ -154,7 +144,7 @@ ON_SHARED = ["a long skip", "shifted", "batch norm"]
 def test_partitions_that_share_devices(devices, place, mode, name):
     """A gradient in two places is added to in place by whoever comes last."""
     n, k = len(place), ON_SHARED.index(name)
-    model = wrap(
+    model = wrapped(
         [CASES[name](j, n) for j in range(n)],
         [devices[d] for d in place],
         mode=mode,
@@ -167,7 +157,7 @@ def test_partitions_that_share_devices(devices, place, mode, name):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_else_a_caller_does(devices, place, way, mode):
-    model = wrap(
+    model = wrapped(
         [layers("linear", "tanh"), layers("shifted twice", "linear"), layers("linear", "tanh")],
         [devices[d] for d in place],
         mode=mode,
@@ -179,7 +169,7 @@ def test_what_else_a_caller_does(devices, place, way, mode):
 def test_a_gradient_in_the_memory_of_a_copy_stream(devices, mode):
     """The caller frees it when the next micro-batch may be about to come in that memory."""
     made = [layers("linear"), layers("stopped", "shifted"), layers("tanh"), layers("tanh")]
-    model = wrap(made, [devices[d] for d in (1, 0, 1, 0)], mode=mode)
+    model = wrapped(made, [devices[d] for d in (1, 0, 1, 0)], mode=mode)
     verify(model, batch(6), streams=True)
 
 
@@ -195,7 +185,7 @@ def allocate(device):
 def test_gradients_are_freed_at_the_end_of_a_step(devices, place, mode):
     """And whoever has a stream from the same pool as the partitions gets their memory."""
     places = [devices[d] for d in place]
-    model = wrap([layers("linear", "shifted") for _ in place], places, mode=mode)
+    model = wrapped([layers("linear", "shifted") for _ in place], places, mode=mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = batch(6).to(devices[0])
     with observe(jitter=0) as seen:
@@ -209,7 +199,7 @@ def test_gradients_are_freed_at_the_end_of_a_step(devices, place, mode):
 
 @pytest.mark.parametrize("place", SHARED, ids=str)
 def test_outputs_are_freed_when_they_are_joined(devices, place):
-    model = wrap([layers("linear") for _ in place], [devices[d] for d in place])
+    model = wrapped([layers("linear") for _ in place], [devices[d] for d in place])
     with observe(jitter=0) as seen, torch.no_grad():
         model(batch(6).to(devices[0]))
         allocate(devices[place[-1]])
@@ -220,7 +210,7 @@ def test_outputs_are_freed_when_they_are_joined(devices, place):
 def test_weights_without_a_gradient(devices, mode):
     """Backward reads them, and the autograd engine tells the caller's stream nothing of that."""
     made = [layers("linear"), layers("frozen"), layers("frozen", "tanh")]
-    model = wrap(made, [devices[d] for d in (0, 1, 1)], mode=mode)
+    model = wrapped(made, [devices[d] for d in (0, 1, 1)], mode=mode)
     verify(model, batch(6), way="backward")
 
 
@@ -232,7 +222,7 @@ def test_partitions_that_share_layers(devices, place, mode):
     first, last = place.index(place[-1]), len(place) - 1
     made[last][1] = made[first][1]
     made[last][0].layer.weight = made[first][0].layer.weight
-    model = wrap(made, [devices[d] for d in place], mode=mode, deferred_batch_norm=True)
+    model = wrapped(made, [devices[d] for d in place], mode=mode, deferred_batch_norm=True)
     verify(model, batch(6), seed=1, streams=True)
     verify(model, batch(6), seed=2, requires_grad=True)
 
@@ -244,7 +234,7 @@ def test_the_cpu_among_them(devices, place, monkeypatch):
     """What comes from there is used on other streams than it came on, which soon bring more."""
     monkeypatch.setattr(StreamPool, "COPIES", 2)
     for k, mode in enumerate(MODES):
-        model = wrap(
+        model = wrapped(
             [layers("linear") for _ in place],
             [d if d == "cpu" else devices[d] for d in place],
             chunks=6,
@@ -258,7 +248,7 @@ class Between(nn.Sequential):
 
     def __init__(self, devices, mode):
         one, other = (
-            wrap([layers("shifted", "linear") for _ in order], order, mode=mode)
+            wrapped([layers("shifted", "linear") for _ in order], order, mode=mode)
             for order in (devices, devices[::-1])
         )
         super().__init__(one, nn.Linear(WIDTH, WIDTH).double().to(devices[-1]), other)
@@ -297,7 +287,7 @@ def others(devices):
 def test_the_caller_changes_its_streams(devices, place, when):
     for k, mode in enumerate(MODES):
         made = [layers("linear"), layers("stopped", "shifted"), layers("linear", "tanh")]
-        model = wrap(made, [devices[d] for d in place], mode=mode)
+        model = wrapped(made, [devices[d] for d in place], mode=mode)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = batch(6).to(devices[0])
         with own_streams(devices), observe(jitter=k) as seen:
@@ -338,7 +328,7 @@ class Buffered(nn.Module):
 @pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1], [0, 0, 0]], ids=str)
 def test_a_layer_that_returns_the_same_memory(devices, place):
     made = [layers("linear"), [Buffered()], layers("linear")]
-    model = wrap(made, [devices[d] for d in place])
+    model = wrapped(made, [devices[d] for d in place])
     for way in ("no_grad", "inference_mode"):
         verify(model, batch(6), way=way, steps=1)
 
@@ -356,7 +346,7 @@ def test_a_layer_that_fails(devices, place, mode):
         return x
 
     made = [layers("linear", "tanh"), [Apply(failing), *layers("shifted")], layers("linear")]
-    model = wrap(made, [devices[d] for d in place], mode=mode)
+    model = wrapped(made, [devices[d] for d in place], mode=mode)
     x = batch(6).to(devices[0])
     with observe(jitter=0) as seen:
         with pytest.raises(ArithmeticError):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.size import some
 from tests.virtual.models import LAYERS, WIDTH, Apply
 from torchgpipe import GPipe
@@ -56,13 +56,6 @@ def made(*names):
 ALL = [[*DRAWING][:4], [*DRAWING][2:]]
 
 
-def wrap(module, places, chunks, mode="never"):
-    n = len(places)
-    balance = [len(module) // n] * (n - 1)
-    balance.append(len(module) - sum(balance))
-    return GPipe(module, balance, devices=places, chunks=chunks, checkpoint=mode)
-
-
 def seed(devices, home):
     """Has all generators differ, but for that of the device where the numbers come from."""
     for k, device in enumerate(devices):
@@ -100,9 +93,9 @@ def test_same_on_any_devices(devices, place, chunks):
         if chunks == 1:
             expected = step(made(*names).to(devices[0]), devices[0], devices)
         else:
-            expected = step(wrap(made(*names), devices[:1], chunks), devices[0], devices)
+            expected = step(wrap(made(*names), devices[:1], "never", chunks), devices[0], devices)
         for k, mode in enumerate(MODES):
-            model = wrap(made(*names), [devices[d] for d in place], chunks, mode)
+            model = wrap(made(*names), [devices[d] for d in place], mode, chunks)
             with observe(jitter=k) as seen:
                 found = step(model, devices[place[0]], devices)
             assert same(found, expected), mode
@@ -122,7 +115,7 @@ def test_layer_that_fails_leaves_all_generators_as_found(devices, place, call):
 
     module = made()
     module[-1] = Apply(failing)
-    model = wrap(module, [d if d == "cpu" else devices[d] for d in place], 3, "always")
+    model = wrap(module, [d if d == "cpu" else devices[d] for d in place])
     seed(devices, devices[0])
     before = {device: get_state(device) for device in [CPU, *devices]}
     with pytest.raises(ArithmeticError):
@@ -166,13 +159,13 @@ def test_each_type_of_device_has_numbers_of_its_own(devices, place, chunks):
         return [x.detach().cpu() for x in [output, *gradients]] + [states[x] for x in homes]
 
     for names in ALL:
-        expected = run(wrap(made(*names), one, chunks), [CPU, devices[5]])
+        expected = run(wrap(made(*names), one, "never", chunks), [CPU, devices[5]])
         if chunks == 1:
-            plain = Moving(wrap(made(*names), one, 1))
+            plain = Moving(wrap(made(*names), one, "never", 1))
             assert same(run(plain, [CPU, devices[5]]), expected)
         for k, mode in enumerate(MODES):
             with observe(jitter=k) as seen:
-                assert same(run(wrap(made(*names), places, chunks, mode), homes), expected), mode
+                assert same(run(wrap(made(*names), places, mode, chunks), homes), expected), mode
             assert_no_races(seen)
 
 
@@ -187,7 +180,7 @@ def test_wrappers_in_several_threads(devices, make):
     places = [[d if d == "cpu" else devices[d] for d in x] for x in ([0, 1], [1, 0], [0, "cpu"])]
     # A recomputation is not kept apart from what other threads draw on an accelerator.
     mode = "never" if make is made else "always"
-    models = [wrap(make(), place, 3, mode) for place in [*places, places[-1][::-1]]]
+    models = [wrap(make(), place, mode) for place in [*places, places[-1][::-1]]]
     before = {device: get_state(device) for device in [CPU, *devices]}
 
     def train(model):
@@ -219,7 +212,7 @@ def test_training_of_another_wrapper_within_a_layer(devices):
     def draw(x):
         return x * torch.rand(()).item() * x.tanh()
 
-    other = wrap(nn.Sequential(Apply(draw), Apply(draw)), devices[:2], 1, "always")
+    other = wrap(nn.Sequential(Apply(draw), Apply(draw)), devices[:2], chunks=1)
 
     def train(x):
         with torch.enable_grad():
@@ -228,7 +221,7 @@ def test_training_of_another_wrapper_within_a_layer(devices):
         return x + given.grad.cpu()
 
     module = nn.Sequential(Apply(train), Apply(torch.tanh))
-    model = wrap(module, ["cpu", "cpu"], 2, "always")
+    model = wrap(module, ["cpu", "cpu"], chunks=2)
     run_in_threads([lambda: model(torch.rand(4, WIDTH, requires_grad=True)).sum().backward()])
 
 
@@ -248,7 +241,7 @@ def test_backward_of_another_wrapper_within_a_layer(devices, place):
         module = made()
         module[-1] = Apply(gradient)
         # With more, a CPU partition would draw from the CPU's generator beside the layer.
-        model = wrap(module, places, 1, mode)
+        model = wrap(module, places, mode, 1)
         x = torch.ones(4, WIDTH, device=model.devices[0], dtype=torch.double)
 
         def train(model=model, x=x):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
-from tests.virtual.stages import SEEDS, wrap
+from tests.support.helpers import MODES, assert_no_races, wrap
+from tests.virtual.stages import SEEDS
 from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import observe
@@ -57,7 +57,7 @@ def layer(j, skips):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_what_is_copied_between_devices(devices, name, mode, requires_grad):
     n, m, skips = 4, 5, LAYOUTS[name]
-    model = wrap([layer(j, skips) for j in range(n)], devices[:n], m, mode)
+    model = wrap([layer(j, skips) for j in range(n)], devices[:n], mode, m)
     x = torch.rand(ROWS * m, WIDTH, device=devices[0], requires_grad=requires_grad)
     with observe(jitter=0) as seen:
         output = model(x)
@@ -86,7 +86,7 @@ def test_what_is_copied_between_devices(devices, name, mode, requires_grad):
 def test_gradients_leave_in_the_order_in_which_they_are_needed(devices, mode):
     """Those of skips before the value's, else they came in any order to where all of them go."""
     n, m, skips = 4, 5, LAYOUTS["several to one"]
-    model = wrap([layer(j, skips) for j in range(n)], devices[:n], m, mode)
+    model = wrap([layer(j, skips) for j in range(n)], devices[:n], mode, m)
     with observe(jitter=0, bandwidth={(3, j): 1e3 for j in range(3)}) as seen:
         model(torch.rand(ROWS * m, WIDTH, device=devices[0])).sum().backward()
     targets = [int(span.name[-1]) for span in seen.spans]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.support.helpers import MODES, assert_no_races
-from tests.virtual.stages import SEEDS, Stage, limit, makespans, own_streams, wrap
+from tests.support.helpers import MODES, assert_no_races, wrap
+from tests.virtual.stages import SEEDS, Stage, limit, makespans, own_streams
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.testing import observe
 
@@ -190,7 +190,7 @@ class Called:
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8)])
 def test_dicts_take_no_more_time(devices, n, m, requires_grad, mode):
-    model = wrap([DictStage() for _ in range(n)], devices[:n], m, mode)
+    model = wrap([DictStage() for _ in range(n)], devices[:n], mode, m)
     for seed in SEEDS[requires_grad::2]:
         with own_streams(devices, wanted=seed % 2 == 1):
             found = makespans(Called(model, requires_grad), seed=seed, requires_grad=requires_grad)
@@ -211,6 +211,8 @@ class FrozenStage(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_stages_before_what_is_trained_take_no_time_in_backward(devices, mode):
-    model = wrap([FrozenStage(), FrozenStage(), DictStage(), DictStage()], devices[:4], 8, mode)
+    model = wrap(
+        [FrozenStage(), FrozenStage(), DictStage(), DictStage()], devices[:4], mode, chunks=8
+    )
     (found,) = makespans(Called(model, requires_grad=False), seed=0, steps=1)
     assert found == limit(mode, 2, 8) + 2

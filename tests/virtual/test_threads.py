@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.long_runs import run_in_threads, verify_nothing_stays
-from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
 WIDTH = 4
@@ -22,10 +21,6 @@ def issuer(request, monkeypatch):
     monkeypatch.setattr(
         "torchgpipe.engine.workers.has_streams", lambda device: request.param == "caller"
     )
-
-
-def wrap(module, devices, mode="always"):
-    return GPipe(module, [2, 2], devices=devices, chunks=2, checkpoint=mode)
 
 
 def layers(between=None):

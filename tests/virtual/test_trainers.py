@@ -194,7 +194,7 @@ def test_transformers(devices, monkeypatch, capsys):
     # Or the plain model's head would not share its weight any more, once it is moved.
     swaps = "torch.nn.modules.module.torch.__future__.get_swap_module_params_on_conversion"
     monkeypatch.setattr(swaps, lambda: True)
-    status = with_transformers.main(["--epochs", "2", "--rows", "48"])
+    status = with_transformers.main(["--epochs", "2", "--rows", "16"])
     printed = capsys.readouterr().out
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     assert status == 0, printed

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.models import amoebanetd, gpt, unet
-from tests.benchmarks import soak
 from tests.benchmarks.models import count
+from tests.support.size import soak
 
 
 def rounded(number, published):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.models.experiments import ABLATION, MEMORY, SCALE, SPEED, build, samples, scaled
-from tests.benchmarks import soak
+from tests.support.size import soak
 
 EVERY = [x for listed in (*SPEED.values(), *MEMORY.values(), [ABLATION]) for x in listed]
 

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import models
 from benchmarks.models import gpt, unet
-from tests.benchmarks import soak
 from tests.benchmarks.models import NAMES, children, make
 from tests.support.helpers import plain
+from tests.support.size import soak
 from torchgpipe import GPipe
 from torchgpipe.skip import verify_skippables
 from torchgpipe.skip.skippable import skips

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.report.machine import ROOT
 from benchmarks.suites.overhead import parsed, settings
-from tests.benchmarks import soak
+from tests.support.size import soak
 
 pytestmark = pytest.mark.usefixtures("prompt")
 

@@ -19,7 +19,7 @@ from benchmarks.rivals.convergence import Course, Outcome, Variant, count, group
 from benchmarks.suites import transparency
 from benchmarks.suites.tables.transparency import compared
 from benchmarks.suites.transparency import MODELS, summarise
-from tests.benchmarks import soak
+from tests.support.size import soak
 from torchgpipe.testing import UnavailableError
 
 Image = pytest.importorskip("PIL.Image")

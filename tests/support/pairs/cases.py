@@ -9,7 +9,6 @@ import os
 import tempfile
 import traceback
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -42,6 +41,7 @@ from tests.support.pairs.parallel import (
     within_parent,
 )
 from tests.support.pairs.shards import sharded, tensor_parallel
+from tests.support.size import rotated
 
 
 def _named(function, **how):
@@ -54,15 +54,15 @@ CASES = dict(
         *[
             _named(parallel, make=make, mode=mode, setting=setting)
             for make, mode, setting in [
-                *product([plain], MODES, SETTINGS),
-                *product([skips], MODES, ["default", "find unused", "static graph"]),
-                *product([unused, tied], ["never", "always"], ["default", "static graph"]),
+                *rotated([plain], MODES, SETTINGS),
+                *rotated([skips], MODES, ["default", "find unused", "static graph"]),
+                *rotated([unused, tied], ["never", "always"], ["default", "static graph"]),
             ]
         ],
         *[_named(parallel, make=plain, mode=mode, setting="default", cap=25) for mode in MODES],
         *[
             _named(function, mode=mode)
-            for function, mode in product(
+            for function, mode in rotated(
                 [
                     random_numbers,
                     unused_by_default,
@@ -77,11 +77,11 @@ CASES = dict(
         ],
         *[
             _named(batch_norm, mode=mode, deferred=deferred)
-            for mode, deferred in product(MODES, [False, True])
+            for mode, deferred in rotated(MODES, [False, True])
         ],
         *[
             _named(hooked, mode=mode, hook=hook)
-            for mode, hook in product(
+            for mode, hook in rotated(
                 MODES, [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook]
             )
         ],
@@ -91,7 +91,7 @@ CASES = dict(
         _named(sharded, mode="always", what="all"),
         *[
             _named(sharded, mode=mode, what=what, reshard_after_forward=reshard)
-            for mode, (what, reshard) in product(
+            for mode, (what, reshard) in rotated(
                 # What is gathered for all of the model has to stay until backward is over.
                 MODES,
                 [("layers", True), ("partitions and all", None), ("parent", None)],

@@ -4,10 +4,11 @@ import torch
 from torch import distributed, nn
 from torch.testing import assert_close
 
-from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 
-RANKS, CHUNKS, STEPS = 2, 3, 2
+RANKS, STEPS = 2, 2
+#: Of two partitions.
+PLACES = ["cpu"] * 2
 #: Several buckets of gradients, even for tiny models.
 TINY = 1e-5
 
@@ -95,18 +96,6 @@ def norms():
 def blocks():
     return nn.Sequential(
         *[nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(4)]
-    )
-
-
-def wrap(layers, mode, chunks=CHUNKS, **how):
-    first = len(layers) // 2
-    return GPipe(
-        layers,
-        [first, len(layers) - first],
-        devices=["cpu"] * 2,
-        chunks=chunks,
-        checkpoint=mode,
-        **how,
     )
 
 

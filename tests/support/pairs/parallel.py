@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.support.helpers import wrap
 from tests.support.pairs.models import (
+    PLACES,
     RANKS,
     STEPS,
     TINY,
@@ -26,7 +28,6 @@ from tests.support.pairs.models import (
     skips,
     train,
     unused,
-    wrap,
 )
 
 SETTINGS = {
@@ -44,13 +45,13 @@ def parallel(rank, make, mode, setting, cap=TINY):
     how = SETTINGS[setting]
     if make is unused and setting in ("default", "bucket view", "accumulate"):
         how = how | {"find_unused_parameters": True}
-    model = DistributedDataParallel(wrap(layers, mode), bucket_cap_mb=cap, **how)
+    model = DistributedDataParallel(wrap(layers, PLACES, mode), bucket_cap_mb=cap, **how)
     train(rank, model, reference, batches=3 if setting == "accumulate" else 1)
 
 
 def random_numbers(rank, mode):
     """Each process has its own; the gradients are the mean of those that each has alone."""
-    model = DistributedDataParallel(wrap(dropout().double(), mode), bucket_cap_mb=TINY)
+    model = DistributedDataParallel(wrap(dropout().double(), PLACES, mode), bucket_cap_mb=TINY)
     alone = copy.deepcopy(model.module)
     for k in range(STEPS):
         x = part(batch(), rank)
@@ -67,7 +68,7 @@ def random_numbers(rank, mode):
 
 def unused_by_default(rank, mode):
     """Is an error of the second step, as around the plain model."""
-    for layers in (unused().double(), wrap(unused().double(), mode)):
+    for layers in (unused().double(), wrap(unused().double(), PLACES, mode)):
         model = DistributedDataParallel(layers)
         loss(model(part(batch(), rank))).backward()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
@@ -78,7 +79,7 @@ def batch_norm(rank, mode, deferred):
     """Normalises by the micro-batches of each process; the running statistics are the first's."""
     layers = norms().double()
     reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, mode, 2, deferred_batch_norm=deferred))
+    model = DistributedDataParallel(wrap(layers, PLACES, mode, 2, deferred_batch_norm=deferred))
     others = [copy.deepcopy(layers[1].running_mean) for _ in range(RANKS)]
     for _ in range(STEPS):
         model.zero_grad()
@@ -102,7 +103,7 @@ def communicating(rank, mode):
     reference = copy.deepcopy(layers)
     for layer in reference[1::2]:
         layer.alone = True
-    model = DistributedDataParallel(wrap(layers, mode, 2))
+    model = DistributedDataParallel(wrap(layers, PLACES, mode, 2))
     for _ in range(STEPS):
         model.zero_grad()
         reference.zero_grad()
@@ -119,7 +120,7 @@ def uneven_shards(rank, mode):
     """The mean over processes is that of all rows if each weighs as many rows as it has."""
     layers = plain().double()
     reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, mode))
+    model = DistributedDataParallel(wrap(layers, PLACES, mode))
     x = batch()
     output = model(x[:5] if rank == 0 else x[5:])
     (loss(output) * RANKS * len(output) / len(x)).backward()
@@ -129,7 +130,7 @@ def uneven_shards(rank, mode):
 
 def uneven_batches(rank, mode):
     """Who has no more batches takes part in the gradients of others, within Join."""
-    model = DistributedDataParallel(wrap(plain().double(), mode))
+    model = DistributedDataParallel(wrap(plain().double(), PLACES, mode))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Join([model]):
         for _ in range(1 + 2 * rank):
@@ -146,7 +147,7 @@ def hooked(rank, mode, hook):
     """Hooks of the communication."""
     layers = plain()
     reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, mode), bucket_cap_mb=TINY)
+    model = DistributedDataParallel(wrap(layers, PLACES, mode), bucket_cap_mb=TINY)
     model.register_comm_hook(None, hook)
     for _ in range(STEPS):
         model.zero_grad()
@@ -160,7 +161,7 @@ def hooked(rank, mode, hook):
 def clipped(rank, mode):
     layers = plain().double()
     reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, mode))
+    model = DistributedDataParallel(wrap(layers, PLACES, mode))
     x = batch()
     loss(model(part(x, rank))).backward()
     loss(reference(x)).backward()
@@ -170,7 +171,7 @@ def clipped(rank, mode):
 
 
 def within_parent(rank, mode):
-    parent = nn.Sequential(nn.Linear(4, 4), wrap(skips(), mode), nn.Linear(4, 1)).double()
+    parent = nn.Sequential(nn.Linear(4, 4), wrap(skips(), PLACES, mode), nn.Linear(4, 1)).double()
     reference = copy.deepcopy(parent)
     train(rank, DistributedDataParallel(parent, bucket_cap_mb=TINY), reference)
 
@@ -189,7 +190,7 @@ def failing(rank, mode):
     layers = plain().double()
     layers[3] = Fails()
     reference = copy.deepcopy(layers)
-    model = wrap(layers, mode)
+    model = wrap(layers, PLACES, mode)
     short = distributed.new_group(timeout=datetime.timedelta(seconds=0.5))
     layers[3].fails = rank == 1
     one = DistributedDataParallel(model, process_group=short)
@@ -209,7 +210,7 @@ def failing(rank, mode):
 def forking_loader(rank, mode):
     layers = plain().double()
     reference = copy.deepcopy(layers)
-    model = DistributedDataParallel(wrap(layers, mode))
+    model = DistributedDataParallel(wrap(layers, PLACES, mode))
     data = batch(24)
     samplers = [DistributedSampler(data, RANKS, rank), DistributedSampler(data, 1, 0)]
     how = [{"num_workers": 1, "multiprocessing_context": "fork"}, {}]

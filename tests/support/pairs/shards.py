@@ -13,13 +13,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing import assert_close
 
-from tests.support.pairs.models import RANKS, STEPS, batch, blocks, loss, part, wrap
+from tests.support.helpers import wrap
+from tests.support.pairs.models import PLACES, RANKS, STEPS, batch, blocks, loss, part
 
 
 def sharded(rank, mode, what, **how):
     """FSDP2: gradients and weights are shards of those of one process."""
     reference = blocks().double()
-    model = wrap(copy.deepcopy(reference), mode)
+    model = wrap(copy.deepcopy(reference), PLACES, mode)
     how["mesh"] = init_device_mesh("cpu", (RANKS,))
     parts = {"layers": model, "partitions": model.partitions}
     for each in parts.get(what.split()[0], ()):
@@ -53,4 +54,4 @@ def tensor_parallel(rank, mode):
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in layers:
         parallelize_module(layer, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    steps_of_shards(rank, wrap(layers, mode), reference, split=False)
+    steps_of_shards(rank, wrap(layers, PLACES, mode), reference, split=False)

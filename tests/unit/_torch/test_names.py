@@ -1,13 +1,12 @@
 """Private names of PyTorch: a canary for each, and what is lost where one is missing."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support import fresh
 from torchgpipe import GPipe, _torch
 from torchgpipe._torch import names
 from torchgpipe._torch.names import ATTRIBUTES, NAMES, Name, has, look_up
@@ -75,7 +74,7 @@ for name in gone:
     delattr(torch._C, name)
 import torchgpipe
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    assert fresh.run(program) == (0, "", "")
 
 
 #: Features, and a name that each cannot do without.

@@ -6,7 +6,6 @@ runs in one of its own.
 
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -14,20 +13,11 @@ from textwrap import dedent
 import pytest
 import torch
 
+from tests.support import fresh
 from torchgpipe import _torch, testing
 from torchgpipe.testing import build
 
 ROOT = Path(__file__).parents[3]
-
-
-def run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +31,9 @@ def python():
         pytest.skip(str(error))
 
     def python(program):
-        done = run("-c", program)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        status, out, err = fresh.run(program)
+        assert status == 0, err
+        return out
 
     return python
 
@@ -237,15 +227,18 @@ def test_skipped_where_unavailable(tmp_path):
     code = block.partition(".. code-block:: python")[2]
     (tmp_path / "conftest.py").write_text(dedent(code))
     (tmp_path / "test_it.py").write_text("def test_it(devices): pass\n")
-    tests = "tests/virtual/test_observe.py", str(tmp_path)
-    arguments = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *tests)
-    done = run(*arguments, CXX="/nonexistent", TORCHGPIPE_REQUIRE_VIRTUAL="")
-    assert done.returncode == 0, done.stdout
-    assert "passed" not in done.stdout
+    arguments = ["-q", "-rs", "-p", "no:cacheprovider", "tests/virtual/test_observe.py"]
+    status, out, err = fresh.run(f"""
+import os, pytest, sys
+os.environ |= {{"CXX": "/nonexistent", "TORCHGPIPE_REQUIRE_VIRTUAL": ""}}
+sys.exit(pytest.main({[*arguments, str(tmp_path)]}))
+""")
+    assert status == 0, out + err
+    assert "passed" not in out
     reason = "need the C++ compiler that the environment names (CXX: '/nonexistent')"
-    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    skipped = [line for line in out.splitlines() if line.startswith("SKIPPED")]
     for file in ("test_observe.py", "test_it.py"):
-        assert any(file in line and reason in line for line in skipped), done.stdout
+        assert any(file in line and reason in line for line in skipped), out
 
 
 def test_fails_where_required(monkeypatch):

@@ -1,0 +1,93 @@
+"""The unit tests mirror the package: each module has its file here, and each file its module."""
+
+from pathlib import Path
+
+import pytest
+
+import torchgpipe
+
+UNIT = Path(__file__).parent
+TESTS = UNIT.parent
+PACKAGE = Path(torchgpipe.__file__).parent
+
+#: About the package as a whole.
+OF_ALL = {"test_documents", "test_layout", "test_prose", "test_rooms"}
+
+#: Modules, or whole rooms, that are tested elsewhere: where, below tests.
+ELSEWHERE = {
+    "ambient/autocast": "behaviour/test_autocast.py",
+    "ambient/nesting": "unit/ambient/test_random_numbers.py",
+    "ambient/notes": "unit/engine/test_cell.py",
+    "ambient/thread": "behaviour/test_unwinding.py",
+    "ambient/transforms": "behaviour/test_functional.py",
+    "autograd/ends": "behaviour/test_failures.py",
+    "autograd/recompute": "unit/engine/test_cell.py",
+    "autograd/versions": "unit/recompute/test_layers.py",
+    "balance/storages": "behaviour/test_memory.py",
+    "devices/measures": "unit/balance/test_profile.py",
+    "engine/stages": "unit/engine/test_lanes.py",
+    "engine/step": "unit/engine/test_pipeline.py",
+    "partition/arguments": "unit/test_gpipe.py",
+    "partition/sharding": "behaviour/test_sharding.py",
+    "recompute/input": "behaviour/test_in_place.py",
+    "recompute/phase": "unit/recompute/test_checkpoint.py",
+    "recompute/slots": "behaviour/test_recomputation.py",
+    "schedule": "schedule",
+    "skip/namespace": "unit/skip/test_skippable.py",
+    "skip/tracker": "unit/skip/test_skippable.py",
+    "testing/build": "unit/testing/test_loading.py",
+    "testing/busy": "virtual/test_clock.py",
+    "testing/device_module": "virtual/test_device.py",
+    "testing/observe": "virtual/test_observe.py",
+    "testing/recurrent": "virtual/test_zoo.py",
+    "testing/report": "virtual/test_races.py",
+    "testing/settings": "virtual/test_clock.py",
+    "testing/trace": "virtual/test_clock.py",
+    "values/structure": "behaviour/test_structures.py",
+}
+
+#: Modules as "room/name"; a package itself has the name of its room.
+MODULES = {
+    str(path.relative_to(PACKAGE).with_suffix(""))
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py"
+}
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+
+#: Files of tests, by what their names say that they are about.
+FILES = {
+    str(path.relative_to(UNIT).with_name(path.stem.removeprefix("test_"))): path
+    for path in UNIT.rglob("test_*.py")
+    if path.parent != UNIT or path.stem not in OF_ALL
+}
+
+
+def module_of(name):
+    """The module whose name a file has, with or without a suffix; None if there is no such."""
+    room, _, end = name.rpartition("/")
+    if room == end and room in ROOMS:
+        return name
+    words = end.split("_")
+    names = ["/".join(filter(None, (room, "_".join(words[:k])))) for k in range(len(words), 0, -1)]
+    return next((x for x in names if x in MODULES), None)
+
+
+def listed(module):
+    return module if module in ELSEWHERE else module.partition("/")[0]
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_file_has_a_module(name):
+    assert module_of(name) is not None, f"no module for {FILES[name]}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_module_has_a_file(module):
+    tested = module in map(module_of, FILES)
+    assert tested != (listed(module) in ELSEWHERE), f"{module}: one of a file and an entry"
+
+
+@pytest.mark.parametrize("module", ELSEWHERE)
+def test_what_is_listed_is_there(module):
+    assert module in MODULES | ROOMS
+    assert (TESTS / ELSEWHERE[module]).exists()
