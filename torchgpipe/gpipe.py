@@ -21,8 +21,9 @@ from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import checked_balance, checked_devices, is_positive_int
+from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.sharding import verify_sharding
-from torchgpipe.partition.split import place, split_module, verify_module, verify_placement
+from torchgpipe.partition.split import split_module, verify_module
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments

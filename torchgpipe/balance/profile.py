@@ -31,7 +31,8 @@ from torchgpipe.devices.streams import (
     canonical_device,
     use_device,
 )
-from torchgpipe.partition.split import place, verify_module
+from torchgpipe.partition.placement import place
+from torchgpipe.partition.split import verify_module
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch, scatter

@@ -1,3 +1,3 @@
-"""Which layer is on which device: models are checked, cut into partitions, and placed."""
+"""How a model becomes partitions: arguments are checked, layers are cut, and placed on devices."""
 
 __all__: list[str] = []
