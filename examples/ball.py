@@ -1,4 +1,4 @@
-"""A small task for the examples: is a point within a ball? And how a plain loop learns it."""
+"""A small task for the examples: is a point within a ball? And a plain loop that learns it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plainly(model: nn.Module, epochs: int, accumulate: int, rows: int = 768) -> 
         for k, (x, y) in enumerate(data, start=1):
             loss = F.cross_entropy(model(x), y)
             (loss / accumulate).backward()
-            # What is left over at the end of an epoch makes a step, too, as trainers have it.
+            # The last mini-batches of an epoch make a step even if they are fewer, as in trainers.
             if k % accumulate == 0 or k == len(data):
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
@@ -40,7 +40,7 @@ def plainly(model: nn.Module, epochs: int, accumulate: int, rows: int = 768) -> 
 
 
 def compare(trainer: str, found: list[float], expected: list[float], bound: float) -> int:
-    """Prints mean losses of epochs; returns 0 if all are those of the plain loop, and they fall."""
+    """Print mean losses of epochs; return 0 if all are as in the plain loop, and they fall."""
     columns = [torch.tensor(x).view(-1, len(loader())).mean(1).tolist() for x in (found, expected)]
     print(f"{'epoch':>5}  {trainer:>10}  {'plain':>9}")
     for epoch, (mine, theirs) in enumerate(zip(*columns), start=1):

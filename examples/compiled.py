@@ -1,8 +1,8 @@
-"""Trains a model whose blocks PyTorch compiles, under GPipe and as it is, side by side.
+"""Train a model whose blocks PyTorch compiles, under GPipe and as it is, side by side.
 
-Each block is compiled in place before wrapping. All are of one class, so they share its graphs: one
-for the first size, and one for any, once mini-batches differ. The plain model is not compiled, and
-sees the same mini-batches.
+Each block is compiled in place before wrapping. All blocks are of one class, so they share its
+graphs: one for the first size, and one for any size once mini-batches differ. The plain model is
+not compiled, and sees the same mini-batches.
 
     python -m examples.compiled
     python -m examples.compiled --backend aot_eager    # on a CPU without a C++ compiler
@@ -27,7 +27,7 @@ FEATURES, WIDTH, CLASSES = 16, 32, 4
 
 
 class Block(nn.Module):
-    """What is compiled."""
+    """A residual block, which is compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def classifier() -> nn.Sequential:
 
 
 def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[float], list[int]]:
-    """Trains a model; returns the losses, and how many graphs there were after each step."""
+    """Train a model; return the losses, and the number of graphs after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.005)
     losses, graphs = [], []
     for x, y in batches:
@@ -60,12 +60,12 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains both models; returns 0 if losses are equal, and fall, and compiling has an end."""
-    parser = argparse.ArgumentParser(description="Trains a model whose blocks are compiled.")
+    """Train both models; return 0 if losses are equal, and fall, and compiling has an end."""
+    parser = argparse.ArgumentParser(description="Train a model whose blocks are compiled.")
     parser.add_argument("--steps", type=at_least(1), default=60, help="mini-batches")
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", default="inductor", help="the backend of torch.compile")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)

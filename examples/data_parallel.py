@@ -1,16 +1,17 @@
-"""Trains one model in several processes, each of which runs it under GPipe on its own devices.
+"""Train one model in several processes, each of which runs it under GPipe on its own devices.
 
-DistributedDataParallel goes around GPipe: the process number r has a copy of the model over the
-accelerators r * n to r * n + n - 1 of its machine (or on the CPU, if there are too few), takes its
-part of each batch, and gets the mean of all gradients. The same model without either sees the whole
-batches, so gradients and losses have to be equal, up to rounding. Gradients of several batches are
-accumulated without communication, and the first process saves what the plain model loads.
+DistributedDataParallel goes around GPipe: process r has a copy of the model over the accelerators
+r * n to r * n + n - 1 of its machine (or on the CPU, if there are too few), takes its part of each
+batch, and gets the mean of all gradients. The plain model, without GPipe and
+DistributedDataParallel, sees the whole batches, so gradients and losses have to be equal, up to
+rounding. Gradients of several batches are accumulated without communication, and the plain model
+loads what the first process saves.
 
     torchrun --nproc-per-node 2 -m examples.data_parallel
     torchrun --nproc-per-node 2 -m examples.data_parallel --checkpoint always --accumulate 4
     python -m examples.data_parallel
 
-It needs nothing but torch and torchgpipe.
+This example needs nothing but torch and torchgpipe.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ BATCH = 64
 
 
 def layers(width: int = 32) -> nn.Sequential:
-    """What is to be trained, in double precision since it is compared."""
+    """The model, in double precision since its gradients are compared."""
     hidden = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)]
     return nn.Sequential(nn.Linear(2, width), *hidden, nn.Linear(width, 3)).double()
 
 
 def spirals(rows: int) -> TensorDataset:
-    """Points of three spirals in the plane, and which one each is of."""
+    """Points of three spirals in the plane, and the spiral of each point."""
     spiral = torch.arange(rows) % 3
     radius = torch.rand(rows, dtype=torch.double)
     angle = 2 * math.pi * (radius + spiral / 3) + torch.randn(rows) / 10
@@ -65,10 +66,10 @@ def places() -> list[torch.device]:
 
 
 def join_others(device: torch.device) -> None:
-    """Starts the communication with the other processes, by what the device calls for."""
+    """Start the communication with the other processes, by the backend for the device."""
     backend = distributed.get_default_backend_for_device(device)
     if "RANK" in os.environ:
-        distributed.init_process_group(backend)  # torchrun tells the rest
+        distributed.init_process_group(backend)  # torchrun has set the rest
     else:
         distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
 
@@ -76,7 +77,7 @@ def join_others(device: torch.device) -> None:
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """A training step on several batches of this process; returns their mean loss."""
+    """Make a training step on several batches of this process; return their mean loss."""
     optimizer.zero_grad()
     total = torch.zeros((), dtype=torch.double)
     for k, (points, spiral) in enumerate(batches, start=1):
@@ -92,13 +93,13 @@ def step(
 
 
 def loader(data: TensorDataset, processes: int, process: int) -> DataLoader[list[Tensor]]:
-    """One process's part of the batches; their points are the same for any number of processes."""
+    """A process's part of the batches, which are the same for any number of processes."""
     sampler = DistributedSampler(data, processes, process, seed=0)
     return DataLoader(data, BATCH // processes, sampler=sampler, drop_last=True)
 
 
 def saved(model: DistributedDataParallel) -> nn.Sequential:
-    """The model as one that knows of neither reads it from a file."""
+    """The plain model, which loads the weights of the trained one from a file."""
     plain = layers()
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model.module.module.state_dict(), f"{folder}/model.pt")
@@ -113,7 +114,7 @@ def differ(ones: Iterable[Tensor | None], others: Iterable[Tensor | None]) -> fl
 
 
 def train(options: argparse.Namespace, devices: list[torch.device]) -> tuple[float, list[float]]:
-    """Trains with and without; returns the largest difference, and the loss of each epoch."""
+    """Train both models; return the largest difference, and the loss of each epoch."""
     process, processes = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     data = spirals(options.rows)
@@ -153,7 +154,7 @@ def train(options: argparse.Namespace, devices: list[torch.device]) -> tuple[flo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains the model; returns 0 if it trained as the plain one does on whole batches."""
+    """Train the model; return 0 if it trained as the plain one does on whole batches."""
     parser = argparse.ArgumentParser(description="DistributedDataParallel around GPipe.")
     parser.add_argument("--epochs", type=at_least(1), default=30)
     parser.add_argument("--rows", type=at_least(BATCH), default=768)

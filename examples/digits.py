@@ -1,4 +1,4 @@
-"""Trains two models on handwritten digits, under GPipe and as they are, side by side.
+"""Train two models on handwritten digits, under GPipe and as they are, side by side.
 
 Each model is an nn.Sequential over four partitions, which sit on the accelerators of this machine,
 or on the CPU if it has none. The same model without GPipe starts from the same weights and sees the
@@ -41,7 +41,7 @@ def convolution(inputs: int, outputs: int) -> nn.Sequential:
 
 @skippable(stash=["features"])
 class Down(nn.Module):
-    """Computes features, stashes them as fine as they are, and passes them on at half the size."""
+    """Compute features, stash them at full size, and pass them on at half the size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Down(nn.Module):
 
 @skippable(pop=["features"])
 class Up(nn.Module):
-    """Joins what comes from the coarser level with the features of this one."""
+    """Join the output of the coarser level with the features of this level."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Up(nn.Module):
 
 
 def unet() -> nn.Sequential:
-    """A small U-Net: the finer the features, the longer the way that they skip."""
+    """A small U-Net, in which finer features skip over more layers."""
     fine, coarse = Namespace(), Namespace()
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
@@ -83,7 +83,7 @@ def unet() -> nn.Sequential:
 
 
 class Tokens(nn.Module):
-    """Cuts an image of 8 by 8 into 9 overlapping patches of 4 by 4, each a token with its place."""
+    """Cut an image of 8 by 8 into 9 overlapping patches of 4 by 4, each a token with its place."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    """A training step; returns its loss."""
+    """Make a training step; return its loss."""
     optimizer.zero_grad()
     output = model(x)
     loss = F.cross_entropy(output, y.to(output.device))
@@ -130,7 +130,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The part of the images whose digit the model tells, in percent."""
+    """The share of images whose digit the model tells, in percent."""
     model.eval()
     with torch.no_grad():
         right = model(x).argmax(1).cpu() == y
@@ -139,23 +139,23 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 class Result(NamedTuple):
-    """What became of a model trained with and without GPipe."""
+    """The result of training a model with and without GPipe."""
 
     difference: float
     """The largest difference between their losses at any step."""
     losses: list[float]
     """The mean loss of each epoch, with GPipe."""
     accuracy: float
-    """On images that it was not trained on, in percent, with GPipe."""
+    """The accuracy on images that the model was not trained on, in percent, with GPipe."""
 
     def is_right(self) -> bool:
-        """Whether it trained as it should."""
+        """Whether the model trained as it should."""
         falling = self.losses[-1] < self.losses[0] / 2
         return self.difference < 1e-4 and falling and self.accuracy > 97
 
 
 def train(name: str, make: Callable[[], nn.Sequential], options: argparse.Namespace) -> Result:
-    """Trains a model with and without GPipe, side by side."""
+    """Train a model with and without GPipe, side by side."""
     torch.manual_seed(0)
     # In double precision: training amplifies the rounding of single precision beyond any bound.
     module, devices = make().double(), places(PARTITIONS)
@@ -212,7 +212,7 @@ def train(name: str, make: Callable[[], nn.Sequential], options: argparse.Namesp
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Trains two models on digits, with and without GPipe."
+        description="Train two models on digits, with and without GPipe."
     )
     parser.add_argument("--epochs", type=at_least(1), default=12)
     parser.add_argument("--lr", type=float, default=0.003, help="the highest learning rate")
@@ -222,13 +222,13 @@ def parser() -> argparse.ArgumentParser:
         "--threads",
         type=at_least(1),
         default=1,
-        help="of an operator on the CPU; small ones need no more",
+        help="threads of an operator on the CPU; small operators need no more",
     )
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains both models; returns 0 if both trained as they should."""
+    """Train both models; return 0 if both trained as they should."""
     options = parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     results = [

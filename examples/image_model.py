@@ -1,9 +1,9 @@
-"""Trains a ResNet of timm under GPipe, beside timm's own.
+"""Train a ResNet of timm under GPipe, beside the ResNet as timm has it.
 
-The children of timm's ResNet, one behind the other, are what its forward runs, so they go into an
-nn.Sequential as they are, under their names. Batch normalisations see micro-batches; so timm's
-model sees them, too, one after another, and both learn the same. A moving average of the weights
-goes along, timm's ModelEmaV3, and is what is tested at the end.
+The forward of timm's ResNet runs its children one behind the other, so they go into an
+nn.Sequential as they are, under their names. Batch normalisations see micro-batches. So timm's
+model gets the micro-batches, too, one after another, and both learn the same. timm's ModelEmaV3
+keeps a moving average of the weights, and the average is tested at the end.
 
     pip install timm
     python -m examples.image_model
@@ -33,12 +33,12 @@ BATCH = 32
 
 
 def sequential(model: nn.Module) -> nn.Sequential:
-    """The layers of timm's ResNet, the very same, in an nn.Sequential: also in its state_dict."""
+    """The same layers as in timm's ResNet, in an nn.Sequential, with the same state_dict."""
     return nn.Sequential(OrderedDict(model.named_children()))
 
 
 def images(rows: int) -> tuple[Tensor, Tensor]:
-    """Stripes in noise, of shape ``(rows, 3, 32, 32)``, and which of four ways they run."""
+    """Stripes in noise, of shape ``(rows, 3, 32, 32)``, and their direction, one of four."""
     way = torch.randint(4, (rows,))
     angle = way.double() * torch.pi / 4
     y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
@@ -48,19 +48,19 @@ def images(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The part of the images whose stripes the model tells, in percent."""
+    """The share of images whose direction the model tells, in percent."""
     model.eval()
     with torch.no_grad():
         return 100 * (model(x).argmax(1).cpu() == y).double().mean().item()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains a ResNet with and without GPipe; returns 0 if both learn the same."""
-    parser = argparse.ArgumentParser(description="Trains a ResNet with and without GPipe.")
+    """Train a ResNet with and without GPipe; return 0 if both learn the same."""
+    parser = argparse.ArgumentParser(description="Train a ResNet with and without GPipe.")
     parser.add_argument("--model", default="test_resnet", help="any ResNet of timm")
     parser.add_argument("--epochs", type=at_least(2), default=3)
     parser.add_argument("--rows", type=at_least(BATCH), default=256, help="how many to train on")
-    # The last images are of one pixel, and a batch normalisation wants two values.
+    # The last features have one pixel, and a batch normalisation needs two values per channel.
     parser.add_argument(
         "--chunks",
         type=int,
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         for rows in order:
             output = model(x[rows])
             loss = F.cross_entropy(output, y[rows].to(output.device))
-            # timm's, on the micro-batches one after another.
+            # timm's model runs on the micro-batches one after another.
             parts = [plain(part) for part in x[rows].tensor_split(options.chunks)]
             reference = F.cross_entropy(torch.cat(parts), y[rows].to(parts[0].device))
             for optimizer, each in zip(optimizers, (loss, reference)):
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         close = torch.allclose(model(test_x).cpu(), plain(test_x).cpu(), atol=1e-4)
     reached = [accuracy(average.module, test_x, test_y) for average in averages]
     print(f"accuracy of the averages: {reached[0]:.1f} % with GPipe, {reached[1]:.1f} % without")
-    plain.load_state_dict(model.module.state_dict())  # timm's names.
+    plain.load_state_dict(model.module.state_dict())  # By the names that timm has.
     if close and largest < 1e-4 and reached[0] == reached[1] and history[-1] < history[0]:
         print("\nBoth learnt the same.")
         return 0

@@ -1,10 +1,10 @@
-"""Trains a language model of Hugging Face Transformers under GPipe, beside the model itself.
+"""Train a language model of Hugging Face Transformers under GPipe, beside the model itself.
 
 A decoder (Llama and its kin, or GPT-2) is made from its config, without a download, and its blocks
-are put into an nn.Sequential. They stay the blocks of the decoder, so that what is trained is saved
-by its save_pretrained(). It learns to spell from the lines of the README, which differ in length,
-so that its batches have padding. Its embedding and its head share one weight, so they have to be on
-one device: the first and the last partition sit there, the others on those between.
+are put into an nn.Sequential. They stay the blocks of the decoder, so save_pretrained() of the
+decoder saves the trained weights. The decoder learns to spell from the lines of the README, which
+differ in length, so that batches have padding. Embedding and head share one weight, so they have to
+be on one device: the first and the last partition are on the first device, the others on others.
 
     pip install transformers
     python -m examples.language_model
@@ -36,7 +36,7 @@ README = Path(__file__).parent.parent / "README.rst"
 
 
 class Embed(nn.Module):
-    """What a decoder does ahead of its blocks: a dict with all that each of them takes."""
+    """The layers of a decoder before its blocks, which return the arguments of a block."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of a decoder, which hands on what the next one takes."""
+    """A block of a decoder, which takes and returns a dict of the arguments of a block."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last normalisation of a decoder, and its head: gives the logits."""
+    """The last normalisation of a decoder, and its head, which computes the logits."""
 
     def __init__(self, norm: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Head(nn.Module):
 
 
 def sequential(model: PreTrainedModel) -> nn.Sequential:
-    """The blocks of a causal language model, the very same, in an nn.Sequential."""
+    """The same layers as in a causal language model, in an nn.Sequential."""
     decoder: Any = model.base_model
     gpt2 = isinstance(model.config, GPT2Config)
     blocks, norm = (decoder.h, decoder.ln_f) if gpt2 else (decoder.layers, decoder.norm)
@@ -116,7 +116,7 @@ def language_model(family: str = "llama", attention: str = "sdpa", **config: Any
 
 
 def rows(length: int = 64) -> dict[str, Tensor]:
-    """The lines of the README, each a row of bytes with padding behind: what a decoder takes."""
+    """The lines of the README as a decoder takes them: rows of bytes, padded at the end."""
     lines = [line[:length] for line in README.read_bytes().splitlines() if line.strip()]
     input_ids = pad_sequence([torch.tensor([*line]) for line in lines], batch_first=True)
     mask = (input_ids > 0).long()
@@ -130,7 +130,7 @@ def wrap(model: Any, sample: Tensor, **options: Any) -> GPipe:
     Args:
         model: the language model, whose blocks are moved.
         sample: the tokens of a micro-batch, to balance the partitions by.
-        **options: those of GPipe.
+        **options: further options of GPipe.
     """
     layers = sequential(model)
     devices = places(PARTITIONS - 1)
@@ -145,16 +145,17 @@ def wrap(model: Any, sample: Tensor, **options: Any) -> GPipe:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all tokens of a mini-batch: how well each tells the next one.
+    """The mean loss over all tokens of a mini-batch, of which each predicts the next one.
 
-    Outside of the model. Micro-batches have unequal padding, so the mean of their means is another.
+    The loss is outside of the model: micro-batches have unequal padding, so the mean of their means
+    would be another number.
     """
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains a decoder with and without GPipe; returns 0 if both learn the same."""
-    parser = argparse.ArgumentParser(description="Trains a decoder with and without GPipe.")
+    """Train a decoder with and without GPipe; return 0 if both learn the same."""
+    parser = argparse.ArgumentParser(description="Train a decoder with and without GPipe.")
     parser.add_argument("--family", choices=["llama", "gpt2"], default="llama")
     parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
     parser.add_argument("--epochs", type=at_least(2), default=4)
@@ -193,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         history.append(totals)
         print(f"{epoch + 1:5}  {totals[0]:9.6f}  {totals[1]:9.6f}  {totals[0] - totals[1]:10.1e}")
 
-    # The blocks are those of the decoder, so it has the weights, by its own names.
+    # The blocks are still blocks of the decoder, which has the trained weights by its own names.
     learnt = all(torch.allclose(a.cpu(), b.cpu(), atol=1e-3) for a, b in both(model, plain))
     if largest < 1e-4 and learnt and history[-1][0] < history[0][0]:
         print(f"\nBoth learnt the same: the losses of a step differ by {largest:.1e} at most.")

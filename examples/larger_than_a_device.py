@@ -1,10 +1,10 @@
-"""Loads a model shard by shard, so that neither the host nor one device ever holds all of it.
+"""Load a model shard by shard, so that neither the host nor one device ever holds all of it.
 
-The layers are made on the meta device, without memory. GPipe gives each partition its memory on its
-device, filled with NaN, and weights then come file by file: files in the layout of Hugging Face
-(several of safetensors and an index), with names as another library has them. Last, partitions are
-saved one by one, in the same layout. To show that all is right, the example also loads the plain
-model as a whole, which a model that is really too large would not allow.
+The layers are made on the meta device, without memory. GPipe gives each partition memory on its
+device, filled with NaN. Then weights are loaded file by file, from files in the layout of Hugging
+Face (safetensors and an index), with the names of another library. Last, partitions are saved one
+by one, in the same layout. To check the result, the example also has the whole plain model in
+memory, which a model that is really too large would not allow.
 
     pip install safetensors
     python -m examples.larger_than_a_device
@@ -33,17 +33,17 @@ INDEX = "model.safetensors.index.json"
 
 
 def load_shards(model: GPipe, path: Path, own_name: dict[str, str]) -> None:
-    """Loads files one by one.
+    """Load files one by one.
 
     Args:
-        model: made on the meta device, and wrapped.
-        path: where the index is.
-        own_name: what the layers are called in the nn.Sequential, by the names in the files.
+        model: the wrapped model, which was made on the meta device.
+        path: the folder of the index and the files.
+        own_name: the names of layers in the nn.Sequential, by their names in the files.
     """
     files = json.loads((path / INDEX).read_text("utf-8"))["weight_map"]
     missing = set(model.state_dict())
     for file in sorted(set(files.values())):
-        # Without a name for the tensors, which would hold them while the next file is read.
+        # No variable holds the tensors of a file, so they are freed before the next file is read.
         keys = model.load_state_dict(
             {renamed(name, own_name): x for name, x in load_file(path / file).items()},
             strict=False,
@@ -58,23 +58,23 @@ def load_shards(model: GPipe, path: Path, own_name: dict[str, str]) -> None:
 
 
 def renamed(name: str, names: dict[str, str]) -> str:
-    """The name of a tensor where its layer has the name that ``names`` gives."""
+    """The name of a tensor after its layer was renamed by ``names``."""
     return next((names[x] + name[len(x) :] for x in names if name.startswith(f"{x}.")), name)
 
 
 def not_loaded(model: nn.Module) -> list[str]:
-    """What is NaN, as all is that was made on the meta device until it is loaded."""
+    """The names of tensors with NaN, which GPipe puts into tensors until they are loaded."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, x in tensors if x.isnan().any()]
 
 
 def size(module: nn.Module) -> int:
-    """How many bytes the state dict has."""
+    """The bytes of the state dict."""
     return sum(x.nbytes for x in module.state_dict().values())
 
 
 def save_shards(parts: Iterable[nn.Module], path: Path, other_name: dict[str, str]) -> int:
-    """Saves partitions one by one; returns how many bytes the largest file has."""
+    """Save partitions one by one; return the bytes of the largest file."""
     files: dict[str, str] = {}
     largest = total = 0
     for j, part in enumerate(parts):
@@ -88,7 +88,7 @@ def save_shards(parts: Iterable[nn.Module], path: Path, other_name: dict[str, st
 
 
 class Block(nn.Module):
-    """Attention with rotary positions, and two linear layers behind."""
+    """Attention with rotary positions, and two linear layers behind it."""
 
     inverse: Tensor
 
@@ -99,7 +99,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
-        # No file has it, so it is computed on the CPU, also where all else is on the meta device.
+        # No file has this buffer, so it is computed on the CPU, even within torch.device("meta").
         inverse = 10000 ** -(torch.arange(0, width, 2, device="cpu") / width)
         self.register_buffer("inverse", inverse, persistent=False)
 
@@ -122,8 +122,8 @@ def decoder(blocks: int, width: int) -> nn.Sequential:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes shards, loads them, and saves them; returns 0 if all is equal to the plain model."""
-    parser = argparse.ArgumentParser(description="Loads a model partition by partition.")
+    """Write shards, load and save them; return 0 if all is equal to the plain model."""
+    parser = argparse.ArgumentParser(description="Load a model partition by partition.")
     parser.add_argument("--blocks", type=at_least(1), default=12)
     parser.add_argument("--width", type=at_least(2), default=128, help="an even number")
     options = parser.parse_args(arguments)
@@ -132,13 +132,13 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     blocks = options.blocks
-    # What the layers are called there, and here.
+    # The names of the layers in the files, and in the nn.Sequential.
     others = ["model.embed", *[f"model.layers.{k}" for k in range(blocks)], "model.norm", "lm_head"]
     own_name = {name: str(k) for k, name in enumerate(others)}
     other_name = {own: name for name, own in own_name.items()}
 
     with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
-        # As somebody else has saved it: five layers in each file.
+        # Another library has saved five layers in each file.
         plain = decoder(blocks, options.width).eval()
         parts = [plain[k : k + 5] for k in range(0, len(plain), 5)]
         largest = save_shards(parts, Path(source), other_name)

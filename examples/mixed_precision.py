@@ -1,10 +1,10 @@
-"""Trains a model in mixed precision, under GPipe and as it is, side by side.
+"""Train a model in mixed precision, under GPipe and as it is, side by side.
 
-Under autocast in bfloat16; in float16, with a GradScaler; with all weights in bfloat16; and with
-one partition in bfloat16 and the others in float32. The model without GPipe sees the micro-batches
-one after another, in the same precision, so the losses have to be equal, from the first step to the
-last. A second table shows how far gradients are off by rounding, the more micro-batches there are,
-with the cache of autocast and without it.
+There are four ways: autocast in bfloat16; autocast in float16, with a GradScaler; all weights in
+bfloat16; and one partition in bfloat16, the others in float32. The model without GPipe gets the
+micro-batches one after another, in the same precision, so the losses have to be equal, from the
+first step to the last. A second table shows the rounding errors of gradients for several numbers of
+micro-batches, with the cache of autocast and without it.
 
     python -m examples.mixed_precision
     python -m examples.mixed_precision --steps 100 --chunks 8 --checkpoint always
@@ -30,7 +30,7 @@ FEATURES, WIDTH, CLASSES, BATCH = 32, 64, 8, 256
 
 
 class Cast(nn.Module):
-    """Hands its input on in another dtype, and the gradient back in the one that it had."""
+    """Cast the input to another dtype; backward casts the gradient to the dtype of the input."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def classifier() -> nn.Sequential:
 def with_middle_in(dtype: torch.dtype) -> nn.Sequential:
     """The layers with the second partition in another dtype, and casts: five, five and two."""
     layers = classifier()
-    # What is cast before it leaves its device takes less time to copy.
+    # Values are cast before they leave their device, since fewer bytes take less time to copy.
     middle = layers[4:8].to(dtype)
     return nn.Sequential(*layers[:4], Cast(dtype), *middle, Cast(torch.float32), *layers[8:])
 
@@ -64,9 +64,9 @@ def step(
     y: Tensor,
     dtype: torch.dtype | None,
 ) -> float:
-    """A training step, as without GPipe; returns its loss."""
+    """Make a training step, as without GPipe; return its loss."""
     optimizer.zero_grad()
-    # Autocast belongs around forward alone: the second runs of checkpointing cast as the first.
+    # Autocast belongs around forward alone. Recomputations cast as the first run did.
     with nullcontext() if dtype is None else torch.autocast(x.device.type, dtype):
         output = model(x)
         loss = F.cross_entropy(output, y.to(output.device))
@@ -86,7 +86,7 @@ def train(
     inputs: torch.dtype = torch.float32,
     dtype: torch.dtype | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Trains a model with and without GPipe; returns the losses of each."""
+    """Train a model with and without GPipe; return the losses of each."""
     devices, chunks = places(3), options.chunks
     plain = copy.deepcopy(module).to(devices[0])
     model = GPipe(module, balance, devices=devices, chunks=chunks, checkpoint=options.checkpoint)
@@ -118,7 +118,7 @@ def train(
 
 
 def rounding(chunks: int, cache: bool) -> float:
-    """How far gradients under autocast are from those in double precision, as a part of them."""
+    """The error of gradients under autocast, relative to gradients in double precision."""
     torch.manual_seed(0)
     x, y = torch.randn(BATCH, FEATURES), torch.randint(CLASSES, (BATCH,))
     exact = classifier().double()
@@ -136,8 +136,8 @@ def rounding(chunks: int, cache: bool) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains in each precision; returns 0 if all losses are as without GPipe, and have fallen."""
-    parser = argparse.ArgumentParser(description="Trains in mixed precision.")
+    """Train in each precision; return 0 if all losses are as without GPipe, and have fallen."""
+    parser = argparse.ArgumentParser(description="Train in mixed precision.")
     parser.add_argument("--steps", type=at_least(1), default=60)
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")

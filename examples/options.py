@@ -1,4 +1,4 @@
-"""What the command lines of the examples have in common."""
+"""Options that the command lines of the examples share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CHECKPOINT = ["always", "except_last", "never"]
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """The type of an option that is an integer, and not below a minimum."""
+    """The type of an option that is an integer, at least the minimum."""
 
     def integer(text: str) -> int:
         if int(text) < minimum:

@@ -1,4 +1,4 @@
-"""Where the partitions of the examples sit."""
+"""The devices of the partitions in the examples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def places(partitions: int) -> list[torch.device]:
-    """A device for each partition: the accelerators in turn, neighbours together, or the CPU."""
+    """A device for each partition: accelerators, which neighbours may share, or the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return [torch.device("cpu")] * partitions

@@ -1,10 +1,10 @@
-"""Trains, saves, stops, and goes on in another balance as if it had never stopped.
+"""Train, save, stop, and go on in another balance as if the training had never stopped.
 
-What is saved says nothing of the balance: weights have the names of the plain nn.Sequential, which
-is model.module, and an optimizer knows parameters by their order, which is that of the layers. So
-each loss after the stop is, bit for bit, that of a training without one, with dropout, batch
-normalisation, AdamW, a schedule and a GradScaler. Three ways: one file of torch.save, a file of
-safetensors for each partition, and torch.distributed.checkpoint.
+The files say nothing of the balance: weights have the names of the plain nn.Sequential, which is
+model.module, and an optimizer knows parameters by their order, which is the order of the layers. So
+each loss after the stop is, bit for bit, the same as in a training without a stop, with dropout,
+batch normalisation, AdamW, a schedule and a GradScaler. There are three ways to save: one file of
+torch.save, a file of safetensors for each partition, and torch.distributed.checkpoint.
 
     pip install safetensors
     python -m examples.saving
@@ -33,7 +33,7 @@ from torchgpipe import GPipe
 
 
 class Training:
-    """All that a training consists of."""
+    """The model, the optimizer, the schedule, the scaler and the epoch of a training."""
 
     def __init__(self, balance: list[int], options: argparse.Namespace, seed: int) -> None:
         torch.manual_seed(seed)
@@ -45,8 +45,8 @@ class Training:
         self.epoch = 0
 
     def rest(self) -> dict[str, Any]:
-        """What has to be saved besides weights and optimizer."""
-        # Dropout takes its numbers from the generator of the first device, wherever it is.
+        """The state that has to be saved besides the weights and the optimizer."""
+        # Dropout draws the numbers of the first device's generator, whatever device it is on.
         device = self.model.devices[0]
         own = () if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return {
@@ -57,7 +57,7 @@ class Training:
         }
 
     def load_rest(self, rest: dict[str, Any]) -> None:
-        """Takes over what `rest` gave."""
+        """Load what :meth:`rest` returned."""
         self.schedule.load_state_dict(rest["schedule"])
         self.scaler.load_state_dict(rest["scaler"])
         self.epoch = rest["epoch"]
@@ -67,7 +67,7 @@ class Training:
             torch.get_device_module(device).set_rng_state(own, device)
 
     def run(self, until: int, x: Tensor, y: Tensor) -> list[float]:
-        """Trains until an epoch; returns the loss of every step."""
+        """Train until an epoch; return the loss of every step."""
         losses = []
         while self.epoch < until:
             for rows in torch.randperm(len(x)).split(64):
@@ -84,13 +84,13 @@ class Training:
 
 
 def save_one_file(path: Path, t: Training) -> None:
-    """It copies one tensor at a time to the host."""
+    """Save all in one file; one tensor at a time is copied to the host."""
     state = {"model": t.model.module.state_dict(), "optimizer": t.optimizer.state_dict()}
     torch.save(state | t.rest(), path / "training.pt")
 
 
 def load_one_file(path: Path, t: Training) -> None:
-    """The host holds all of it. Without map_location it would go to where it was saved from."""
+    """Load one file into the host's memory; without map_location it would go to the old devices."""
     state = torch.load(path / "training.pt", map_location="cpu", weights_only=True)
     t.model.load_state_dict(state["model"])
     t.optimizer.load_state_dict(state["optimizer"])
@@ -98,14 +98,14 @@ def load_one_file(path: Path, t: Training) -> None:
 
 
 def save_partitions(path: Path, t: Training) -> None:
-    """It copies a partition at a time to the host. Layers have their plain names there, too."""
+    """Save a file for each partition, under the plain names of its layers."""
     for j, partition in enumerate(t.model.partitions):
         save_model(partition, str(path / f"weights-{j}.safetensors"))
     torch.save({"optimizer": t.optimizer.state_dict()} | t.rest(), path / "training.pt")
 
 
 def load_partitions(path: Path, t: Training) -> None:
-    """Each file has some of the layers; together they have to have all."""
+    """Load files that each have some of the layers, and together have all."""
     missing = set(t.model.state_dict())
     for file in path.glob("*.safetensors"):
         keys = t.model.load_state_dict(load_file(file), strict=False)
@@ -120,18 +120,19 @@ def load_partitions(path: Path, t: Training) -> None:
 
 
 def distributed(t: Training) -> dict[str, Any]:
-    """With model.module for the model; the names of its parameters are in the optimizer's state."""
+    """The state of a training by names: the optimizer's state has those of model.module, too."""
     model, optimizer = get_state_dict(t.model.module, t.optimizer)
     return {"model": model, "optimizer": optimizer, "rest": t.rest()}
 
 
 def save_distributed(path: Path, t: Training) -> None:
-    """It would copy ahead from all devices, and wait for one of them only: have it wait for all."""
+    """Save by torch.distributed.checkpoint."""
+    # It must not copy ahead: it would copy from all devices, and wait for one of them only.
     dcp.save(distributed(t), storage_writer=dcp.FileSystemWriter(path, per_thread_copy_ahead=0))
 
 
 def load_distributed(path: Path, t: Training) -> None:
-    """Loads into what the training has, by names."""
+    """Load into the tensors of the training, by names."""
     state = distributed(t)
     dcp.load(state, checkpoint_id=path)
     weights, optimizer = state["model"], state["optimizer"]
@@ -149,7 +150,7 @@ WAYS = {
 
 
 def layers() -> nn.Sequential:
-    """Tells classes of points."""
+    """The layers of a classifier of points."""
     a, b = ([nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.1)] for _ in "ab")
     return nn.Sequential(nn.Linear(8, 32), *a, *b, nn.Linear(32, 4))
 
@@ -162,8 +163,8 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Stops and goes on in each way; returns 0 if every loss is that of a training without stop."""
-    parser = argparse.ArgumentParser(description="Saves a training, and goes on elsewhere.")
+    """Stop and go on in each way; return 0 if every loss is as in a training without a stop."""
+    parser = argparse.ArgumentParser(description="Save a training, and go on elsewhere.")
     parser.add_argument("--epochs", type=at_least(1), default=6)
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     options = parser.parse_args(arguments)
@@ -177,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     differing = 0
     for name, (save, load) in WAYS.items():
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
-            # It says at each turn that there is one process.
+            # torch.distributed.checkpoint warns each time that there is only one process.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             before = Training([3, 3, 2, 2], options, seed=0)
             losses = before.run(options.epochs // 2, x, y)

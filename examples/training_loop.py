@@ -1,9 +1,10 @@
-"""Trains with what stands around a step, under GPipe and as it is, side by side.
+"""Train with all that a training loop usually has, under GPipe and as it is, side by side.
 
-Once with parameter groups, a learning-rate schedule, gradient accumulation, gradient clipping and a
-moving average of the weights (EMA), and once with an optimizer for each parameter, which steps
-within backward as soon as the gradient is there. The same model without GPipe sees the same whole
-mini-batches, so losses and norms of gradients have to be equal, from the first step to the last.
+The first loop has parameter groups, a learning-rate schedule, gradient accumulation, gradient
+clipping and a moving average of the weights (EMA). The second loop has an optimizer for each
+parameter, which steps within backward as soon as the gradient is there. The same model without
+GPipe gets the same whole mini-batches, so losses and norms of gradients have to be equal, from the
+first step to the last.
 
     python -m examples.training_loop
     python -m examples.training_loop --steps 200 --chunks 8 --checkpoint always
@@ -32,7 +33,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def classifier() -> nn.Sequential:
-    """The layers; in double precision, so that rounding is not taken for a difference."""
+    """The layers, in double precision, so that rounding is not taken for a difference."""
     layers: list[nn.Module] = [nn.Linear(FEATURES, WIDTH)]
     for _ in range(3):
         layers += [nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
@@ -46,12 +47,12 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def with_everything(model: nn.Module, plain: nn.Sequential, batches: Batches) -> Iterator[float]:
-    """A usual loop; yields the loss of each mini-batch, the norms, and the loss of the average.
+    """Run a usual loop; yield the loss of each mini-batch, the norms, and the loss of the average.
 
     Args:
-        model: what is trained.
-        plain: its layers under their own names: ``model.module`` of a wrapped one.
-        batches: what it is trained on; two of them make a step.
+        model: the model to train.
+        plain: its layers under their own names: ``model.module`` of a wrapped model.
+        batches: the mini-batches to train on; two of them make a step.
     """
     named = dict(plain.named_parameters())
     groups = [
@@ -77,7 +78,7 @@ def with_everything(model: nn.Module, plain: nn.Sequential, batches: Batches) ->
 
 
 def within_backward(model: nn.Module, plain: nn.Sequential, batches: Batches) -> Iterator[float]:
-    """Has each parameter's optimizer step as soon as its gradient is there, and lets go of that."""
+    """Run a loop in which each parameter is updated as soon as its gradient is there, and freed."""
     optimizers = {p: torch.optim.AdamW([p], 0.005) for p in model.parameters()}
 
     def step(parameter: Tensor) -> None:
@@ -97,7 +98,7 @@ LOOPS: dict[str, Loop] = {"with everything": with_everything, "within backward":
 
 
 def train(loop: Loop, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Trains a model with and without GPipe; returns what the loops have yielded."""
+    """Train a model with and without GPipe; return what the loops have yielded."""
     torch.manual_seed(0)
     module, devices = classifier(), places(3)
     plain = copy.deepcopy(module).to(devices[0])
@@ -111,8 +112,8 @@ def train(loop: Loop, options: argparse.Namespace) -> tuple[list[float], list[fl
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains in both ways; returns 0 if all is as without GPipe, and the losses have fallen."""
-    parser = argparse.ArgumentParser(description="Trains with what stands around a step.")
+    """Train in both ways; return 0 if all is as without GPipe, and the losses have fallen."""
+    parser = argparse.ArgumentParser(description="Train with all that a training loop usually has.")
     parser.add_argument("--steps", type=at_least(2), default=100, help="mini-batches")
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")

@@ -1,8 +1,8 @@
-"""Trains a model under GPipe with Accelerate, beside a plain loop.
+"""Train a model under GPipe with Accelerate, beside a plain loop.
 
-Accelerator.prepare() would move a model to one device, but leaves a GPipe where it is: its
-hf_device_map says that the layers have their places. The rest is as around any model: mixed
-precision, accumulated gradients, clipping, a schedule, and a state that is saved and goes on.
+Accelerator.prepare() would move a model to one device, but leaves a GPipe where it is, since
+hf_device_map says that the layers are on their devices. All else is as with any model: mixed
+precision, accumulated gradients, clipping, a schedule, and a state that is saved and loaded.
 
     pip install accelerate
     python -m examples.with_accelerate
@@ -30,7 +30,7 @@ PARTITIONS = 4
 
 
 class Run:
-    """A GPipe, and what belongs to its training, in the hands of Accelerate."""
+    """A GPipe with its optimizer, data and schedule, all prepared by Accelerate."""
 
     def __init__(self, module: nn.Sequential, options: argparse.Namespace) -> None:
         self.accelerator = Accelerator(
@@ -47,7 +47,7 @@ class Run:
         )
 
     def epoch(self) -> list[float]:
-        """Trains for an epoch; gives the loss of each step."""
+        """Train for an epoch; return the loss of each step."""
         losses = []
         for x, y in self.data:
             with self.accelerator.accumulate(self.model):
@@ -65,8 +65,8 @@ class Run:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains with Accelerate, from the middle on after loading; returns 0 if as a plain loop."""
-    parser = argparse.ArgumentParser(description="Trains a GPipe with Accelerate.")
+    """Train with Accelerate, and reload halfway; return 0 if losses are as in a plain loop."""
+    parser = argparse.ArgumentParser(description="Train a GPipe with Accelerate.")
     parser.add_argument("--epochs", type=at_least(2), default=10)
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     parser.add_argument("--accumulate", type=at_least(1), default=2, help="mini-batches for a step")

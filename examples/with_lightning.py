@@ -1,8 +1,8 @@
-"""Trains a model under GPipe with Lightning's Trainer, beside a plain loop.
+"""Train a model under GPipe with Lightning's Trainer, beside a plain loop.
 
-Lightning moves a module to one device, the state of its optimizers, too, when that is loaded, and
-all of it to the CPU at the end. The strategy below leaves a GPipe and its state where they are.
-With it the Trainer is told of one device, the first, and the GPipe takes as many as it likes.
+Lightning moves a module to one device. It moves the optimizer's state there when it loads that, and
+everything to the CPU at the end. The strategy below leaves a GPipe and the state of its optimizer
+where they are. The Trainer knows of one device, the first one, and the GPipe uses any number.
 
     pip install lightning
     python -m examples.with_lightning
@@ -36,7 +36,7 @@ PARTITIONS = 4
 
 
 class PipelineStrategy(SingleDeviceStrategy):
-    """Leaves each GPipe, and the state of its optimizer, on the devices of its partitions."""
+    """Leave each GPipe, and the state of its optimizer, on the devices of its partitions."""
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -45,21 +45,21 @@ class PipelineStrategy(SingleDeviceStrategy):
         for module in self.model.modules():
             if inside.isdisjoint(module.modules()):
                 module.to(self.root_device)
-            elif module not in inside:  # It has a GPipe somewhere, and tensors of its own, maybe.
+            elif module not in inside:  # It holds a GPipe, and may have its own tensors.
                 module._apply(lambda tensor: tensor.to(self.root_device), recurse=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            optimizer.load_state_dict(state)  # To where the parameters are.
+            optimizer.load_state_dict(state)  # To the devices of the parameters.
 
     def teardown(self) -> None:
         assert self.accelerator is not None
         for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
-            part.teardown()  # And nothing goes to the CPU.
+            part.teardown()  # Lightning would move the model to the CPU.
 
 
 class Classifier(LightningModule):
-    """What Lightning trains; its model is a GPipe."""
+    """The module that Lightning trains; its model is a GPipe."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Classifier(LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x, y = batch  # On the Trainer's device, that of the first partition.
+        x, y = batch  # On the Trainer's device, where the first partition is.
         output = self.model(x)
         loss = F.cross_entropy(output, y.to(output.device))
         self.losses.append(loss.item())
@@ -82,7 +82,7 @@ class Classifier(LightningModule):
 def fit(
     module: nn.Sequential, options: argparse.Namespace, epochs: int, folder: Path, path: Path | None
 ) -> Classifier:
-    """Trains under GPipe up to some epoch, and from a checkpoint on if there is one."""
+    """Train under GPipe up to some epoch, from a checkpoint on if there is one."""
     devices = places(PARTITIONS)
     model = GPipe(module, [2] * PARTITIONS, devices=devices, chunks=options.chunks)
     classifier = Classifier(model)
@@ -105,8 +105,8 @@ def fit(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains with Lightning, from the middle on after loading; returns 0 if as a plain loop."""
-    parser = argparse.ArgumentParser(description="Trains a GPipe with Lightning.")
+    """Train with Lightning, and reload halfway; return 0 if losses are as in a plain loop."""
+    parser = argparse.ArgumentParser(description="Train a GPipe with Lightning.")
     parser.add_argument("--epochs", type=at_least(2), default=10)
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     parser.add_argument("--accumulate", type=at_least(1), default=2, help="mini-batches for a step")

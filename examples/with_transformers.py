@@ -1,9 +1,9 @@
-"""Trains a language model under GPipe with Transformers' Trainer, beside the model itself.
+"""Train a language model under GPipe with Transformers' Trainer, beside the model itself.
 
-The model stays a LlamaForCausalLM, with its names, its loss, its save_pretrained(); but its forward
-sends the tokens through a GPipe of its own blocks. Its hf_device_map tells the Trainer that they
-have their places: it neither moves the model nor wraps it in nn.DataParallel. Embedding and head,
-and so the loss, are on the first device, where the Trainer puts the batches.
+The model stays a LlamaForCausalLM, with its names, its loss and its save_pretrained(). But its
+forward sends the tokens through a GPipe of its own blocks. hf_device_map tells the Trainer that the
+blocks are on their devices, so the Trainer neither moves the model nor wraps it in nn.DataParallel.
+Embedding and head, and so the loss, are on the first device, where the Trainer puts the batches.
 
     pip install accelerate transformers
     python -m examples.with_transformers
@@ -33,13 +33,13 @@ from torchgpipe import GPipe
 class PipelinedLlamaForCausalLM(LlamaForCausalLM):
     """A Llama that computes its logits under GPipe, once its blocks are on their devices.
 
-    By the end of its name Transformers tells which loss it has.
+    Transformers chooses the loss by the end of the name of the class.
     """
 
     pipe: GPipe
 
     def spread(self, sample: Tensor, **options: Any) -> PipelinedLlamaForCausalLM:
-        """Puts the blocks on their devices."""
+        """Put the blocks on their devices."""
         # Not as a submodule, or each weight would have two names.
         self.__dict__["pipe"] = wrap(self, sample, **options)
         return self
@@ -59,7 +59,7 @@ class PipelinedLlamaForCausalLM(LlamaForCausalLM):
         logits = self.pipe(input_ids, attention_mask)
         loss = None
         if labels is not None:
-            # The Trainer tells how many tokens the mini-batches of a step have, as kwargs.
+            # The kwargs say how many tokens the mini-batches of a step have.
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
@@ -104,8 +104,8 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains with and without GPipe; returns 0 if both learn the same, also after a restart."""
-    parser = argparse.ArgumentParser(description="Trains a GPipe with Transformers' Trainer.")
+    """Train with and without GPipe; return 0 if both learn the same, also after a restart."""
+    parser = argparse.ArgumentParser(description="Train a GPipe with Transformers' Trainer.")
     parser.add_argument("--epochs", type=at_least(2), default=4)
     parser.add_argument("--rows", type=at_least(1), default=128, help="how many lines to train on")
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")

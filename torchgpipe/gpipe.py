@@ -1,4 +1,4 @@
-"""The wrapper: an :class:`nn.Sequential` in, one that trains over several devices out."""
+"""The wrapper, which makes an :class:`nn.Sequential` train over several devices."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import checked_balance, checked_devices, is_positive_int
+from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.sharding import verify_sharding
-from torchgpipe.partition.split import place, split_module, verify_module, verify_placement
+from torchgpipe.partition.split import split_module, verify_module
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
@@ -33,7 +34,7 @@ CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 class GPipe(nn.Module):
-    """Trains an :class:`nn.Sequential` by pipeline parallelism.
+    """Train an :class:`nn.Sequential` by pipeline parallelism.
 
     ::
 
@@ -50,17 +51,18 @@ class GPipe(nn.Module):
         balance: how many layers each partition takes, in order.
 
     Keyword Args:
-        devices: where the partitions sit, one device each; further ones are left alone. By
-            default all accelerators, and the CPU for all partitions if there are none.
-        chunks: how many micro-batches to make of a mini-batch; one with fewer rows makes as
-            many as it has rows. May be changed between steps.
-        checkpoint: ``'always'``, ``'except_last'`` (all micro-batches but the last) or
-            ``'never'``. Always off in eval mode and without grad. May be changed between steps.
+        devices: a device for each partition; further devices are not used. By default all
+            accelerators, and the CPU for all partitions if there are none.
+        chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
+            split into its rows. The number may be changed between steps.
+        checkpoint: which micro-batches are checkpointed: ``'always'``, ``'except_last'`` (all but
+            the last) or ``'never'``. In eval mode and without grad none is. The mode may be changed
+            between steps.
         deferred_batch_norm: whether batch normalisations update their running statistics once
             per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`.
 
     Raises:
-        TypeError: the module is not an :class:`nn.Sequential`, or more than its layers; skips
+        TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
             are not stashed and popped in pairs; devices is not a sequence; or a batch
             normalisation cannot be deferred.
         ValueError: balance, chunks or checkpoint are out of range, a parameter would be needed on
@@ -108,12 +110,12 @@ class GPipe(nn.Module):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Makes what belongs to this object alone, and is neither copied nor pickled."""
+        """Make the attributes that belong to this object alone: nobody copies or pickles them."""
         self._process = os.getpid()
         self._stages = Stages([*self.partitions], self.devices)
-        # Layers may have been converted for another wrapper.
+        # Layers that another wrapper has converted are left to that one.
         self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
-        # Not as an attribute, which would register the layers a second time.
+        # Setting an attribute would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -171,10 +173,10 @@ class GPipe(nn.Module):
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """The device of each layer, by name, under the name where Hugging Face's trainers look.
+        """The device of each layer, by name: an attribute that Hugging Face's trainers look for.
 
-        Accelerate does not move a model that has one of several entries, nor does Transformers'
-        ``Trainer``, which does not wrap it in :class:`nn.DataParallel` either.
+        Neither Accelerate nor Transformers' ``Trainer`` moves a model whose map has several
+        entries, and the ``Trainer`` does not wrap it in :class:`nn.DataParallel`.
         """
         return {
             f"partitions.{j}.{name}": device
@@ -192,7 +194,7 @@ class GPipe(nn.Module):
         return len(self.module)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """A layer by its index in the module that was wrapped; negative ones count from the end."""
+        """A layer by its index in the plain module; a negative index counts from the end."""
         return self.module[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -208,7 +210,7 @@ class GPipe(nn.Module):
         raise _moving_denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Changes dtype or memory format, as :meth:`nn.Module.to` does.
+        """Change dtype or memory format, as :meth:`nn.Module.to` does.
 
         Raises:
             TypeError: a device is among the arguments.
@@ -219,7 +221,7 @@ class GPipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
-        # What a parent's .to(device), .cuda() and the like call, instead of those above.
+        # The .to(device), .cuda() and the like of a parent call this, and not the methods above.
         for device in dict.fromkeys(self.devices):
             if fn(torch.empty(0, device=device)).device != device:
                 raise _moving_denied()
@@ -229,20 +231,20 @@ class GPipe(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Here and not in load_state_dict(), which a parent does not call.
+        # Keys are renamed here, since a parent does not call load_state_dict().
         keys = [key for key in state_dict if key.startswith(prefix)]
         for key, own in zip(keys, self._own_keys([key[len(prefix) :] for key in keys])):
-            # A second key of a tensor stays what it is, which is unexpected.
+            # A second key of one tensor is not renamed, so that it is reported as unexpected.
             if prefix + own not in state_dict:
                 state_dict[prefix + own] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads the keys of the plain module, and those of any balance."""
+        """Load a state dict with the keys of the plain module, or of a wrapper with any balance."""
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
-            # In what version the layers were saved; there is no way to it through a parent. Torch
-            # keeps it as an attribute of an OrderedDict, which types do not know.
+            # The versions of the saved layers have keys, too, which cannot be renamed through a
+            # parent. Torch keeps the versions as an attribute that types do not know.
             state_dict = OrderedDict(state_dict)
             state_dict._metadata = dict(  # type: ignore[attr-defined]
                 zip(self._own_keys(versions), versions.values())
@@ -250,7 +252,7 @@ class GPipe(nn.Module):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _own_keys(self, keys: Iterable[str]) -> list[str]:
-        """What the keys of the plain module, or of another balance, are called here."""
+        """The keys of this wrapper for keys of the plain module, or of another balance."""
         partition_of = {
             name: j for j, layers in enumerate(self.partitions) for name in layers._modules
         }
@@ -268,19 +270,19 @@ class GPipe(nn.Module):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers, micro-batch by micro-batch.
+        """Run the layers, micro-batch by micro-batch.
 
         Args:
-            *args: what the first layer takes: any nested structure (tuples, lists, dicts, named
-                tuples and whatever is registered with :mod:`torch.utils._pytree`) of tensors, all
-                on ``devices[0]``, and other objects. Tensors have the same size in dimension 0,
-                along which they are split into micro-batches. Marked by :class:`NoChunk`, or
-                without a dimension, they go into each micro-batch whole, as other objects do.
+            *args: the arguments of the first layer: any nested structure (tuples, lists, dicts,
+                named tuples and whatever is registered with :mod:`torch.utils._pytree`) of tensors,
+                all on ``devices[0]``, and other objects. Tensors have the same size in dimension 0,
+                along which they are split into micro-batches. Each micro-batch gets whole: tensors
+                that are marked by :class:`NoChunk` or have no dimension, and other objects.
             **kwargs: likewise.
 
         Returns:
-            What the last layer returns for the micro-batches, on ``devices[-1]``: tensors joined
-            along dimension 0, those without a dimension stacked to shape ``(m,)``.
+            The outputs of the last layer, on ``devices[-1]``: tensors of all micro-batches joined
+            along dimension 0, and tensors without a dimension stacked to shape ``(m,)``.
 
         Raises:
             TypeError: the input, or what passes between partitions, holds tensors in something
@@ -290,7 +292,7 @@ class GPipe(nn.Module):
                 while the devices are several.
             RuntimeError: a parameter or buffer was moved to another device; a
                 :mod:`torch.func` transform or forward-mode differentiation is active; or a layer
-                changed in place what every micro-batch gets whole.
+                changed in place a tensor that every micro-batch gets whole.
         """
         if not self.devices:
             return self.module(*args, **kwargs)

@@ -45,7 +45,9 @@ def test_guide(run, file, tmp_path, monkeypatch):
     run(file)
 
 
-def test_links():
-    for file in [README, *GUIDE]:
-        for link in re.findall(r"<(docs/[^>]*)>", file.read_text("utf-8")):
-            assert (ROOT / link).exists()
+@pytest.mark.parametrize(
+    "file", [README, *sorted((ROOT / "docs").glob("*.rst"))], ids=lambda x: x.stem
+)
+def test_links(file):
+    links = re.findall(r"<([^<>\s:]+\.(?:rst|md|py))>`_", file.read_text("utf-8"))
+    assert [link for link in links if not (file.parent / link).exists()] == []

@@ -12,7 +12,8 @@ from torch.func import functional_call
 
 from tests.support.helpers import CPUS, MODES, plain, wrap
 from torchgpipe import GPipe
-from torchgpipe.partition.split import split_module, tensors, verify_sharing
+from torchgpipe.partition.placement import tensors, verify_sharing
+from torchgpipe.partition.split import split_module
 
 WORDS, WIDTH = 7, 4
 

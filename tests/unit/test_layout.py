@@ -11,11 +11,10 @@ TESTS = UNIT.parent
 PACKAGE = Path(torchgpipe.__file__).parent
 
 #: About the package as a whole.
-OF_ALL = {"test_layout", "test_rooms"}
+OF_ALL = {"test_documents", "test_layout", "test_prose", "test_rooms"}
 
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
-    "_torch/dynamo": "behaviour/test_compiler.py",
     "ambient/autocast": "behaviour/test_autocast.py",
     "ambient/nesting": "unit/ambient/test_random_numbers.py",
     "ambient/notes": "unit/engine/test_cell.py",

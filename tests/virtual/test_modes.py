@@ -15,7 +15,7 @@ def places(request, devices):
 
 
 def test_profiler_sees_layers_of_other_threads(devices):
-    """If it is told so, as ``docs/differences.rst`` has it."""
+    """If the profiler is told to, as in ``docs/threads.rst``."""
     model = wrap(made(), [devices[0], "cpu"], "never")
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     counts = []

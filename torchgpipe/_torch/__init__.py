@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
-    """Looks a name of the table up, and keeps what was found as an attribute of this module."""
+    """Look a name of the table up, and keep the result as an attribute of this module."""
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = look_up(name)

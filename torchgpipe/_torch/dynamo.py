@@ -128,7 +128,7 @@ def prepare() -> None:
 
 
 class _Copied:
-    """What autograd sees of contextvars."""
+    """A stand-in for the module contextvars, as far as autograd uses it."""
 
     class copy_context:
         """A context that can be entered while it is entered."""

@@ -198,7 +198,7 @@ ATTRIBUTES = {
 
 
 def look_up(name: str) -> Any:
-    """What a name of the table stands for.
+    """Find what a name of the table stands for.
 
     Raises:
         RuntimeError: PyTorch does not have it, and nothing can be used instead.

@@ -1,3 +1,3 @@
-"""What a thread has set around a computation: captured, entered elsewhere, and put back."""
+"""The settings of a thread around a computation: captured, entered elsewhere, and put back."""
 
 __all__: list[str] = []

@@ -176,7 +176,8 @@ class EnteredModes:
                 self.guard.__enter__()
             torch.autocast_increment_nesting()
             _set_values(self.modes, self.found.modes)
-        torch.set_grad_enabled(self.modes.grad)
+        if self.differs or self.found.grad != self.modes.grad:
+            torch.set_grad_enabled(self.modes.grad)
         if self.differs:
             # guard: modes of a second run
             _push(self.modes)
@@ -188,13 +189,14 @@ class EnteredModes:
             if self.guard is not None:
                 self.guard.__exit__(None, None, None)
             _set_values(self.found.modes, self.modes)
+        # Layers may have set another one.
         torch.set_grad_enabled(self.found.grad)
         if self.differs:
             _push(self.found.modes)
 
 
 class Snapshot:
-    """What this thread has set, as far as this package sets it; put back if a block raises.
+    """The settings of this thread that this package changes, put back if a block raises.
 
     Args:
         devices: the devices whose current streams may be changed.

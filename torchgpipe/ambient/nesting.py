@@ -1,4 +1,4 @@
-"""Wrappers within wrappers: who holds the locks of the random number generators.
+"""Wrappers within wrappers: which of them holds the locks of the random number generators.
 
 A device's default generator is one for all threads, so only one step at a time may exchange its
 state. The outermost step holds the lock, or the outermost recomputation, if its cell has drawn
@@ -43,7 +43,7 @@ class Turn:
 
 
 class Nesting(threading.local):
-    """How deep a thread is in wrappers."""
+    """The place of a thread among wrappers within wrappers."""
 
     #: The number of cells that this thread computes, one within the other.
     depth = 0
@@ -100,7 +100,7 @@ class first_run:
 
 
 class second_run:
-    """Make this thread compute a cell again within a ``with`` block, as a turn if in no other."""
+    """Make this thread compute a cell again within a ``with`` block, which is a turn if in none."""
 
     __slots__ = ("outer",)
 
@@ -122,7 +122,7 @@ class Around:
     __slots__ = ("_steps", "exchanged", "turn")
 
     def __init__(self) -> None:
-        #: It may hold the locks until the cell is computed again.
+        #: The turn, if the cell is within another cell. It may hold the locks in the second run.
         self.turn = nesting.turn if nesting.depth > 1 else None
         #: The devices whose random numbers steps within the first run have exchanged.
         self.exchanged: Sequence[torch.device] = ()

@@ -11,7 +11,7 @@
 Backward comes to what made ``a`` only after it came to what became of ``b'``. The gradient of the
 phony is None, which orders the two functions on the host and makes no stream wait for another.
 
-A fork is a view of the tensor, and its phony a copy of an empty view of that. Autograd passes
+A fork is a view of the tensor, and its phony a copy of an empty view of the fork. Autograd passes
 through both without calling Python, for which all of its threads would have to queue. The empty
 view alone would keep the memory of the tensor until the last cell has been computed. The view is
 made by ``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as``

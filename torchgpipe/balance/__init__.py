@@ -1,4 +1,4 @@
-"""Balancing: how many layers each partition takes, by what they cost.
+"""Balancing: how many layers each partition should take, by the time or memory of each layer.
 
 ::
 
@@ -29,10 +29,10 @@ def balance_by_time(
     device: Device | None = None,
     progress: bool = False,
 ) -> list[int]:
-    """Balances by the time that each layer takes for forward and backward.
+    """Balance by the time that each layer takes for forward and backward.
 
-    The slowest partition sets the pace of a pipeline; with this balance it is as fast as it can
-    be. Times are those of one device, so the devices should be alike.
+    The slowest partition sets the pace of a pipeline. With this balance the slowest partition is as
+    fast as it can be. All layers are measured on one device, so the devices should be alike.
 
     Args:
         partitions: how many partitions to make.
@@ -69,10 +69,10 @@ def balance_by_size(
     device: Device | None = None,
     progress: bool = False,
 ) -> list[int]:
-    """Balances by the memory that each layer takes in training.
+    """Balance by the memory that each layer takes in training.
 
-    The cost of a layer is what it keeps of one micro-batch for backward, its output included, and
-    its parameters times ``param_scale``.
+    The cost of a layer is the memory of its parameters times ``param_scale``, plus the memory that
+    it keeps of one micro-batch for backward, the output included.
 
     Args:
         partitions: how many partitions to make.
@@ -98,8 +98,8 @@ def balance_by_size(
     _verify(partitions, module)
     if not param_scale >= 0:
         raise ValueError(
-            "param_scale must not be negative, being how many times the memory of a parameter "
-            f"its training takes (param_scale: {param_scale}); 2 is for SGD, 4 for Adam"
+            "param_scale must not be negative, since it is how many times its own memory a "
+            f"parameter takes in training (param_scale: {param_scale}); 2 is for SGD, 4 for Adam"
         )
     found = profile_layers(
         module, input, chunks=chunks, timeout=0, device=device, progress=progress

@@ -1,8 +1,8 @@
-"""Block partition: a sequence of costs is cut into blocks so that the largest is smallest.
+"""Block partition: a sequence is cut into blocks whose largest one costs as little as possible.
 
-Found exactly, by bisection over the size of the largest block. A bound is feasible if blocks
-filled greedily up to it are few enough. Each answer moves one end of the search to a size that
-a block really has, so the search ends at the optimum itself and not near it.
+The solution is exact, by bisection over the cost of the largest block. A bound is feasible if
+blocks that are filled greedily up to it are few enough. Each answer moves one end of the search to
+a cost that a block really has, so the search ends at the optimum itself and not near it.
 
 Source: Pinar and Aykanat, Fast optimal load balancing algorithms for 1D partitioning (2004).
 """
@@ -19,15 +19,15 @@ __all__ = ["solve"]
 
 
 def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
-    """Cuts a sequence into blocks of which the most costly one costs as little as possible.
+    """Cut a sequence into blocks, of which the largest one costs as little as possible.
 
     Args:
         costs: the cost of each layer, in any unit, finite and not negative.
         partitions: how many blocks to make.
 
     Returns:
-        The blocks, none of them empty, which in order make up the sequence. Among the optimal
-        solutions it is one whose cuts are near to equal shares.
+        The blocks in order, none of them empty. Among the optimal solutions it is one whose cuts
+        are near to equal shares.
 
     Raises:
         ValueError: there are fewer costs than blocks to make, or a cost is out of range.
@@ -57,7 +57,7 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
                 "measure the layer again, or estimate its cost"
             )
 
-    # In whole units, so that sums are exact.
+    # Costs are counted in whole units, so that sums are exact.
     exact = [Fraction(cost) for cost in costs]
     unit = lcm(*[cost.denominator for cost in exact])
     # sums[k] is the cost of the first k layers.
@@ -84,7 +84,7 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
 
 
 def _smallest_bound(sums: Sequence[int], partitions: int) -> int:
-    """The cost of the largest block of the best partition, by bisection."""
+    """The cost of the largest block in the best solution, by bisection."""
     n = len(sums) - 1
     low = max(-(-sums[n] // partitions), max(sums[k + 1] - sums[k] for k in range(n)))
     high = sums[n]

@@ -1,8 +1,8 @@
 """Profiling: the time and the memory that each layer of a sequential module takes.
 
 One layer at a time is copied to the device and run there, so the model may be larger than the
-device. The model itself does not change, nor do its buffers, its gradients and the random numbers
-that the caller draws next.
+device. The model itself, its buffers and its gradients stay as they are, and so do the random
+numbers that the caller draws next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torchgpipe.devices.streams import (
     canonical_device,
     use_device,
 )
-from torchgpipe.partition.split import place, verify_module
+from torchgpipe.partition.placement import place
+from torchgpipe.partition.split import verify_module
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
@@ -44,17 +45,17 @@ class LayerProfile:
     """The time and the memory that one layer takes."""
 
     name: str
-    """Its name in the module, and its class."""
+    """The name of the layer in the module, and its class."""
     forward: float
     """Seconds, the median of several runs."""
     backward: float
-    """Seconds, the median of several runs; 0 if nothing in it needs a gradient."""
+    """Seconds, the median of several runs; 0 if nothing in the layer needs a gradient."""
     parameters: int
-    """Bytes of its parameters."""
+    """Bytes of the parameters."""
     activations: int
-    """Bytes that its forward leaves behind: tensors kept for backward, and its output."""
+    """Bytes that the forward leaves behind: tensors kept for backward, and the output."""
     output: int
-    """Bytes of its output alone."""
+    """Bytes of the output alone."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def layerwise_sandbox(
     """Generate the name of each layer and a copy of it on a device, to be used one at a time."""
     for name, layer in module._modules.items():
         assert layer is not None
-        # Not in a variable, so that a copy is freed before the next one is made.
+        # The copy is in no variable here, so that it is freed before the next one is made.
         yield name, _sandbox(layer, device)
 
 
@@ -144,7 +145,7 @@ def profile_layers(
         batch = scatter(sample, chunks)[0]
         batch = _leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
         layers = module._modules.items()
-        for k, (name, layer) in enumerate(_shown(layers, len(module)) if progress else layers):
+        for k, (name, layer) in enumerate(_with_bar(layers, len(module)) if progress else layers):
             share = (end - monotonic()) / (len(module) - k)
             title = f"{name} ({type(layer).__name__})"
             with noted(f"raised while layer {title} was profiled"):
@@ -153,7 +154,7 @@ def profile_layers(
         return found
 
     def measure() -> Profile:
-        with use_device(where), numbers.restored(), _recording():
+        with use_device(where), numbers.restored(), _autograd_recording():
             return Profile(str(where), tuple(rows()))
 
     return holding(numbers.locks, measure)
@@ -162,9 +163,9 @@ def profile_layers(
 def _profile_layer(
     title: str, layer: Any, batch: Batch, device: torch.device, end: float
 ) -> tuple[LayerProfile, Batch]:
-    # This frame holds the copy, and ends before another one is made.
+    # Nothing but this frame holds the copy, which is freed before another one is made.
     sandbox = Sandbox(_sandbox(layer, device), batch, device)
-    # A warm-up, which may allocate what stays.
+    # The warm-up may allocate memory that stays, such as the workspace of a library.
     sandbox.run()
     activations = sandbox.activations()
     forward, backward = sandbox.times(end)
@@ -210,7 +211,7 @@ class Sandbox:
             output = self._forward(batch)
             after = memory_allocated(self.device) or 0
             del output
-            # Negative, if tensors that nobody held were freed meanwhile.
+            # The difference is negative if the garbage collector has freed older tensors.
             return max(0, after - before)
         with LiveStorages() as storages:
             output = self._forward(batch)
@@ -245,7 +246,7 @@ class Sandbox:
         return forward, backward
 
     def _input(self) -> Batch:
-        # Clones, since autograd forbids a layer to change a leaf in place.
+        # A layer may change its input in place, which autograd forbids for leaves, not clones.
         return self.batch.replace([x.clone() for x in _leaves(self.batch)])
 
     def _forward(self, batch: Batch) -> Batch:
@@ -255,7 +256,7 @@ class Sandbox:
 
 
 @contextmanager
-def _recording() -> Iterator[None]:
+def _autograd_recording() -> Iterator[None]:
     with torch.inference_mode(False), torch.enable_grad():
         yield
 
@@ -275,7 +276,7 @@ def _bytes(size: int) -> str:
     return f"{size / 1024**unit:.{min(unit, 1)}f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][unit]}"
 
 
-def _shown(layers: Iterable[Any], total: int) -> Iterable[Any]:
+def _with_bar(layers: Iterable[Any], total: int) -> Iterable[Any]:
     try:
         from tqdm import tqdm
     except ImportError as error:

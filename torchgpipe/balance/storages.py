@@ -1,4 +1,4 @@
-"""The memory that operators allocate, by storages, on devices that do not count it."""
+"""The memory that operators allocate, on devices whose allocator does not count it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LiveStorages:
                 self._made[reference] = storage.nbytes()
 
     def sizes(self) -> list[int]:
-        """The bytes of each."""
+        """The bytes of each storage that still lives."""
         return [size for reference, size in self._made.items() if not reference.expired()]
 
 

@@ -56,8 +56,8 @@ class StreamPool:
         # guard: own streams
         own = 0 if partitions == 1 else partitions
         kinds = partitions * (1 + skips)
-        turns = max(2, min(self.COPIES, (self.POOL - 1 - own) // kinds))
-        needed = own + kinds * turns
+        size = max(2, min(self.COPIES, (self.POOL - 1 - own) // kinds))
+        needed = own + kinds * size
         made = self._made.setdefault(device, [])
         # The caller's current stream may be from the same pool, and another one in the next step.
         streams = [stream for stream in made if stream != current]
@@ -65,7 +65,7 @@ class StreamPool:
             stream = new_stream(device)
             made.append(stream)
             streams += [stream] * (stream != current)
-        copies = [streams[own + kind * turns :][:turns] for kind in range(kinds)]
+        copies = [streams[own + kind * size :][:size] for kind in range(kinds)]
         return [
             PartitionStreams(streams[k] if own else current, copies[k], copies[k - partitions])
             for k in range(partitions)

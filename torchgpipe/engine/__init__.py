@@ -1,3 +1,3 @@
-"""How micro-batches run: the pipeline, its cells, their streams, and who issues them."""
+"""The engine: in what order micro-batches run, on which streams, and which thread issues them."""
 
 __all__: list[str] = []

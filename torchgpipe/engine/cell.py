@@ -85,7 +85,7 @@ class Cell:
         return batch
 
     def compute(self, batch: Batch) -> Batch:
-        """Run the layers. The given object lets go of the micro-batch.
+        """Run the layers. ``batch`` lets go of its tensors, which are freed at their last use.
 
         Raises:
             BaseException: what a layer raised, with a note that names the cell.
@@ -180,7 +180,7 @@ class Cell:
         return self.step.lanes.lane(self.i, self.j, part)
 
     def _by_lane(self, parts: Collection[Hashable]) -> list[tuple[AbstractStream, list[Hashable]]]:
-        """Neighbouring parts on one lane together, with the lane."""
+        """Each lane with the parts on it, where neighbouring parts share a lane."""
         found: list[tuple[AbstractStream, list[Hashable]]] = []
         for part in parts:
             lane = self._lane(part)
@@ -211,7 +211,9 @@ class Cell:
         again = state.restored() if state and is_recomputing() else nullcontext()
         # guard: a partition at a time
         with self.step.stages.locks[self.j], again, use_skip_tracker(tracker):
-            output = value.call(self.layers).with_skips(tracker.parts())
+            output = value.call(self.layers)
+            if tracker.values:
+                output = output.with_skips(tracker.parts())
         if versions != [version_of(x) for x in counters]:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):

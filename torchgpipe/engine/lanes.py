@@ -86,10 +86,10 @@ class Lanes:
                 # guard: copies after the caller
                 used = {compute, *values, *skips} - {self._outside[j]}
                 self._beside.setdefault(self._outside[j], set()).update(used)
-        #: The number of lanes: as many micro-batches later, the first lane is used again.
-        turns = min(len(streams.values) for streams in self._streams)
+        #: The size of the pool: so many micro-batches later, a lane is used again.
+        pool = min(len(streams.values) for streams in self._streams)
         #: How many micro-batches a partition may be ahead of a neighbour.
-        self.lead = turns - 1
+        self.lead = pool - 1
         #: For each partition, the partitions that it must not be ahead of by the lead.
         self.held_by = [
             [k for k in dict.fromkeys(self.targets[j].values()) if k < n and k - j < self.lead]
@@ -97,7 +97,7 @@ class Lanes:
         ]
         #: For each cell ``(i, j)``, the cells ``(i + di, k)`` on other devices that it needs.
         self._needs = [
-            [(di, k) for di, k in self._offsets(j, turns) if devices[k] != devices[j]]
+            [(di, k) for di, k in self._offsets(j, pool) if devices[k] != devices[j]]
             for j in range(n)
         ]
 
@@ -106,8 +106,8 @@ class Lanes:
         places = [self._outside[0], *self.compute, self._outside[-1]]
         return {part: k for part, k in parts.items() if places[k + 1] != self.compute[j]}
 
-    def _offsets(self, j: int, turns: int) -> Iterator[tuple[int, int]]:
-        """The cells that those of a partition need, as ``(di, k)``: inputs, and free lanes.
+    def _offsets(self, j: int, pool: int) -> Iterator[tuple[int, int]]:
+        """The cells that a cell of a partition needs, as ``(di, k)``: inputs, and free lanes.
 
         A skip may go so far that its lanes are used again before it arrives, by micro-batches that
         are computed at the same time. Then all cells whose skips take these lanes keep the order of
@@ -122,7 +122,7 @@ class Lanes:
         for part, source in self.sources[j].items():
             if part is not VALUE:
                 for k in (source, *self.targets[source].values()):
-                    if max(j, k) - source >= turns:
+                    if max(j, k) - source >= pool:
                         yield j - k - (k > j), k
 
     def needs(self, i: int, j: int, m: int) -> list[tuple[int, int]]:
@@ -143,8 +143,8 @@ class Lanes:
     def wait_for_caller(self) -> None:
         """Make all other streams wait for the caller's.
 
-        The caller changes gradients of parameters, or uses them and frees them. Their memory is
-        that of a partition's streams; that of a lane, where it is the gradient that has arrived.
+        Between steps the caller changes the gradients of parameters, or uses and frees them. The
+        memory of a gradient belongs to a compute stream, or to the lane on which it arrived.
         """
         for caller, streams in self._beside.items():
             wait_all(streams, caller)
@@ -156,7 +156,7 @@ class Lanes:
 
     @uncompiled
     def end_backward(self) -> None:
-        """Leave gradients to the caller, which are in memory of a partition's streams."""
+        """Hand gradients over to the caller; their memory belongs to a partition's streams."""
         self.have_caller_wait()
         for layers, own, caller in zip(self._partitions, self.compute, self._outside):
             if own != caller:

@@ -35,10 +35,10 @@ the next one. It finishes the next one first, since autograd, among the nodes th
 the one that was recorded last.
 
 Each partition has a small pool of copy streams, used round-robin. If a device ran ahead in backward
-by a whole pool, its gradient would queue behind an older one. So the host issues the backward of a
-cell only after that of a cell that is fewer micro-batches later, by the lead, in the partition
-before: the cell's phony leads there, too [3]. In forward, a cell waits for the cell that is as many
-micro-batches earlier in the next partition.
+by a whole pool, its gradient would queue behind an older one. The lead is the number of
+micro-batches that it may be ahead: backward comes to the cell ``(i, j+1)`` only after the cell
+``(i + lead, j)``, since a phony leads from the one to the other [3]. In forward, the cell
+``(i + lead, j)`` waits for the cell ``(i, j+1)``.
 
 Copy itself joins phonies for what arrives from another stream. On the CPU alone there is no fence:
 autograd has one thread there, which keeps the order by itself.
@@ -129,7 +129,9 @@ class Pipeline:
     def run_cell(self, i: int, j: int) -> None:
         """Compute a cell, between the two ends of the fence that orders backward."""
         cell = Cell(self.step, i, j)
-        batch = self._with_popped(cell, self.batches[i])
+        batch = self.batches[i]
+        if self.stages.skip_layout.popped[j]:
+            batch = self._with_popped(cell, batch)
         phonies = self.phonies_for(i, j) if self.step.fenced else []
         # guard: join [1] before the layers
         if batch.requires_grad:
@@ -145,7 +147,8 @@ class Pipeline:
             last = i + 1 == len(self.batches)
             # guard: fork [2]
             batch, self.phonies[i, j] = cell.branch(batch, last)  # [2]
-        self.skips[i].update(batch.skips)
+        if len(batch.parts) > 1:
+            self.skips[i].update(batch.skips)
         self.shared[i] |= batch.shared
         self.batches[i] = batch = batch.with_skips({})
         if len(batch) < 2 and not self.skips[i]:
@@ -170,4 +173,4 @@ class Pipeline:
                 with cell.note:
                     raise not_stashed(skip)
             popped[skip] = part
-        return batch.with_skips(popped, self.shared[cell.i]) if popped else batch
+        return batch.with_skips(popped, self.shared[cell.i])

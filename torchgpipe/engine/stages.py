@@ -13,7 +13,7 @@ from torchgpipe.autograd.copy import copy
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.workers import Workers
-from torchgpipe.partition.split import groups
+from torchgpipe.partition.placement import groups
 from torchgpipe.skip.layout import inspect_skip_layout
 
 __all__: list[str] = []

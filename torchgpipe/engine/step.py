@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 class Step:
-    """What a step knows besides its micro-batches.
+    """The knowledge of a step, besides its micro-batches, that its cells share.
 
     Args:
         stages: the stages of the wrapper.

@@ -1,4 +1,4 @@
-"""Workers: who issues the cells, the caller's thread or a thread for each device.
+"""Workers: which thread issues a cell, the caller's or one of the device's own.
 
 One thread at a time issues the work of a device, since a device's default generator of random
 numbers is one, too. A cell begins when the cells that it needs are done, and the one before it on
@@ -44,6 +44,9 @@ try:
 except ImportError:
     # Not on Windows.
     resource = None  # type: ignore[assignment]
+
+#: On Linux, and not on macOS.
+RUSAGE_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 logger = logging.getLogger(__name__)
 
@@ -250,16 +253,17 @@ class Workers:
         return slower if is_power_of_two else faster
 
     def _run_here(self, tasks: Sequence[Task]) -> None:
-        pauses = _pauses()
         for task in tasks:
-            start, worked = perf_counter(), thread_time()
-            task.function()
             if self.seen_to_block:
+                task.function()
                 continue
+            pauses, start, worked = _pauses(), perf_counter(), thread_time()
+            task.function()
             took = perf_counter() - start
             asleep = took - (thread_time() - worked)
             # A thread that the system has interrupted for another one did not pause by itself.
-            if asleep > max(ASLEEP, took / 2) and _pauses() != pauses:
+            paused = pauses is None or _pauses() != pauses
+            if asleep > max(ASLEEP, took / 2) and paused:
                 self.seen_to_block = True
                 logger.debug(
                     "cell %s blocked the host for %.1f of %.1f ms, so threads are tried",
@@ -300,6 +304,6 @@ class Workers:
 
 def _pauses() -> int | None:
     """The number of times that this thread gave the processor up by itself, where that is known."""
-    if resource is None:
+    if RUSAGE_THREAD is None:
         return None
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    return resource.getrusage(RUSAGE_THREAD).ru_nvcsw

@@ -1,3 +1,3 @@
-"""How a model is cut into partitions, and placed on devices."""
+"""How a model becomes partitions: arguments are checked, layers are cut, and placed on devices."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What a wrapper is made with: balance and devices, checked before anything is moved."""
+"""The balance and the devices of a wrapper, checked before anything is moved."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ __all__: list[str] = []
 
 
 def is_positive_int(value: object) -> bool:
-    """Whether it is a number of something; True is none."""
+    """Whether a value is a positive number of things, which True is not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 def checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
-    """The balance as a list.
+    """Check a balance, and return it as a list.
 
     Raises:
-        TypeError: it is no sequence.
-        ValueError: it is not of positive integers, or does not add up to the number of layers.
+        TypeError: the balance is no sequence.
+        ValueError: the balance has something else than positive integers, or does not add up to the
+            number of layers.
     """
     if not isinstance(balance, Iterable):
         raise TypeError(
@@ -46,18 +47,22 @@ def checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
 
 
 def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
-    """As many devices as there are partitions, by default those that there are.
+    """Check devices, and return one for each partition.
+
+    Args:
+        devices: the devices; by default all accelerators, or else the CPU for each partition.
+        partitions: how many partitions there are.
 
     Raises:
-        TypeError: they are no sequence.
+        TypeError: the devices are no sequence.
         ValueError: this machine has no such device.
-        IndexError: they are fewer than the partitions.
+        IndexError: there are fewer devices than partitions.
     """
     found: Sequence[Device]
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
         raise TypeError(
             "devices must be a sequence with a device for each partition "
-            f"(devices: {devices!r}); for one that all share, pass [{str(devices)!r}] * "
+            f"(devices: {devices!r}); for one device for all, pass [{str(devices)!r}] * "
             f"{partitions}"
         )
     if devices is not None:

@@ -1,9 +1,9 @@
 """Layers that FSDP2 has sharded (``torch.distributed.fsdp.fully_shard``).
 
-It exchanges their parameters: a shard between steps, the whole while layers run. Nobody else may
-put them back to what they were.
+FSDP2 exchanges the parameters of such layers: between steps each is a shard, and while layers run
+it is whole. So nobody else may put these parameters back to what they were.
 
-Only who shards imports torch.distributed.fsdp; here it is looked up.
+Nothing here imports torch.distributed.fsdp. A program without sharded layers does not need it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__: list[str] = []
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 exchanges the parameters of a module, but for those of another one below it."""
+    """Whether a module is one to which fully_shard was applied."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def exchanged(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Those whose parameters FSDP2 exchanges.
+    """The modules whose parameters FSDP2 exchanges.
 
     Args:
         modules: all modules of a partition.
@@ -36,19 +36,19 @@ def exchanged(modules: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def is_shard(parameter: object) -> bool:
-    """Whether it is a part of a parameter, or stands for one, as the optimizer sees it."""
+    """Whether a parameter is a shard, the form in which the optimizer sees it."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     return isinstance(parameter, getattr(tensors, "DTensor", ()))
 
 
 def verify_sharding(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Checks that what is sharded is on the one device that FSDP2 knows of a process.
+    """Check that there is one device only if layers are sharded: FSDP2 knows one in each process.
 
-    It would move the parameters of all partitions there, and at the end of backward nobody would
-    wait for the gradients that it sums up on others.
+    FSDP2 would move the parameters of all partitions there. And at the end of backward nobody would
+    wait for the gradients that FSDP2 sums up on other devices.
 
     Raises:
-        ValueError: partitions are on several devices.
+        ValueError: there are sharded layers and several devices.
     """
     if len({*devices}) < 2 or "torch.distributed.fsdp" not in sys.modules:
         return

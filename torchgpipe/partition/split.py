@@ -1,14 +1,12 @@
-"""Partitions: a sequential module is split, and each part is placed on its device."""
+"""Partitions: the layers of a sequential module, cut into pieces."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.ambient.notes import layer as current
 
@@ -16,7 +14,7 @@ __all__: list[str] = []
 
 
 class Partition(nn.Sequential):
-    """Some of the layers, in a sequence; the first one takes what it is called with."""
+    """Some neighbouring layers, in order. The first layer takes all arguments of the call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = None
@@ -30,7 +28,7 @@ class Partition(nn.Sequential):
 
 
 def verify_module(module: nn.Module) -> None:
-    """Checks that a module is made of nothing but layers in a sequence.
+    """Check that a module is made of nothing but layers in a sequence.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or it has something besides its
@@ -59,7 +57,7 @@ def verify_module(module: nn.Module) -> None:
 
 
 def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partition]:
-    """Splits a sequential module into partitions.
+    """Split a sequential module into partitions.
 
     Layers keep their names, and partitions take the training flag of the module.
 
@@ -74,139 +72,3 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partitio
         partition.training = module.training
         partitions.append(partition)
     return partitions
-
-
-def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Moves each partition to its device.
-
-    Tensors of the meta device are made there, filled with NaN (integers with zero), so that
-    weights that are never loaded cannot pass for loaded ones. What is shared stays shared.
-
-    Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices, or could
-            not be loaded after it was made.
-    """
-    verify_sharing(partitions, devices)
-    verify_loading(partitions, devices)
-    before = [
-        (table, name, tensor)
-        for partition in partitions
-        for table in tables(partition)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    for partition, device in zip(partitions, devices):
-        partition._apply(partial(_moved, device))
-    # To some devices tensors are moved by making new ones, for each place where they are held.
-    moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in before:
-        table[name] = moved.setdefault(tensor, table[name])
-
-
-def _moved(device: torch.device, tensor: Tensor) -> Tensor:
-    if not tensor.is_meta or device.type == "meta":
-        return tensor.to(device)
-    made = torch.empty_like(tensor, device=device)
-    return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
-
-
-def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Checks that no tensor is needed on two devices.
-
-    Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices; the message
-            proposes a balance, and devices, where it is not so.
-    """
-    owners: dict[Tensor, tuple[str, int]] = {}
-    faults: list[str] = []
-    # The partitions that share something with one before them, from that one on.
-    merged = [False] * len(partitions)
-    for j, partition in enumerate(partitions):
-        for name, tensor in tensors(partition):
-            other, k = owners.setdefault(tensor, (name, j))
-            merged[k + 1 : j + 1] = [True] * (j - k)
-            if devices[k] != devices[j]:
-                faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
-    if faults:
-        balance: list[int] = []
-        for partition, joins in zip(partitions, merged):
-            if joins:
-                balance[-1] += len(partition._modules)
-            else:
-                balance.append(len(partition._modules))
-        proposed = [str(devices[k]) for k in groups(partitions)]
-        raise ValueError(
-            "a parameter or buffer can be shared only by layers on one device "
-            f"({'; '.join(faults)}); keep these layers in one partition, as with "
-            f"balance={balance}, or on one device, as with devices={proposed}"
-        )
-
-
-def groups(partitions: Iterable[nn.Module]) -> list[int]:
-    """For each partition, which one is the first that it shares layers or tensors with.
-
-    Layers may have state: what shares them must not compute at the same time. Those of torch that
-    have neither parameters nor buffers, such as an activation, have none.
-    """
-    partitions = list(partitions)
-    group = list(range(len(partitions)))
-    owners: dict[object, int] = {}
-    for j, partition in enumerate(partitions):
-        layers = [x for x in partition.modules() if not type(x).__module__.startswith("torch.nn.")]
-        for thing in [*layers, *[tensor for _, tensor in tensors(partition)]]:
-            one, other = group[owners.setdefault(thing, j)], group[j]
-            if one != other:
-                group = [min(one, other) if g in (one, other) else g for g in group]
-    return group
-
-
-def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Checks that no buffer is of the meta device that would pass for one with a value.
-
-    Raises:
-        ValueError: a buffer of integers or flags is on the meta device and not in the state dict.
-    """
-    for partition, device in zip(partitions, devices):
-        for path, module in partition.named_modules() if device.type != "meta" else ():
-            for name in sorted(module._non_persistent_buffers_set):
-                buffer = module._buffers.get(name)
-                if buffer is not None and buffer.is_meta and not buffer.is_floating_point():
-                    raise ValueError(
-                        "a buffer that no state dict has must have its value when the module is "
-                        f"wrapped (buffer: {path}.{name}, {buffer.dtype}, on the meta device); "
-                        "make it on the CPU, or register it with persistent=True and load it"
-                    )
-
-
-def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Checks that all parameters and buffers are where their partition is.
-
-    Raises:
-        RuntimeError: one was moved.
-    """
-    for j, (partition, device) in enumerate(zip(partitions, devices)):
-        for table in tables(partition):
-            for tensor in table.values():
-                if tensor is not None and tensor.device != device:
-                    name = next(name for name, x in tensors(partition) if x is tensor)
-                    raise RuntimeError(
-                        "parameters and buffers must stay on the device of their partition "
-                        f"(partition {j}: {device}, {name}: {tensor.device}); move the tensor "
-                        "back, or wrap the module anew with other devices"
-                    )
-
-
-def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
-    """The parameters and the buffers of each submodule, as it holds them."""
-    found: list[dict[str, Tensor | None]] = []
-    for submodule in module.modules():
-        found += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]
-    return found
-
-
-def tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """All parameters and buffers with their names; a shared one under each of its names."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]

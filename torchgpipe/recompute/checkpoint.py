@@ -193,7 +193,7 @@ class Checkpoint:
         with found, use_stream(self.stream), self.within:
             # guard: letting go of what was kept
             (stored, numbers), self.stored = self.stored, None
-            # In the modes of backward, since autograd calls the caller's hooks in these elsewhere.
+            # Unpack in the modes of backward, as autograd does where it calls the caller's hooks.
             # From here on the second run alone holds the memory of the input.
             again = stored.unpack()
             del stored
@@ -266,7 +266,7 @@ class Checkpoint:
 
 
 def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
-    """Run a function without keeping what it saves for backward, which recomputes that.
+    """Run a function under checkpointing: backward recomputes what the function saves for it.
 
     Args:
         function: takes and gives any nested structure of tensors.

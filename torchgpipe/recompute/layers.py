@@ -1,4 +1,4 @@
-"""The state of layers in a step: a second run finds it as the first run did, and leaves no trace.
+"""The state of layers: a second run finds what the first run found, and leaves no trace.
 
 Between a forward and its backward a user can switch a layer to eval mode, remove its hooks, and
 freeze its parameters, replace them (``torch.func.functional_call`` puts the old ones back as soon
@@ -63,8 +63,8 @@ class LayersState:
         for module in self._modules:
             if not isinstance(module._parameters, dict):
                 raise TypeError(
-                    "under checkpointing, a layer must not be scripted, since it saves otherwise "
-                    "when it has been optimised, in its third run "
+                    "under checkpointing, a layer must not be scripted, since it saves other "
+                    "tensors from its third run on, when TorchScript has optimised it "
                     f"(layer: {type(module).__name__}); use checkpoint='never', or torch.compile"
                 )
             parameters = [x for x in module._parameters.values() if x is not None]
@@ -132,7 +132,7 @@ class LayersState:
             self.settle()
             self._write(found, self._read())
         except BaseException:
-            # Where Ctrl-C came in between.
+            # Ctrl-C may have come in between.
             self._write(found, self._read())
             raise
 

@@ -76,7 +76,7 @@ class Slot:
         """Check that a tensor has the shape and dtype of the one that was saved in forward.
 
         Raises:
-            RuntimeError: it has others.
+            RuntimeError: the tensor has others, or another layer saves it.
         """
         layer = current.name
         # Within another layer's own checkpointing, the layer is not known in backward.
@@ -166,7 +166,7 @@ class Compared(Slot):
         try:
             torch.testing.assert_close(self.tensor, expected, equal_nan=True)
         except AssertionError as error:
-            # The note shall name the layer that saved it, which ran long ago.
+            # The note on the error must name the layer that saved the tensor, which ran long ago.
             current.name, current.kind = self.layer, self.kind
             raise RuntimeError(
                 "a recomputation must compute the same values as the forward "

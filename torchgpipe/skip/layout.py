@@ -1,4 +1,7 @@
-"""Where each skip is stashed and where it is popped, found before anything runs."""
+"""The layout of skips: which partition stashes each skip, and which one pops it.
+
+The layers declare what they stash and pop, so the layout is known before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["verify_skippables"]
 
 
 class SkipLayout:
-    """Which skips lead from which partition to which other one.
+    """The skips that lead from one partition to another.
 
     Args:
         partitions: the number of partitions.
@@ -21,9 +24,9 @@ class SkipLayout:
     """
 
     def __init__(self, partitions: int, ends: dict[Skip, tuple[int, int]]) -> None:
-        #: For each partition, the skips that it stashes for another one, and where that is.
+        #: For each partition, the skips that it stashes for another one, and that other one.
         self.stashed: list[dict[Skip, int]] = [{} for _ in range(partitions)]
-        #: For each partition, the skips that it pops from another one, and where that is.
+        #: For each partition, the skips that another one has stashed for it, and that other one.
         self.popped: list[dict[Skip, int]] = [{} for _ in range(partitions)]
         for skip, (source, target) in ends.items():
             if source != target:
@@ -32,7 +35,7 @@ class SkipLayout:
 
 
 def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
-    """Finds the partitions between which skips lead."""
+    """Find out between which partitions skips lead."""
     source: dict[Skip, int] = {}
     target: dict[Skip, int] = {}
     for j, partition in enumerate(partitions):
@@ -44,14 +47,14 @@ def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Checks that every skip is stashed once, and popped once by a later layer.
+    """Check that every skip is stashed once, and popped once by a later layer.
 
     Args:
-        module: the layers; skippable ones may be anywhere within them. Within one layer, in what
-            order it runs those below it is its own affair.
+        module: the layers, with skippable ones anywhere within them. A layer may run the layers
+            within it in any order.
 
     Raises:
-        TypeError: it is not so; the message lists every fault.
+        TypeError: some skip is not; the message lists every fault.
     """
     faults: list[str] = []
     stashed: dict[Skip, str] = {}

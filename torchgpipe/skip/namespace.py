@@ -1,4 +1,4 @@
-"""Namespaces: layers of one class, several times in a model, keep their skips apart."""
+"""Namespaces, which keep the skips of layers of one class apart."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Namespace"]
 
 @dataclass(frozen=True)
 class Namespace:
-    """Keeps skips of one name apart: see :meth:`Skippable.isolate`.
+    """A space of names for skips: skips of one name in two namespaces are different skips.
 
-    Copies of a namespace, and what is unpickled of it, are the same namespace, so that the layers
-    of a copied model find each other.
+    Layers are put into a namespace by their method ``isolate``. A namespace that was copied or
+    pickled stays the same namespace, so that the layers of a copied model find each other.
     """
 
     id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
@@ -28,6 +28,6 @@ Skip: TypeAlias = tuple[Namespace | None, str]
 
 
 def describe(skip: Skip) -> str:
-    """The skip as messages name it."""
+    """The name of a skip in messages."""
     namespace, name = skip
     return repr(name) if namespace is None else f"{name!r} in {namespace}"

@@ -37,11 +37,11 @@ Layer = TypeVar("Layer", bound=type[nn.Module])
 
 @dataclass(frozen=True)
 class stash:
-    """Stashes a tensor, or any nested structure of tensors: ``yield stash(name, tensor)``.
+    """Stash a tensor, or any nested structure of tensors: ``yield stash(name, tensor)``.
 
     Args:
         name: a name that the layer declared.
-        tensor: what the layer that pops this name gets; None is a value, too.
+        tensor: the value for the layer that pops this name; it may be None.
     """
 
     name: str
@@ -50,7 +50,7 @@ class stash:
 
 @dataclass(frozen=True)
 class pop:
-    """Pops what was stashed: ``tensor = yield pop(name)``.
+    """Pop what was stashed: ``tensor = yield pop(name)``.
 
     Args:
         name: a name that the layer declared.
@@ -68,7 +68,7 @@ class Declared:
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
-    """Declares what layers of a class stash and pop; their ``forward`` may be a generator then.
+    """Declare what layers of a class stash and pop, so that ``forward`` may be a generator.
 
     The class stays the same one, with the same parameters, and gets a method ``isolate``.
 
@@ -99,7 +99,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
         @wraps(load)
         def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-            # torchgpipe 0.0.7 kept the layer below another one.
+            # torchgpipe 0.0.7 put the layer into another one, by the name of "module".
             if "module" not in self._modules:
                 for key in [key for key in state if key.startswith(f"{prefix}module.")]:
                     state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
@@ -119,7 +119,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 
 def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:
-    """Puts skips of this layer into a namespace, apart from those of the same name elsewhere.
+    """Put skips of this layer into a namespace, apart from skips of the same name elsewhere.
 
     Args:
         self: the layer, of which this is a method.
@@ -153,7 +153,7 @@ def namespaces(layer: nn.Module) -> dict[str, Namespace]:
 
 
 def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
-    """What a layer stashes and what it pops; nothing if it is not skippable."""
+    """The skips that a layer stashes, and the skips that it pops; none if it is not skippable."""
     declared: Declared | None = getattr(type(layer), "skips_declared", None)
     if declared is None:
         return [], []
@@ -165,15 +165,15 @@ def skips(layer: nn.Module) -> tuple[list[Skip], list[Skip]]:
 
 
 def _drive(layer: nn.Module, declared: Declared, output: Any) -> Any:
-    """Runs the generator of a layer, and checks that it did what was declared."""
+    """Run the generator of a layer, and check that it stashed and popped what was declared."""
     due = {stash: set(declared.stash), pop: set(declared.pop)}
-    # A forward that does nothing of the kind may be a plain function.
+    # A forward that neither stashes nor pops may be a plain function.
     if isinstance(output, Generator):
         generator = output
         try:
-            output = _run(layer, declared, generator, due)
+            output = _run_generator(layer, declared, generator, due)
         finally:
-            # What it has entered, such as no_grad(), is left, also where it was not at fault.
+            # After an error the generator is still within its blocks, such as that of no_grad().
             generator.close()
     for kind, names in due.items():
         if names:
@@ -185,7 +185,7 @@ def _drive(layer: nn.Module, declared: Declared, output: Any) -> Any:
     return output
 
 
-def _run(
+def _run_generator(
     layer: nn.Module,
     declared: Declared,
     generator: Generator[Any, Any, Any],
@@ -203,7 +203,7 @@ def _run(
             raise TypeError(
                 "a skippable layer must yield stash(name, tensor) or pop(name) "
                 f"(layer: {type(layer).__name__}, yielded: {type(asked).__name__}); "
-                "return what the layer gives"
+                "return the output of the layer"
             )
         if asked.name not in due[type(asked)]:
             raise _undeclared(layer, declared, asked)
@@ -214,7 +214,7 @@ def _run(
             sent = tracker.load(skip)
         else:
             tracker.save(skip, asked.tensor)
-        # Nothing here holds a tensor while the layer goes on.
+        # While the layer goes on, this frame must not keep the tensor alive.
         del asked
 
 

@@ -1,4 +1,4 @@
-"""Trackers: where layers stash values, and pop them from."""
+"""Trackers, which keep values from when one layer stashes them until another pops them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class SkipTracker:
     """
 
     def __init__(self, values: Mapping[Skip, Any] | None = None) -> None:
-        self.values: dict[Skip, Any] = dict(values or {})
+        self.values: dict[Skip, Any] = dict(values) if values else {}
 
     @classmethod
     def of(cls, batch: Batch) -> SkipTracker:
         """A tracker with the skips of a micro-batch, put together for the layers that pop them."""
-        return cls({key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()})
+        # Most micro-batches have none.
+        skips = batch.skips.items() if len(batch.parts) > 1 else ()
+        return cls({key: x.structure.unflatten(x.tensors) for key, x in skips})
 
     def parts(self) -> dict[Skip, Part]:
-        """The values taken apart, as they stay until they are popped.
+        """The values, taken apart; they stay so until they are popped.
 
         Raises:
             TypeError: a value holds tensors in something that is no known container.
@@ -52,7 +54,7 @@ class SkipTracker:
         """Pop a value, and let go of it.
 
         Raises:
-            RuntimeError: it was not stashed.
+            RuntimeError: the value was not stashed.
         """
         if skip not in self.values:
             raise not_stashed(skip)
@@ -67,18 +69,18 @@ def not_stashed(skip: Skip) -> RuntimeError:
     )
 
 
-class Current(threading.local):
-    """The tracker of a thread."""
+class CurrentTracker(threading.local):
+    """The tracker that a thread uses."""
 
     tracker: SkipTracker | None = None
 
 
-_current = registered(Current())
+_current = registered(CurrentTracker())
 
 
 @uncompiled_before_2_13
 def current_skip_tracker() -> SkipTracker:
-    """The tracker of this thread."""
+    """The tracker that this thread uses."""
     if _current.tracker is None:
         # The layers run outside of a wrapper.
         _current.tracker = SkipTracker()
@@ -87,7 +89,7 @@ def current_skip_tracker() -> SkipTracker:
 
 
 class use_skip_tracker:
-    """Make a tracker the one of this thread within a ``with`` block."""
+    """Make this thread use a tracker within a ``with`` block."""
 
     def __init__(self, tracker: SkipTracker) -> None:
         self.tracker = tracker

@@ -10,8 +10,8 @@
         model(input.to(devices[0])).sum().backward()
     assert not seen.races
 
-Values are computed by the CPU, at once and in the order of the host; streams and events are
-bookkeeping. So a missing wait shows as a race, and never as a wrong number.
+The CPU computes all values, at once and in the order in which the host issues the operators;
+streams and events are bookkeeping. So a missing wait shows as a race, and never as a wrong number.
 """
 
 from torchgpipe.testing.build import UnavailableError

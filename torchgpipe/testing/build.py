@@ -1,4 +1,4 @@
-"""Compiles the virtual accelerator, once for each PyTorch and each change of its source."""
+"""The library of virtual accelerators, compiled once for each PyTorch and state of its source."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["UnavailableError"]
 
 SOURCES = Path(__file__).parent / "csrc"
 
-#: The oldest PyTorch whose headers have all that the source names.
+#: The oldest PyTorch with all the headers that the source needs.
 OLDEST = (2, 9)
 
 
 class UnavailableError(RuntimeError):
-    """There can be no virtual accelerators in this process; the message says why, and what to do.
+    """The error where a process can have no virtual accelerators: it says why, and what to do.
 
-    Tests that need them are best skipped with it.
+    A test that needs virtual accelerators is best skipped with this message.
     """
 
 
 def build() -> Path:
-    """Compiles the library, unless that was done before.
+    """Compile the library, unless it is in the cache.
 
     Returns:
-        Its path, in ``$XDG_CACHE_HOME/torchgpipe`` (``~/.cache/torchgpipe``).
+        The path of the library, in ``$XDG_CACHE_HOME/torchgpipe`` (``~/.cache/torchgpipe``).
 
     Raises:
-        UnavailableError: there is no compiler, or it fails, or this PyTorch is not supported.
+        UnavailableError: there is no compiler, the compiler fails, or PyTorch is too old.
     """
     verify_torch(torch.__version__)
     command = [*compiler(), *flags()]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchgpipe"
-    # Named otherwise than a module of Python, lest one be taken for the other.
+    # The name begins with "lib", so that nobody takes the file for a module of Python.
     library = cache / f"libvirtual-{torch.__version__}-{_digest(command)}.so"
     try:
         if library.exists():
@@ -50,18 +50,22 @@ def build() -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             output = Path(folder) / library.name
             _compile([*command, str(SOURCES / "virtual.cpp"), "-o", str(output), *_links()])
-            # At once, so that another process finds the whole file or none.
+            # Renaming is atomic: another process finds the whole file or none.
             output.replace(library)
     except OSError as error:
         raise UnavailableError(
-            "virtual accelerators are compiled into a cache that can be written to (cache: "
+            "virtual accelerators need a cache that can be written to (cache: "
             f"{cache}, error: {error}); set XDG_CACHE_HOME to a folder of yours"
         ) from error
     return library
 
 
 def verify_torch(version: str) -> None:
-    """Raises :exc:`UnavailableError` for a PyTorch that is too old."""
+    """Check that a PyTorch is new enough.
+
+    Raises:
+        UnavailableError: it is too old.
+    """
     found = tuple([int(part) for part in version.split(".")[:2]])
     if found < OLDEST:
         raise UnavailableError(
@@ -74,7 +78,7 @@ def compiler() -> list[str]:
     """The command of a C++ compiler.
 
     Raises:
-        UnavailableError: there is none.
+        UnavailableError: there is no compiler.
     """
     if sys.platform == "win32":
         raise UnavailableError(
@@ -115,7 +119,7 @@ def _links() -> list[str]:
 
 
 def _digest(command: list[str]) -> str:
-    # A home may be shared by machines of several kinds.
+    # Machines of several kinds may share a home folder, and so the cache.
     parts = [*command, torch.version.git_version, sys.platform, platform.machine()]
     digest = hashlib.sha256(" ".join(parts).encode())
     for file in sorted(SOURCES.iterdir()):

@@ -1,4 +1,4 @@
-"""A layer that takes as much virtual time as it is told."""
+"""A layer that takes a given virtual time, to stand for a real one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _ops: Any = torch.ops.virtual_accelerator
 
 
 class Busy(nn.Module):
-    """Stands for a layer, or a partition, of known cost: ``output = input * weight``.
+    """A stand-in for a layer, or a partition, of known cost: ``output = input * weight``.
 
-    On other devices than virtual ones it computes the same, and takes no time but what that takes.
+    On devices that are not virtual, it computes the same and spends no further time.
 
     Args:
         forward: the cost of a forward, in milliseconds of virtual time.
-        input: the cost of the backward for the input. It is spent if that gradient is needed.
-        weight: the cost of the backward for the weight. Likewise.
-        features: the size of the last dimension of the input, for which there is a weight each.
-        name: what its spans are called, with F, I or W before it.
+        input: the cost of the backward for the input, if a gradient of the input is needed.
+        weight: the cost of the backward for the weight, likewise.
+        features: the size of the last dimension of the input, and of the weight.
+        name: the name of the layer in spans, where F, I or W stands before it.
 
     Shape:
-        Any, of which the last dimension is ``features``; the output has the input's.
+        The input has any shape with ``features`` in the last dimension, and the output the same.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Busy(nn.Module):
             if not 0 <= cost < float("inf"):
                 raise ValueError(
                     "the costs of a busy layer are times in milliseconds "
-                    f"(forward: {forward}, input: {input}, weight: {weight})"
+                    f"(forward: {forward}, input: {input}, weight: {weight}); use 0 for what takes "
+                    "no time"
                 )
         self.costs = (float(forward), float(input), float(weight))
         self.name = name

@@ -1,6 +1,7 @@
-"""What is ``torch.virtual``: the functions that PyTorch looks for in the module of a device type.
+"""The module ``torch.virtual``: functions that PyTorch looks for in the module of a device type.
 
-Of what :mod:`torch.accelerator` has, only that is repeated here which PyTorch looks for here.
+Users have the functions of :mod:`torch.accelerator`. This module repeats only those of them that
+PyTorch looks for here.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-#: What a device is given as: by its name, its index, or None for the current one.
+#: A device, its name, its index, or None for the current device.
 Device = torch.device | int | str | None
 
 _ops: Any = torch.ops.virtual_accelerator
 
-#: Without it, ``torch.utils.checkpoint`` passes the device's generator by.
+#: If this were false, ``torch.utils.checkpoint`` would not restore the device's generator.
 _initialized = True
 
-#: That of each device, as torch.cuda has them.
+#: The default generator of each device. torch.cuda has them by this name.
 default_generators: tuple[torch.Generator, ...] = ()
 
 
 def is_available() -> bool:
-    """Yes."""
+    """Whether there are virtual devices: always, since this module comes with them."""
     return True
 
 
 def is_initialized() -> bool:
-    """Yes: there is nothing that would be initialised when it is first used."""
+    """Whether the devices are initialised: always, since nothing waits for their first use."""
     return True
 
 
 def device_count() -> int:
-    """How many devices there are."""
+    """The number of virtual devices."""
     count: int = _ops.device_count()
     return count
 
@@ -47,12 +48,12 @@ def current_device() -> int:
 
 
 def set_device(device: Device) -> None:
-    """Makes a device this thread's current one."""
+    """Make a device this thread's current one."""
     torch.accelerator.set_device_index(_index(device))
 
 
 class device:
-    """Makes a device the current one within a ``with`` block."""
+    """Make a device the current one within a ``with`` block."""
 
     def __init__(self, device: Device) -> None:
         self.index = _index(device)
@@ -66,7 +67,7 @@ class device:
 
 
 def synchronize(device: Device = None) -> None:
-    """Waits for all that a device was given."""
+    """Wait for all work that a device was given."""
     torch.accelerator.synchronize(_index(device))
 
 
@@ -76,7 +77,7 @@ def current_stream(device: Device = None) -> torch.Stream:
 
 
 def stream(stream: torch.Stream) -> torch.Stream:
-    """Makes a stream the current one within a ``with`` block, as the stream itself does."""
+    """Make a stream the current one within a ``with`` block, as the stream itself does."""
     return stream
 
 
@@ -86,7 +87,7 @@ def get_rng_state(device: Device = None) -> Tensor:
 
 
 def set_rng_state(new_state: Tensor, device: Device = None) -> None:
-    """Sets the state of a device's default generator."""
+    """Set the state of a device's default generator."""
     _generator(_index(device)).set_state(new_state)
 
 
@@ -96,34 +97,34 @@ def get_rng_state_all() -> list[Tensor]:
 
 
 def set_rng_state_all(new_states: Iterable[Tensor]) -> None:
-    """Sets the states of all devices' default generators."""
+    """Set the states of all devices' default generators."""
     for i, state in enumerate(new_states):
         set_rng_state(state, i)
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the current device's default generator."""
+    """Seed the current device's default generator."""
     _generator(current_device()).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds all devices' default generators; ``torch.manual_seed`` does it, too."""
+    """Seed all devices' default generators, which ``torch.manual_seed`` does by this function."""
     for generator in default_generators:
         generator.manual_seed(seed)
 
 
 def seed() -> int:
-    """Seeds the current device's default generator with a random number, which it returns."""
+    """Seed the current device's default generator with a random number, and return that number."""
     return _generator(current_device()).seed()
 
 
 def initial_seed() -> int:
-    """What the current device's default generator was seeded with."""
+    """The seed of the current device's default generator."""
     return _generator(current_device()).initial_seed()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What ``torch.autocast`` may cast to."""
+    """The dtypes that ``torch.autocast`` may cast to."""
     return [torch.float16, torch.bfloat16]
 
 

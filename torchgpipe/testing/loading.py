@@ -1,4 +1,4 @@
-"""Loads the virtual accelerators into this process."""
+"""Loading: how a process gets virtual accelerators."""
 
 from __future__ import annotations
 
@@ -18,52 +18,59 @@ from torchgpipe.testing.build import UnavailableError, build
 
 __all__ = ["load"]
 
-#: What PyTorch calls the devices: ``torch.device("virtual", 0)``.
+#: The type of the devices: ``torch.device("virtual", 0)``.
 NAME = "virtual"
 
-#: How many there can be.
+#: The highest number of devices.
 MOST = 64
 
 _loaded: int | None = None
 
 
 def load(devices: int = 8) -> list[torch.device]:
-    """Makes virtual accelerators the accelerator of this process, for good.
+    """Make virtual accelerators the accelerator of this process, for good.
 
-    It has to come before the first backward of the process, since autograd starts its threads then,
-    one for each device that there is. The first call compiles a library, which takes half a minute
-    and is kept; any further one returns the same devices.
+    Load them before the first backward of the process, in which autograd starts its threads, one
+    for each device that there is. The first call compiles a library, which takes half a minute, and
+    keeps it for other processes. Further calls return the same devices.
 
     Args:
-        devices: how many accelerators to have, 1 to 64.
+        devices: the number of accelerators, 1 to 64.
 
     Returns:
         The devices, ``torch.device("virtual", 0)`` and so on.
 
     Raises:
-        ValueError: the number is not possible, or not that of an earlier call.
-        UnavailableError: they cannot be had in this process.
+        ValueError: the number is out of range, or an earlier call has loaded another number.
+        UnavailableError: this process can have no virtual accelerators.
     """
     global _loaded
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= MOST:
-        raise ValueError(f"there can be 1 to {MOST} virtual devices (devices: {devices!r})")
+        raise ValueError(
+            f"there can be 1 to {MOST} virtual devices (devices: {devices!r}); most tests need as "
+            "many as there are partitions"
+        )
     if _loaded is None:
         _load(devices)
         _loaded = devices
     if _loaded != devices:
         raise ValueError(
-            "virtual devices are loaded once for the process (devices: "
+            "virtual devices are loaded once in a process (devices: "
             f"{devices}, loaded: {_loaded}); load as many as are needed at first"
         )
     return [torch.device(NAME, i) for i in range(devices)]
 
 
 def verify_loaded() -> None:
-    """Raises :exc:`RuntimeError` unless there are virtual accelerators."""
+    """Check that this process has virtual accelerators.
+
+    Raises:
+        RuntimeError: it has none.
+    """
     if _loaded is None:
         raise RuntimeError(
             "there are no virtual accelerators in this process yet; call "
-            "torchgpipe.testing.load() at its start"
+            "torchgpipe.testing.load() at the start of the process"
         )
 
 
@@ -71,15 +78,15 @@ def _load(devices: int) -> None:
     other = _torch.backend_name()
     if other not in ("privateuseone", NAME):
         raise UnavailableError(
-            "virtual accelerators take the place that PyTorch has for a backend of one's own, and "
-            f"it is taken (backend: {other}); use a process without it"
+            "virtual accelerators need the place that PyTorch has for one further backend, which "
+            f"is taken (backend: {other}); use a process without that backend"
         )
     library = build()
     try:
         torch.ops.load_library(library)
     except OSError as error:
         raise UnavailableError(
-            "virtual accelerators are loaded from where programs may be run (library: "
+            "virtual accelerators need a cache from which a library can be loaded (library: "
             f"{library}, error: {error}); delete it, or set XDG_CACHE_HOME to another folder"
         ) from error
     ops: Any = torch.ops.virtual_accelerator
@@ -101,13 +108,13 @@ def _load(devices: int) -> None:
 
 
 def _settle(process: int) -> None:
-    """Lets autograd's threads come to rest before Python ends. A forked process has none."""
+    """Let autograd's threads come to rest before Python ends; a forked process has none."""
     if os.getpid() == process:
         torch.ops.virtual_accelerator.settle()
 
 
 def _first_backward() -> bool:
-    """Runs a backward, which makes autograd start its threads, and tells if it was the first."""
+    """Run a backward, which makes autograd start its threads; return whether it was the first."""
     task: list[int] = []
     x = torch.zeros((), device="cpu").requires_grad_()
     with torch.inference_mode(False), torch.enable_grad():

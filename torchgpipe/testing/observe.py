@@ -1,4 +1,4 @@
-"""Observes what the virtual accelerators are given: its order, and its time."""
+"""Observations: the races, the timeline and the transfers of virtual accelerators."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _ops: Any = torch.ops.virtual_accelerator
 
 _Hook = ctypes.CFUNCTYPE(ctypes.c_int64)
 
-#: The hook that the library calls; it must not be collected while it may be called.
+#: The hook that the library calls. This list keeps it alive as long as it may be called.
 _hooks: list[Any] = []
 
 
 class Observation:
-    """What was seen since :func:`observe` began, up to now or to its end.
+    """The record of all work since :func:`observe` began, up to now or to the end of its block.
 
     Time is virtual, in milliseconds, and begins with the observation.
     """
@@ -60,13 +60,13 @@ class Observation:
 
     @property
     def makespan(self) -> float:
-        """When the last stream has done all it was given."""
+        """The time when the last stream has done all its work."""
         makespan: float = self._get("makespan")
         return makespan
 
     @property
     def races(self) -> list[Race]:
-        """Accesses to the same memory that nothing orders. There should be none."""
+        """All pairs of accesses to the same memory that nothing orders. There should be none."""
         return [
             Race(
                 **{
@@ -88,18 +88,18 @@ class Observation:
 
     @property
     def waits(self) -> list[Wait]:
-        """The times in which streams waited for others, and for what there."""
+        """The times in which streams waited, each with the work that was waited for."""
         return waits_of(self.spans)
 
     @property
     def critical_path(self) -> list[Span]:
-        """The spans that the makespan is made of: to make any of them shorter makes it shorter."""
+        """The chain of spans that the makespan consists of, each waiting for the one before it."""
         spans = self.spans
         return [spans[index] for index in critical_path(spans)]
 
     @property
     def busy(self) -> dict[Stream, float]:
-        """How long each stream that did anything was at work; it was idle for the rest."""
+        """The time that each stream worked, of streams that did any work."""
         busy: dict[Stream, float] = {}
         for span in self.spans:
             busy[span.stream] = busy.get(span.stream, 0.0) + span.end - span.start
@@ -107,13 +107,13 @@ class Observation:
 
     @property
     def idle(self) -> dict[Stream, float]:
-        """How long each stream that did anything was not at work."""
+        """The time that each stream did not work, of streams that did any work."""
         makespan = self.makespan
         return {stream: makespan - busy for stream, busy in self.busy.items()}
 
     @property
     def transfers(self) -> dict[tuple[int | str, int | str], Transfers]:
-        """What was copied, by source and target: indices of devices, or ``"cpu"``."""
+        """The copies between devices, by source and target: indices of devices, or ``"cpu"``."""
         numbers = self._get("traffic")
         return {
             (name_of(source), name_of(target)): Transfers(count, bytes)
@@ -121,11 +121,11 @@ class Observation:
         }
 
     def save_trace(self, path: str | PathLike[str]) -> None:
-        """Writes the timeline as a file that https://ui.perfetto.dev and chrome://tracing open."""
+        """Write the timeline as a file that https://ui.perfetto.dev and chrome://tracing open."""
         Path(path).write_text(trace.to_json(self.spans), encoding="utf-8")
 
     def _access(self, access: dict[str, Any]) -> Access:
-        # An operator that began before this observation has a stack in another one, or none.
+        # The stack of an operator that began earlier is not in this observation.
         stack = self._stacks.get(access["stack"], ())
         return Access(
             access["op"],
@@ -141,7 +141,7 @@ class Observation:
             frames.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
         stack = tuple(frames[::-1])
-        # Most operators are issued where others were: each stack is kept once.
+        # Most operators are issued at the same places again, so each stack is kept once.
         number = self._stack_numbers.get(stack)
         if number is None:
             number = self._stack_numbers[stack] = next(_counter)
@@ -154,10 +154,10 @@ def _line(code: CodeType, number: int) -> str:
     return f"{code.co_filename}:{number} in {code.co_name}: {text}"
 
 
-#: Numbers stacks, for all observations.
+#: The numbers of stacks, each used once in the process.
 _counter = itertools.count()
 
-#: Held by the observation that is under way.
+#: The lock that is held while an observation is under way.
 _observing = threading.Lock()
 
 
@@ -170,7 +170,7 @@ def observe(
     raise_on_race: bool = False,
     stacks: bool = False,
 ) -> Iterator[Observation]:
-    """Observes the virtual accelerators within a ``with`` block.
+    """Observe the virtual accelerators within a ``with`` block.
 
     ::
 
@@ -179,43 +179,43 @@ def observe(
         assert not seen.races
         print(seen.makespan)
 
-    Whatever was issued before is done when it begins. Everything takes no time but what ``costs``
-    and ``bandwidth`` say, and :class:`Busy` layers.
+    All work that was issued before the block is done when it begins. Operators take no time, except
+    those in ``costs``, copies over links in ``bandwidth``, and :class:`Busy` layers.
 
     Args:
-        costs: what operators take, in milliseconds, by the names that PyTorch's dispatcher has for
-            them, such as ``"addmm"`` for a linear layer. ``"add"`` is ``"add_"``, too.
-        bandwidth: what links carry, in bytes per millisecond, by source and target, each the index
-            of a device or ``"cpu"``. Copies over other links take what ``costs`` has for
-            ``"copy"``. Links are not shared: copies on different streams do not slow each other
-            down.
-        jitter: a seed. Threads of the host are delayed at random, so that whatever depends on their
-            timing shows itself.
-        raise_on_race: have the operator raise that is not ordered after another, in backward, too.
-        stacks: take the Python stack of each operator, for the report of races. This is slow.
+        costs: the milliseconds that operators take, by the names that PyTorch's dispatcher has for
+            them, such as ``"addmm"`` for a linear layer. ``"add"`` stands for ``"add_"``, too.
+        bandwidth: the bytes per millisecond that links carry, by source and target, each the index
+            of a device or ``"cpu"``. Copies over other links take the cost of ``"copy"``. Links are
+            not shared: copies on different streams do not slow each other down.
+        jitter: a seed, by which the host's threads are delayed at random. So behaviour that depends
+            on their timing shows itself. By default nothing delays them.
+        raise_on_race: whether the second operator of a race raises an error, in backward, too.
+        stacks: whether to take the Python stack of each operator, to report it with races. This is
+            slow.
 
     Raises:
         RuntimeError: no virtual accelerators were loaded, or another observation is under way, or,
             with ``raise_on_race``, there is a race.
-        ValueError: a cost is negative or no operator's, a bandwidth not positive, a device not
-            there, or the seed none.
+        ValueError: a cost is negative, or that of no operator; a bandwidth is not positive; there
+            is no such device; or the seed is out of range.
     """
     verify_loaded()
     costs, bandwidth = dict(costs or {}), dict(bandwidth or {})
     verify_settings(costs, bandwidth, jitter)
     if not _observing.acquire(blocking=False):
         raise RuntimeError(
-            "there is one observation at a time; end the other before, or use what it has seen"
+            "there can be one observation at a time; end the other one before, or use its results"
         )
     observation = Observation()
     try:
         hook = _Hook(observation._take_stack)
         address = ctypes.cast(hook, ctypes.c_void_p).value if stacks else 0
-        # Threads may still be about to call it when this one is over.
+        # At the end of the last observation, threads may still have been about to call its hook.
         _hooks[:] = [*_hooks[-1:], hook]
         _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
         for op, cost in costs.items():
-            # What computes in place, and what does not, may reach the device as one.
+            # An operator and its form in place may reach the device under one name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
         for (source, target), bytes in bandwidth.items():
             _ops.set_bandwidth(index_of(source), index_of(target), bytes)

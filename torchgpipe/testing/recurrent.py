@@ -1,4 +1,4 @@
-"""The cells of LSTM and GRU, which PyTorch has fused on accelerators, and only there.
+"""The cells of LSTM and GRU, for which PyTorch has fused operators on accelerators alone.
 
 In the formulas gates are σ or tanh of ``input_gates + hidden_gates``, biases included; shapes are
 ``(N, 4 H)`` for an LSTM, ``(N, 3 H)`` for a GRU, and ``(N, H)`` for states.
@@ -11,12 +11,12 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-#: Registrations, which last as long as this is referred to.
+#: The registrations of kernels. They last as long as this list refers to them.
 _library: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Registers the kernels of the virtual devices."""
+    """Register the kernels of the virtual devices."""
     library = torch.library.Library("aten", "IMPL")
     kernels = {
         "lstm_cell": lstm_cell,
@@ -54,7 +54,7 @@ def lstm_cell_backward(
     workspace: Tensor,
     has_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of the gates, of ``c`` and of a bias."""
+    """The gradients of the gates, of ``c`` and of the biases, which is the same for both."""
     if grad_hy is None and grad_cy is None:
         return None, None, None
     i, f, g, o = workspace.chunk(4, 1)
@@ -96,7 +96,7 @@ def gru_cell(
 def gru_cell_backward(
     grad_hy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of both kinds of gates, of ``h`` and of both biases."""
+    """The gradients of the input gates and hidden gates, of ``h``, and of both biases."""
     r, z, n, hx, n_h = workspace.chunk(5, 1)
     grad_n = grad_hy * (1 - z) * (1 - n * n)
     grad_z = grad_hy * (hx - n) * z * (1 - z)

@@ -1,4 +1,4 @@
-"""What was observed: races, spans of work, waits."""
+"""The entries of an observation: races, spans of work, waits and transfers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Access:
     """One of the two sides of a race.
 
     Args:
-        op: the operator, as PyTorch's dispatcher calls it, or the name of a busy layer; ``empty``
-            where the memory was allocated, after what its stream was given before.
-        stream: where it was issued.
-        write: whether it writes.
-        stack: what Python was doing when it was issued, innermost last, if that was asked for.
-            Operators that autograd itself runs in backward have none.
+        op: the operator, as PyTorch's dispatcher calls it, or the name of a busy layer. It is
+            ``empty`` for allocating the memory, which comes after the stream's work before it.
+        stream: the stream on which the operator was issued.
+        write: whether the operator writes.
+        stack: the Python stack where the operator was issued, innermost last, if stacks were asked
+            for. Operators that autograd itself runs in backward have none.
     """
 
     op: str
@@ -53,12 +53,12 @@ class Race:
         kind: ``read after write``, ``write after read``, ``write after write``, ``reuse of freed
             memory`` (allocated again while a stream that was not announced by ``record_stream``
             may still use it) or ``memory freed in use`` (the same, and not allocated again yet).
-        device: where the memory is.
-        bytes: how large it is.
+        device: the index of the device whose memory it is.
+        bytes: the size of the memory.
         first: the access that was issued first.
-        second: the access that was not ordered after it. For freed memory, what took it next.
-        count: how often this happened, between the same operators on the same streams, and where
-            stacks are taken, with the same stacks.
+        second: the access that was not ordered after it; for freed memory, the next allocation.
+        count: how often this race happened, between the same operators on the same streams and,
+            where stacks are taken, with the same stacks.
     """
 
     kind: str
@@ -80,11 +80,11 @@ class Span:
     """A piece of work that took virtual time, in milliseconds.
 
     Args:
-        stream: where it ran.
-        start: when it started.
-        end: when it ended.
-        name: the operator, or what a busy layer is called and does.
-        after: the index of the span whose end let this one start; -1 if nothing held it.
+        stream: the stream that did the work.
+        start: when the work started.
+        end: when the work ended.
+        name: the operator; for a busy layer, F, I or W and the name of the layer.
+        after: the index of the span whose end let this one start; -1 if nothing held it up.
     """
 
     stream: Stream
@@ -96,15 +96,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """A time before a piece of work, in which its stream waited for another, or for the host.
+    """A time before a piece of work, in which its stream waited for another stream or the host.
 
     Args:
-        stream: which one waited.
-        start: when it had done the work before.
-        end: when it went on.
-        span: the index of the span that it went on with.
-        cause: the index of the span that it waited for, or that the host waited for before it
-            issued the work.
+        stream: the stream that waited.
+        start: when the stream had done the work before.
+        end: when the stream went on.
+        span: the index of the span that the stream went on with.
+        cause: the index of the span that the stream waited for, or that the host waited for before
+            it issued the work.
     """
 
     stream: Stream
@@ -116,14 +116,14 @@ class Wait:
 
 @dataclass(frozen=True)
 class Transfers:
-    """What was copied from one device to another: how many tensors, and how many bytes."""
+    """The copies from one device to another: the number of tensors, and of bytes."""
 
     count: int
     bytes: int
 
 
 def waits_of(spans: list[Span]) -> list[Wait]:
-    """The times between the spans of each stream, and who is to blame.
+    """Find the times between the spans of each stream, and what each stream waited for.
 
     Args:
         spans: in the order in which they were issued.
@@ -139,7 +139,7 @@ def waits_of(spans: list[Span]) -> list[Wait]:
 
 
 def critical_path(spans: list[Span]) -> list[int]:
-    """The indices of the spans that the makespan is made of, first one first."""
+    """The indices of the spans that the makespan consists of, from the first to the last."""
     if not spans:
         return []
     path = [max(range(len(spans)), key=lambda index: spans[index].end)]

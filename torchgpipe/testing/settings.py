@@ -1,4 +1,4 @@
-"""What an observation is told: costs, bandwidths and a seed."""
+"""The settings of an observation: costs, bandwidths and a seed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchgpipe import _torch
 
 __all__: list[str] = []
 
-#: What a table of bandwidths calls the host, and what the library does.
+#: The host in a table of bandwidths, and its number in the library.
 CPU, _HOST = "cpu", -1
 
-#: Operators that get to the device in another way than through the fallback, which counts costs.
+#: Operators with a kernel of their own. The others take the fallback, which counts costs.
 _OWN = {
     *("copy", "empty", "empty_strided", "set", "record_stream", "native_dropout"),
     *("_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "_efficientzerotensor"),
@@ -27,7 +27,11 @@ def verify_settings(
     bandwidth: dict[tuple[int | str, int | str], float],
     jitter: int | None,
 ) -> None:
-    """Raises :exc:`ValueError` for what is not possible, or would be without effect."""
+    """Check that the settings of an observation are possible and have an effect.
+
+    Raises:
+        ValueError: a setting is not, or has none.
+    """
     for op, cost in costs.items():
         if not (isinstance(op, str) and _reaches_a_device(op)):
             raise ValueError(
@@ -64,7 +68,7 @@ def _reaches_a_device(op: str) -> bool:
     if name.removeprefix("aten::") in _OWN:
         return name == "aten::copy"
     known = set(_torch.all_operators())
-    # In place, out of place, or into an output that is given: one computes by another.
+    # An operator has forms in place, out of place and into a given output, which call each other.
     overloads = [
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for form in (name, f"{name}_")
@@ -90,10 +94,10 @@ def _is_end(value: object) -> bool:
 
 
 def index_of(end: int | str) -> int:
-    """The number that the library has for an end of a link."""
+    """The number that the library has for a device, or the host, at an end of a link."""
     return _HOST if end == CPU else int(end)
 
 
 def name_of(index: int) -> int | str:
-    """The inverse of :func:`index_of`."""
+    """The device, or the host, that has a number in the library."""
     return CPU if index == _HOST else index

@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def to_json(spans: list[Span]) -> str:
-    """A process for each device, a thread for each stream, an arrow to each wait from its cause."""
+    """Write spans as JSON: devices as processes, streams as threads, waits as arrows."""
     return json.dumps({"traceEvents": _events(spans), "displayTimeUnit": "ms"})
 
 
@@ -47,7 +47,7 @@ def _events(spans: list[Span]) -> list[dict[str, Any]]:
         if wait.cause >= 0:
             cause = spans[wait.cause]
             arrow = {"name": "wait", "cat": "wait", "id": wait.span}
-            # An arrow starts from the slice that is there: a nanosecond later there is none.
+            # An arrow starts at a slice that lasts at that time, so a nanosecond before its end.
             end = _micro(cause.end) - 0.001
             events.append({"ph": "s", **arrow, **_place(cause.stream), "ts": end})
             events.append(

@@ -1,3 +1,3 @@
-"""What flows through a pipeline: micro-batches, made of any nested structure of tensors."""
+"""The values that flow through a pipeline: micro-batches of any nested structure of tensors."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-// Autocast: the same lists of operators as for PyTorch's own accelerators.
+// Autocast: virtual devices cast the same operators as PyTorch's own accelerators.
 #pragma once
 #include <ATen/autocast_mode.h>
 

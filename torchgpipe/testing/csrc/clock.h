@@ -1,9 +1,11 @@
-// Order and time. Streams and events are bookkeeping over operators that run at once, in host order.
+// Order and time. Streams and events are bookkeeping: operators run at once, in the host's order.
 //
 // Order: every stream has a vector clock, which says how much of each stream's work is ordered
-// before what it is given next. An event is a copy of it, and a wait takes the maximum.
-// Time: an operator starts when its stream and the thread that issues it are there, and takes what
-// the table of costs says. Every time is carried with the span of work that it is the end of.
+// before the next work of this stream. An event is a copy of a clock, and a wait takes the maximum
+// of two clocks.
+// Time: an operator starts when its stream has done the work before, and the thread that issues the
+// operator has come to it. It takes the time that the table of costs says. Every point in time
+// carries the span of work that ends there.
 #pragma once
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
@@ -22,19 +24,19 @@ namespace virtual_accelerator {
 
 constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 64;
-constexpr int kStreams = 33;  // Of a device: the default stream, and a pool of as many as on CUDA.
-constexpr int kHost = -1;     // Where a device is expected: the host.
+constexpr int kStreams = 33;  // Per device: the default stream, and a pool as large as on CUDA.
+constexpr int kHost = -1;     // Stands for the host where a device is expected.
 
 using VectorClock = std::vector<uint32_t>;
 
 // Counts the beginnings and ends of observations.
 inline std::atomic<int64_t> epoch{0};
 
-// When something ends, and which span of work it is the end of: -1 for none.
+// A point in time, and the span of work that ends there: -1 for none.
 struct Time {
   double at = 0;
   int64_t span = -1;
-  int64_t since = epoch;  // Where time begins. An event that was recorded before is long past.
+  int64_t since = epoch;  // The observation. An event of an earlier one is long past.
 };
 inline Time later(Time a, Time b) {
   if (a.since != b.since) return b.since > a.since ? b : a;
@@ -44,7 +46,7 @@ inline Time later(Time a, Time b) {
 struct StreamState {
   VectorClock clock;
   Time time;
-  uint64_t host_seen = 0;  // The version of the host's clock that was joined last.
+  uint64_t host_seen = 0;  // The version of the host's clock that this clock includes.
 };
 struct Event {
   VectorClock clock;  // Empty until it is recorded.
@@ -60,22 +62,22 @@ struct Traffic {
   int64_t copies = 0, bytes = 0;
 };
 
-// One for the process, and never destroyed: the threads of autograd outlive static objects.
+// The state of the process. It is never destroyed: autograd's threads outlive static objects.
 struct State {
   std::recursive_mutex mutex;
   int devices = 0;
   std::vector<StreamState> streams;
-  VectorClock host;  // What the host has waited for; everything issued from then on is after it.
+  VectorClock host;  // What the host has waited for. All work issued later is ordered after it.
   uint64_t host_version = 1;
   std::vector<Span> spans;
   std::vector<int> next_stream;
   std::map<std::pair<int, int>, Traffic> traffic;
-  // Settings of an observation.
+  // The settings of an observation.
   bool observed = false;
   std::unordered_map<std::string, double> costs;
   std::map<std::pair<int, int>, double> bandwidth;  // Bytes per millisecond.
   std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
-  Time observer;                                    // The time of the thread that observes.
+  Time observer;                                    // The time up to which the observing thread has waited.
   std::atomic<int> threads{0};
 };
 inline State& state() {
@@ -93,11 +95,11 @@ inline int checked(int index) {
 
 struct Thread {
   int device = 0;
-  std::vector<int> streams = std::vector<int>(kMaxDevices, 0);  // The current one of each device.
+  std::vector<int> streams = std::vector<int>(kMaxDevices, 0);  // The current stream of each device.
   int number = state().threads++;
   int64_t epoch = -1;
   bool observer = false;
-  Time time;  // Since when it issues, having waited for a device.
+  Time time;  // The time up to which this thread has waited for devices.
   std::mt19937_64 random;
 };
 inline Thread& thread() {
@@ -111,11 +113,12 @@ inline Thread& thread() {
   return it;
 }
 
-// Whoever observes gives the other threads their work, which is therefore not before its time.
-// What the others wait for is their own, as the host's threads would otherwise race for it.
+// The time at which this thread issues work. The observing thread gives the other threads their
+// work, so they issue nothing before its time. Their own waits delay nobody else, since the result
+// would then depend on which of the host's threads comes first.
 inline Time issued_at() { return later(thread().time, state().observer); }
 
-// Delays this thread at random: mostly not at all, now and then a little, rarely much.
+// Delay this thread at random: mostly not at all, now and then a little, rarely much.
 inline void jitter() {
   if (state().jitter < 0) return;
   auto& random = thread().random;
@@ -140,7 +143,7 @@ inline StreamState& stream_state(int s) {
   }
   return it;
 }
-// One more piece of work on a stream: an operator.
+// Begin a piece of work on a stream.
 inline void begin(int s) {
   auto& it = stream_state(s);
   it.clock[s]++;
@@ -156,7 +159,7 @@ inline void spend_by_table(int s, const std::string& name) {
   auto found = state().costs.find(name.substr(0, name.find_last_not_of('_') + 1));
   if (found != state().costs.end()) spend(s, found->second, name);
 }
-// What is issued on a stream from now on comes after all that another one was given so far.
+// Order all later work of a stream after a clock, and after a time.
 inline void wait_for(int s, const VectorClock& clock, Time time) {
   auto& it = stream_state(s);
   join(it.clock, clock);

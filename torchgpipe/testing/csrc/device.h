@@ -1,4 +1,4 @@
-// What PyTorch asks of an accelerator: devices, streams, events and generators.
+// The interfaces that PyTorch asks of an accelerator: devices, streams, events and generators.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -70,7 +70,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     VIRTUAL_LOCK;
     if (event) wait_for(index_of(s), static_cast<Event*>(event)->clock, static_cast<Event*>(event)->time);
   }
-  // Work is done when somebody asks: whoever asks again and again would never get another answer.
+  // All work is done when somebody asks: virtual time does not go on while the host asks again.
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);
     return true;
@@ -88,7 +88,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// A generator of a device draws what one of the CPU with the same seed does.
+// A device's generator, which draws the same numbers as a generator of the CPU with the same seed.
 struct Generator final : public c10::GeneratorImpl {
   at::Generator cpu = at::detail::createCPUGenerator();
   explicit Generator(int device) : GeneratorImpl(device_at(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}

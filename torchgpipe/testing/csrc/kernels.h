@@ -1,4 +1,5 @@
-// Operators that the fallback cannot compute: memory, copies, streams, and what the CPU has not.
+// Operators that the fallback cannot compute: memory, copies, streams, and some for which the CPU
+// has no kernel that would do.
 #pragma once
 #include <ATen/ops/empty_like.h>
 #include <ATen/native/Resize.h>
@@ -33,14 +34,15 @@ inline at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dt
   }
   return empty_strided(size, stride, dtype, layout, device, pinned);
 }
-// That of the CPU has no memory, but a dispatch key.
+// The CPU's kernel makes a tensor without memory, marked by a dispatch key.
 inline at::Tensor efficient_zeros(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                                   std::optional<c10::Layout> layout, std::optional<c10::Device> device,
                                   std::optional<bool> pinned) {
   return empty(size, dtype, layout, device, pinned, {}).zero_();
 }
 
-// As on CUDA: on the source's current stream, and ordered with the destination's on both sides.
+// As on CUDA, the copy runs on the current stream of the source's device. The current stream of the
+// target's device waits for it, and it waits for that stream.
 inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   jitter();
   auto stack = python_stack();
@@ -118,14 +120,14 @@ inline at::Tensor& set_tensor(at::Tensor& t, const at::Tensor& other) {
   return set_storage(t, other.storage(), other.storage_offset(), other.sizes(), other.strides());
 }
 
-// That of the CPU takes no generator.
+// The CPU's kernel takes no generator.
 inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   auto mask = at::empty_like(input, input.options().dtype(at::kBool));
   if (!train.value_or(true)) return {input.clone(), mask.fill_(1)};
   mask.bernoulli_(1 - p);
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1 - p)), mask};
 }
-// The others are for devices with kernels of their own: plain operators (0) compute attention.
+// Attention is computed by plain operators (0). The other ways need kernels of the device's own.
 inline int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                                 double, bool, std::optional<double>, bool) {
   return 0;
@@ -145,7 +147,7 @@ inline void register_kernels(torch::Library& all, torch::Library& aten, torch::L
   aten.impl("set_.source_Tensor", &set_tensor);
   aten.impl("native_dropout", &native_dropout);
   aten.impl("_fused_sdp_choice", &fused_sdp_choice);
-  // These would not get to the fallback by themselves.
+  // PyTorch has other kernels for these, and would not call the fallback.
   for (auto* name : {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss", "conj_physical_"})
     aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   conjugate.impl("_copy_from", torch::CppFunction::makeFallthrough());

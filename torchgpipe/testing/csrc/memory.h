@@ -1,9 +1,9 @@
-// Memory: who accessed which bytes, and whether that was ordered.
+// Memory: which operator accessed which bytes, and whether the accesses are ordered.
 //
-// Each access is held against the last ones to the same bytes: a read and a write, or two writes,
-// of which neither is ordered before the other are a race. Memory is given back to the stream that
-// it was allocated on, as PyTorch's caching allocators do; its next owner is an access, too, so
-// whatever used it last must be ordered before, or have been announced by record_stream.
+// Each access is compared with the last ones to the same bytes. A read and a write, or two writes,
+// are a race if neither is ordered before the other. Freed memory goes back to the stream that it
+// was allocated on, as with PyTorch's caching allocators. Allocating it again is an access, too. So
+// all other streams' work that used it must be ordered before, or announced by record_stream.
 #pragma once
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
@@ -25,20 +25,20 @@ struct Access {
 struct Block {
   int device;
   int64_t bytes;
-  int stream;  // On which it was allocated.
+  int stream;  // The stream on which it was allocated.
   std::vector<Access> accesses;
-  std::set<int> recorded;   // Streams whose work is waited for before the memory is used again.
-  c10::DataPtr cpu_memory;  // What an operator of the CPU has allocated, or
-  void* memory = nullptr;   // what we have.
+  std::set<int> recorded;   // Streams that record_stream has announced.
+  c10::DataPtr cpu_memory;  // The memory, if an operator of the CPU has allocated it, or
+  void* memory = nullptr;   // if we have.
 };
 struct Race {
   std::string kind;
-  int device;  // Of the memory.
+  int device;  // The device whose memory it is.
   int64_t bytes;
   Access first, second;
   int64_t count = 1;
 };
-// Memory that was freed while other streams were using it, and not allocated again yet.
+// Memory that was freed while other streams were using it, and that nobody has allocated again.
 struct Freed {
   int device;
   int64_t bytes;
@@ -59,7 +59,7 @@ inline Memory& memory() {
 }
 
 inline int64_t python_stack() {
-  // Not under the lock: this takes Python's own.
+  // Call this without the lock, since the hook takes Python's own lock.
   auto hook = memory().stack_hook.load();
   return hook ? hook() : -1;
 }
@@ -82,7 +82,7 @@ inline void report(const char* kind, int device, int64_t bytes, const Access& fi
               " is not ordered after ", first.op, " on ", name_of(first.stream));
 }
 
-// An access by the work that a stream was given last.
+// Note an access by the last work of a stream, and report races.
 inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, const std::string& op, int64_t stack) {
   if (!block || high <= low) return;
   auto& clock = state().streams[s].clock;
@@ -92,8 +92,8 @@ inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, co
     if (a.stream != s && (a.write || write) && a.low < high && low < a.high && clock[a.stream] < a.clock)
       report(write ? (a.write ? "write after write" : "write after read") : "read after write",
              block->device, block->bytes, a, access);
-  // What need not be kept: all is ordered after what the host has waited for, and what is ordered
-  // after this access is after those that it stands for.
+  // Some accesses need not be kept. All later work is ordered after the accesses that the host has
+  // waited for. And work that is ordered after this access is ordered after those that it replaces.
   auto superseded = [&](const Access& a) {
     if (state().host[a.stream] >= a.clock) return true;
     if (a.low < low || a.high > high) return false;
@@ -108,7 +108,7 @@ inline void account(int device, int64_t bytes) {
   m.allocated[device] += bytes;
   m.peak[device] = std::max(m.peak[device], m.allocated[device]);
 }
-// Memory that was given back to a stream may be allocated again, by what the stream is given now.
+// Report memory that was given back to a stream while in use: the stream may now allocate it again.
 inline void reuse(int s, const std::string& op, int64_t stack) {
   auto freed = std::move(memory().freed[s]);
   memory().freed[s].clear();
@@ -139,7 +139,7 @@ inline c10::DataPtr new_block(int device, int64_t bytes, c10::DataPtr cpu_memory
   VIRTUAL_LOCK;
   int s = current_stream(device);
   auto* block = new Block{device, bytes, s, {}, {}, std::move(cpu_memory), own};
-  // Earlier work of this stream may still use the memory: other streams have to wait for it.
+  // Earlier work of this stream may still use the memory, and other streams must wait for that work.
   block->accesses.push_back({s, stream_state(s).clock[s], 0, bytes, true, op, stack});
   void* data = own ? own : block->cpu_memory.get();
   c10::DataPtr pointer(data, block, &free_block, c10::Device(kDeviceType, device));
@@ -158,7 +158,7 @@ struct Allocator final : public c10::DeviceAllocator {
     if (bytes == 0) return c10::DataPtr(nullptr, nullptr, &free_block, c10::Device(kDeviceType, device));
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "out of memory (bytes: ", bytes, ")");
-    memset(data, 0xff, bytes);  // NaN: what is read before it is written shows.
+    memset(data, 0xff, bytes);  // NaN, so that reading memory before it is written shows.
     return new_block(device, bytes, {}, data, "empty", python_stack());
   }
   static void record(const c10::StorageImpl* storage, int s) {
@@ -194,7 +194,7 @@ inline Allocator* allocator() {
   return it;
 }
 
-// Memory of the host that copies need not wait for.
+// Pinned memory: the host need not wait for copies from and to it.
 struct PinnedAllocator final : public c10::Allocator {
   static std::map<char*, size_t>& blocks() {
     static auto* it = new std::map<char*, size_t>;

@@ -1,8 +1,8 @@
-// Operators: the kernels of the CPU compute them, on the same memory under another label.
+// The fallback: the CPU's kernels compute operators, on the same memory under another label.
 //
 // For the length of a call each tensor of a virtual device gets a twin that says it is on the CPU.
-// What comes back is told by identity: a twin's storage is our storage (a view, or an output that
-// was given), any other is new memory of the device.
+// The storage of a result tells where the result belongs. If it is a twin's storage, the result is a
+// view of an argument, or an output that was given. Any other storage becomes the device's memory.
 #pragma once
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@ namespace virtual_accelerator {
 
 inline bool is_virtual(const at::Tensor& t) { return t.defined() && t.device().type() == kDeviceType; }
 
-// The bytes from a tensor's first to its last element.
+// The range of bytes from a tensor's first to its last element.
 inline std::pair<int64_t, int64_t> extent(const at::Tensor& t) {
   if (t.numel() == 0) return {0, 0};
   int64_t last = 0;
@@ -53,9 +53,9 @@ inline at::Tensor twin_of(const at::Tensor& t) {
 }
 
 // How an operator uses an argument.
-enum class Use { kView, kRead, kWrite };  // kView: only its size and place.
+enum class Use { kView, kRead, kWrite };  // kView: it asks only for size and place.
 
-// Operators whose arguments may be on the CPU, as on other accelerators.
+// Operators that take some arguments on the CPU, as they do on other accelerators.
 inline bool takes_cpu_tensors(const std::string& op) {
   static const std::set<std::string> ops{"index", "index_put", "index_put_", "_index_put_impl_",
                                          "_pack_padded_sequence", "_pack_padded_sequence_backward"};
@@ -67,7 +67,7 @@ inline bool host_waits_for(const std::string& op) {
                                          "unique_consecutive", "equal", "bincount", "repeat_interleave"};
   return ops.count(op);
 }
-// Operators that ask for sizes alone.
+// Operators that read sizes alone, and no values.
 inline bool reads_nothing(const std::string& op) {
   static const std::set<std::string> ops{"is_same_size", "is_set_to", "result_type"};
   return ops.count(op);
@@ -115,7 +115,7 @@ class Call {
     spend_by_table(stream_, op);
   }
 
-  // Arguments that were written to may have another size and other memory than before.
+  // An argument that the operator wrote to may have another size and other memory than before.
   void finish() {
     for (auto& a : arguments_) {
       if (a.use != Use::kWrite) continue;
@@ -172,7 +172,7 @@ class Call {
     c10::Storage storage;
     c10::DispatchKeySet keys;
   };
-  // What a kernel of the CPU has allocated becomes memory of the device.
+  // Make memory that a kernel of the CPU has allocated memory of the device.
   c10::DataPtr adopt(c10::StorageImpl* storage) {
     auto bytes = storage->nbytes();
     if (bytes == 0) return Allocator::allocate_on(device, 0);
@@ -201,7 +201,7 @@ inline Use use_of(const c10::Argument& a, const std::string& op) {
   return Use::kView;
 }
 
-// Any operator without a kernel of its own.
+// Compute any operator that has no kernel of its own here.
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   jitter();
   const auto& schema = op.schema();
@@ -209,7 +209,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   Call call(name.rfind("aten::", 0) == 0 ? name.substr(6) : name, python_stack());
   size_t base = stack->size() - schema.arguments().size();
   std::vector<size_t> generators;
-  int named = -1;  // The device that a factory is told.
+  int named = -1;  // The device in the arguments of a factory, such as zeros().
   for (size_t i = base; i < stack->size(); i++) {
     auto& value = (*stack)[i];
     const auto& argument = schema.arguments()[i - base];
@@ -251,7 +251,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   call.finish();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     auto& value = (*stack)[i];
-    if (call.op == "_pack_padded_sequence" && &value == &stack->back()) continue;  // Sizes, for the host.
+    if (call.op == "_pack_padded_sequence" && &value == &stack->back()) continue;  // The sizes stay on the host.
     if (value.isTensor()) {
       value = call.raise(value.toTensor());
     } else if (value.isTensorList()) {

@@ -1,8 +1,14 @@
 // Virtual accelerators: N devices on the CPU, whose streams are bookkeeping.
 //
-// clock.h: order and time. memory.h: accesses and races. device.h: what PyTorch asks of a device.
-// relabel.h: how operators are computed. kernels.h: those that are computed otherwise.
-// autocast.h: autocast. Here: what Python asks. Loading the library does nothing; start does.
+//   clock.h     order and time
+//   memory.h    accesses and races
+//   device.h    the interfaces that PyTorch asks of a device
+//   relabel.h   the fallback, by which most operators are computed
+//   kernels.h   the operators that are computed in another way
+//   autocast.h  autocast
+//
+// This file has the functions that Python calls. Loading the library changes nothing until Python
+// calls start_devices and start.
 #include <future>
 #include "autocast.h"
 #include "kernels.h"
@@ -12,7 +18,8 @@ namespace {
 
 // ---------------------------------------------------------------- from Python
 
-// The devices alone, so that the threads of autograd are started for them, if they were not yet.
+// Make PyTorch know the devices, and nothing more. Then a first backward starts autograd's threads
+// for them.
 void start_devices(int64_t devices) {
   VIRTUAL_LOCK;
   auto& s = state();
@@ -38,9 +45,9 @@ void start() {
                     library("aten", c10::DispatchKey::AutocastPrivateUse1));
 }
 
-// Waits for what autograd's threads do after a backward, which is to let go of Python's objects: a
-// process whose Python ends meanwhile aborts. They are done once they have done some more, and that
-// is given by a thread that has no object of Python to pass on to them.
+// Wait until autograd's threads have let go of Python's objects, which they do at the end of a
+// backward: the process would abort if Python ended meanwhile. A thread that runs another backward
+// has finished the one before. A new thread asks for it, which has no Python object to pass on.
 void settle() {
   std::async(std::launch::async, [] {
     for (int d = 0; d < state().devices; d++)
@@ -59,7 +66,7 @@ void busy(const at::Tensor& t, double cost, std::string name) {
   spend(s, cost, name);
 }
 
-// An observation begins or ends: everything so far is done.
+// Begin or end an observation. All work so far is done by then.
 void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
   VIRTUAL_LOCK;
   auto& s = state();
@@ -134,7 +141,7 @@ std::string listed(const std::vector<T>& items) {
 std::string races() {
   VIRTUAL_LOCK;
   auto all = memory().races;
-  // Freed, still in use, and not allocated again yet: whoever comes next may get it.
+  // Memory that was freed while in use is a race even before anybody allocates it again.
   for (size_t s = 0; s < memory().freed.size(); s++) {
     std::map<std::tuple<std::string, int, int64_t>, size_t> known;
     for (auto& block : memory().freed[s])

@@ -1,0 +1,108 @@
+"""The bounds of the compiler: what is told to it, and when."""
+
+import contextvars
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.autograd import graph
+
+from torchgpipe import GPipe, _torch
+from torchgpipe._torch import dynamo
+
+# The compiler asks every input for its gradient, whatever it is an input of.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What the compiler was told of the order of its graphs, as if nothing had been told before."""
+    told = []
+    torch._dynamo.reset()
+    monkeypatch.setattr(dynamo._preparation, "done", False)
+    monkeypatch.setattr(graph, "contextvars", contextvars)
+    monkeypatch.setitem(vars(_torch), "set_lru_cache", told.append)
+    yield told
+    torch._dynamo.reset()
+
+
+class Calls(nn.Module):
+    """A layer that calls a function of its own."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def step(*layers):
+    model = GPipe(nn.Sequential(*layers), [len(layers)], devices=["cpu"], chunks=2)
+    model(torch.ones(4, 2)).sum().backward()
+
+
+def test_layers_that_are_not_compiled_change_nothing(told):
+    compiled = torch.compile(torch.sin, backend="eager")
+    step(nn.Linear(2, 2), nn.Tanh())
+    # Not in a cell.
+    compiled(torch.ones(2))
+    assert told == []
+    assert graph.contextvars is contextvars
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place", "a function"])
+def test_compiled_layers_are_prepared_for_once(told, way):
+    layer = nn.Linear(2, 2)
+    if way == "wrapped":
+        layer = torch.compile(layer, backend="eager")
+    elif way == "in place":
+        layer.compile(backend="eager")
+    else:
+        layer = Calls(torch.compile(torch.sin, backend="eager"))
+    GPipe(nn.Sequential(layer), [1], devices=["cpu"])
+    assert told == []
+    for _ in range(2):
+        step(layer)
+    assert told == [False]
+    assert (graph.contextvars is contextvars) == (not (2, 12) <= dynamo.VERSION < (2, 14))
+
+
+def test_a_copied_context_can_be_entered_while_it_is_entered():
+    variable = contextvars.ContextVar("variable", default=0)
+    context = dynamo._Copied.copy_context()
+    variable.set(1)
+    assert context.run(lambda: context.run(variable.get)) == 0
+    assert context.copy().run(variable.get) == 0
+
+
+def test_wrapping_and_training_do_not_import_the_compiler():
+    program = """
+import sys, torch
+from torch import nn
+from torchgpipe import GPipe
+before = "torch._dynamo" in sys.modules
+model = GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"], checkpoint="always")
+model(torch.ones(1, 1)).backward()
+print(before, "torch._dynamo" in sys.modules)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+
+
+def test_functions_are_marked_when_the_compiler_may_meet_them(monkeypatch):
+    marked = []
+    monkeypatch.setitem(vars(_torch), "set_code_strategy", lambda code, _: marked.append(code))
+
+    @dynamo.uncompiled
+    def function():
+        return 1
+
+    assert function._torchdynamo_disable
+    step(nn.Linear(2, 2))
+    assert function.__code__ in marked

@@ -1,0 +1,52 @@
+"""What the documents name is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.virtual.mutants import guards
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+DECISIONS = sorted((DOCS / "decisions").glob("*.rst"))
+PAGES = [*DECISIONS, DOCS / "glossary.rst", DOCS / "architecture.rst"]
+PAGES = [page for page in PAGES if page.exists()]
+
+#: A path of a file, or of a folder with a slash at its end.
+PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/([\w-]*\.\w+)?")
+
+
+def literals(page):
+    """What stands in double backticks, each in one line."""
+    found = re.findall("``(.+?)``", page.read_text("utf-8"), re.DOTALL)
+    return [" ".join(x.split()) for x in found]
+
+
+def headings(page):
+    return re.findall(r"^(.+)\n[-=]{3,}$", page.read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_guards_exist(page):
+    named = {x.removeprefix("# guard: ") for x in literals(page) if x.startswith("# guard: ")}
+    assert named <= set(guards())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_exist(page):
+    named = [x for x in literals(page) if PATH.fullmatch(x)]
+    assert [x for x in named if not (ROOT / x).exists()] == []
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_decisions_have_one_form(page):
+    if page.stem == "index":
+        linked = re.findall(r"<(.+)>`_", page.read_text("utf-8"))
+        assert sorted(linked) == [x.name for x in DECISIONS if x != page]
+        return
+    _, *parts = headings(page)
+    assert parts == ["Context", "Choice", "Tried", "Price", "Held by"]
+    held = page.read_text("utf-8").split("Held by\n")[1]
+    assert "``torchgpipe/" in held
+    assert "``# guard: " in held

@@ -1,0 +1,148 @@
+"""Placement: each partition is moved to its device, and has to stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+
+def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Move each partition to its device.
+
+    Tensors on the meta device get memory on the partition's device, filled with NaN (integers with
+    zero), so that weights that are never loaded cannot pass for loaded ones. Tensors that are
+    shared stay shared.
+
+    Raises:
+        ValueError: a parameter or buffer is shared by partitions on different devices, or a
+            buffer on the meta device could not be loaded later.
+    """
+    verify_sharing(partitions, devices)
+    verify_loading(partitions, devices)
+    before = [
+        (table, name, tensor)
+        for partition in partitions
+        for table in tables(partition)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    for partition, device in zip(partitions, devices):
+        partition._apply(partial(_moved, device))
+    # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
+    moved: dict[Tensor, Tensor | None] = {}
+    for table, name, tensor in before:
+        table[name] = moved.setdefault(tensor, table[name])
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    if not tensor.is_meta or device.type == "meta":
+        return tensor.to(device)
+    made = torch.empty_like(tensor, device=device)
+    return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
+
+
+def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Check that no tensor is needed on two devices.
+
+    Raises:
+        ValueError: a parameter or buffer is shared by partitions on different devices; the message
+            proposes a balance, and devices, that would do.
+    """
+    owners: dict[Tensor, tuple[str, int]] = {}
+    faults: list[str] = []
+    # Whether a partition has to be merged with the one before it.
+    merged = [False] * len(partitions)
+    for j, partition in enumerate(partitions):
+        for name, tensor in tensors(partition):
+            other, k = owners.setdefault(tensor, (name, j))
+            merged[k + 1 : j + 1] = [True] * (j - k)
+            if devices[k] != devices[j]:
+                faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
+    if faults:
+        balance: list[int] = []
+        for partition, joins in zip(partitions, merged):
+            if joins:
+                balance[-1] += len(partition._modules)
+            else:
+                balance.append(len(partition._modules))
+        proposed = [str(devices[k]) for k in groups(partitions)]
+        raise ValueError(
+            "a parameter or buffer can be shared only by layers on one device "
+            f"({'; '.join(faults)}); keep these layers in one partition, as with "
+            f"balance={balance}, or on one device, as with devices={proposed}"
+        )
+
+
+def groups(partitions: Iterable[nn.Module]) -> list[int]:
+    """Group the partitions that share layers or tensors: for each, the first one of its group.
+
+    Layers may have state, so partitions that share a layer must not compute at the same time.
+    Torch's own layers without parameters and buffers, such as an activation, have no state.
+    """
+    partitions = list(partitions)
+    group = list(range(len(partitions)))
+    owners: dict[object, int] = {}
+    for j, partition in enumerate(partitions):
+        layers = [x for x in partition.modules() if not type(x).__module__.startswith("torch.nn.")]
+        for thing in [*layers, *[tensor for _, tensor in tensors(partition)]]:
+            one, other = group[owners.setdefault(thing, j)], group[j]
+            if one != other:
+                group = [min(one, other) if g in (one, other) else g for g in group]
+    return group
+
+
+def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Check that no buffer that nobody can load is on the meta device and would pass for loaded.
+
+    Raises:
+        ValueError: a buffer of integers or flags is on the meta device and not in the state dict.
+    """
+    for partition, device in zip(partitions, devices):
+        for path, module in partition.named_modules() if device.type != "meta" else ():
+            for name in sorted(module._non_persistent_buffers_set):
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.is_meta and not buffer.is_floating_point():
+                    raise ValueError(
+                        "a buffer that no state dict has must have its value when the module is "
+                        f"wrapped (buffer: {path}.{name}, {buffer.dtype}, on the meta device); "
+                        "make it on the CPU, or register it with persistent=True and load it"
+                    )
+
+
+def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Check that all parameters and buffers are on the device of their partition.
+
+    Raises:
+        RuntimeError: a parameter or buffer was moved.
+    """
+    for j, (partition, device) in enumerate(zip(partitions, devices)):
+        for table in tables(partition):
+            for tensor in table.values():
+                if tensor is not None and tensor.device != device:
+                    name = next(name for name, x in tensors(partition) if x is tensor)
+                    raise RuntimeError(
+                        "parameters and buffers must stay on the device of their partition "
+                        f"(partition {j}: {device}, {name}: {tensor.device}); move the tensor "
+                        "back, or wrap the module anew with other devices"
+                    )
+
+
+def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
+    """The tables in which each submodule holds its parameters and its buffers."""
+    found: list[dict[str, Tensor | None]] = []
+    for submodule in module.modules():
+        found += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]
+    return found
+
+
+def tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers with their names; a shared one under each of its names."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
