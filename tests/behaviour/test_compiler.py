@@ -4,6 +4,7 @@ import os
 import warnings
 from collections import OrderedDict
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -135,18 +136,24 @@ def test_parity(way, mode, backend):
     assert backend.frame_count == 2
 
 
+@cache
+def counts_of_plain_layers():
+    """How many graphs there are after micro-batches of each mini-batch."""
+    counter = CompileCounterWithBackend("aot_eager")
+    reference = micro_batches([torch.compile(x, backend=counter) for x in blocks(count=2)])
+    counts = []
+    for rows in ROWS:
+        step(reference, input_of(rows))
+        counts.append(counter.frame_count)
+    torch._dynamo.reset()
+    return counts
+
+
 @chooses_alike
 @pytest.mark.parametrize(("way", "mode"), [("layers", "always"), ("partitions", "except_last")])
 def test_changing_sizes(way, mode, backend):
     """As many graphs as the plain layers make of the micro-batches, and then no more."""
-    counter = CompileCounterWithBackend("aot_eager")
-    reference = micro_batches([torch.compile(x, backend=counter) for x in blocks(count=2)])
-    expected = []
-    for rows in ROWS:
-        step(reference, input_of(rows))
-        expected.append(counter.frame_count)
-    torch._dynamo.reset()
-
+    expected = counts_of_plain_layers()
     model = wrapped(blocks(count=2), way, backend, chunks=4, checkpoint=mode)
     plain = micro_batches(blocks(count=2))
     counts = []

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.support.size import some
 from torchgpipe import GPipe
 from torchgpipe.balance.storages import LiveStorages
 
-LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = 8, 32, 20, 24, 4
+LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = some(8, 4), 32, 20, 24, 4
 
 
 class Activations(LiveStorages):
@@ -58,7 +59,7 @@ def test_peak_of_a_transformer():
     }
     assert 1 / CHUNKS <= peaks["always"] <= 0.27
     assert 1 / CHUNKS <= peaks["except_last"] <= 0.27
-    assert 0.9 <= peaks["never"] <= 1.1, "what is not checkpointed is kept, and counted"
+    assert 0.85 <= peaks["never"] <= 1.1, "what is not checkpointed is kept, and counted"
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

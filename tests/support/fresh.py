@@ -20,8 +20,17 @@ from tests.support.size import SOAK
 METHOD = "spawn" if SOAK else "forkserver"
 
 _context = get_context(METHOD)
-if not SOAK:
-    _context.set_forkserver_preload(["torch", "torch.nn.parallel", "torch.distributed"])
+_modules = ["torch"]
+
+
+def preload(*names):
+    """Have the server import more modules; only before the first process."""
+    _modules.extend(names)
+    if not SOAK:
+        _context.set_forkserver_preload(_modules)
+
+
+preload()
 
 _popen = subprocess.Popen
 

@@ -13,11 +13,14 @@ from torch import distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from tests.support.fresh import METHOD
+from tests.support.fresh import METHOD, preload
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import rotated
 from torchgpipe import GPipe
 from torchgpipe.testing import load, observe
+
+# DistributedDataParallel imports the compiler.
+preload("torch._dynamo", "torch.distributed")
 
 RANKS, STEPS = 2, 2
 SETTINGS = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.rivals import library, processes
-from tests.benchmarks import soak
+from tests.support.size import soak
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.usefixtures("prompt")

@@ -11,7 +11,7 @@ from benchmarks.models.experiments import build, samples
 from benchmarks.rivals.library import Library
 from benchmarks.rivals.stage import Stage
 from benchmarks.rivals.stages import Stages
-from tests.benchmarks import soak
+from tests.support.size import soak
 from torchgpipe import GPipe
 from torchgpipe._torch.dynamo import VERSION
 

@@ -16,7 +16,7 @@ from torch import distributed, multiprocessing
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.behaviour.test_sharding import GATHERS_AGAIN
-from tests.support.fresh import METHOD
+from tests.support.fresh import METHOD, preload
 from tests.support.helpers import MODES
 from tests.support.pairs.models import (
     RANKS,
@@ -42,6 +42,9 @@ from tests.support.pairs.parallel import (
 )
 from tests.support.pairs.shards import sharded, tensor_parallel
 from tests.support.size import rotated
+
+# DistributedDataParallel imports the compiler.
+preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
 
 def _named(function, **how):
