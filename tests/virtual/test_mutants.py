@@ -381,7 +381,7 @@ MUTANTS = {
     "threads of an operator": (DROP, "threads of an operator"),
     "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
     "what a backward leaves": (DROP, "what a backward leaves"),
-    "a partition at a time": (("self.step.stages.locks[self.j], ", ""), "at a time"),
+    "a partition at a time": (("self.lock, ", ""), "at a time"),
     "what is interrupted": (("Snapshot(self.devices), ", ""), "interrupted"),
     "hooks of the forward": (("now.hooks != found.hooks", "False"), "hooks changed"),
     "leaves": (

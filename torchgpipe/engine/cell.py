@@ -25,7 +25,6 @@ gradient where the clone is, and nowhere before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -34,13 +33,10 @@ from torch import Tensor
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import fork, join
-from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import AbstractStream, use_stream
 from torchgpipe.engine.step import Step
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -51,11 +47,11 @@ Fork: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tenso
 class Cell:
     """Micro-batch ``i`` in partition ``j`` of a step."""
 
-    __slots__ = ("_checkpoint", "arriving", "departing", "i", "j", "layers", "step", "stream")
+    __slots__ = ("_checkpoint", "arriving", "body", "departing", "i", "j", "step", "stream")
 
     def __init__(self, step: Step, i: int, j: int) -> None:
         self.step, self.i, self.j = step, i, j
-        self.layers = step.stages.partitions[j]
+        self.body = step.bodies[j]
         #: The compute stream.
         self.stream = step.lanes.compute[j]
         #: The parts that come from another compute stream, and the partitions they come from.
@@ -92,7 +88,7 @@ class Cell:
         """
         step = self.step
         checkpoint = self._new_checkpoint() if self.i < step.checkpointed else None
-        run = checkpoint.forward if checkpoint else self._run
+        run = checkpoint.forward if checkpoint else self.body.run
         # guard: letting go of the input
         batch = batch.take()
         with use_stream(self.stream), self.note:
@@ -153,10 +149,15 @@ class Cell:
         return noted(f"raised in partition {self.j}, micro-batch {self.i}")
 
     def _new_checkpoint(self) -> Checkpoint:
-        state = self.step.states[self.j]
+        state = self.body.state
         assert state is not None
         return Checkpoint(
-            self._run, self.step.context, self.stream, self.note, state.lasting, state.always_calls
+            self.body.run,
+            self.step.context,
+            self.stream,
+            self.note,
+            state.lasting,
+            state.always_calls,
         )
 
     def _on_lanes(self, batch: Batch, departing: Function, staying: Function | None) -> Batch:
@@ -188,42 +189,3 @@ class Cell:
                 found.append((lane, []))
             found[-1][1].append(part)
         return found
-
-    def _run(self, batch: Batch) -> Batch:
-        state = self.step.states[self.j]
-        # Parts that share memory may be on different devices later, where they do not share it any
-        # more. So a change in place of one that shares memory is an error wherever it is.
-        # guard: letting go of what is watched
-        counters = [counter_of(x) for part in batch.shared for x in batch.parts.get(part, ())]
-        versions = [version_of(x) for x in counters]
-        if self.step.in_place[self.j]:
-            if VALUE not in batch.shared:
-                if state or self.j == 0:
-                    # A second run needs the input as it was for the first. And micro-batches may
-                    # be views of one tensor, which is the caller's.
-                    batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
-            elif -1 in versions:
-                # Inference tensors do not count changes.
-                raise _changed(batch)
-        # From here on only the tracker holds a skip, until it is popped.
-        tracker = SkipTracker.of(batch)
-        value = batch.take().with_skips({})
-        again = state.restored() if state and is_recomputing() else nullcontext()
-        # guard: a partition at a time
-        with self.step.stages.locks[self.j], again, use_skip_tracker(tracker):
-            output = value.call(self.layers)
-            if tracker.values:
-                output = output.with_skips(tracker.parts())
-        if versions != [version_of(x) for x in counters]:
-            raise _changed(value)
-        if VALUE in value.shared and output.aliases(value):
-            output.shared |= {VALUE}
-        return output
-
-
-def _changed(batch: Batch) -> RuntimeError:
-    return RuntimeError(
-        "what passes between partitions, skips included, must not be views of one tensor where a "
-        f"later partition changes one in place (shapes: {[tuple(x.shape) for x in batch]}); clone "
-        "one of them, or what is stashed, or have both layers in one partition"
-    )

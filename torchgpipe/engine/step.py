@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
+from torchgpipe.engine.body import Body
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
 from torchgpipe.recompute.layers import LayersState
@@ -29,10 +29,11 @@ class Step:
         self.checkpointed = checkpointed
         #: The modes of the caller.
         self.context = Context()
-        #: The state of each partition's layers, for second runs; None in a step without any.
-        self.states = [LayersState(x) if checkpointed else None for x in stages.partitions]
-        #: For each partition, whether the first layer changes its input in place.
-        self.in_place = [starts_in_place(layers) for layers in stages.partitions]
+        #: The layers of each partition.
+        self.bodies = [
+            Body(layers, lock, LayersState(layers) if checkpointed else None, j == 0)
+            for j, (layers, lock) in enumerate(zip(stages.partitions, stages.locks))
+        ]
         self.numbers = StepNumbers(stages.devices, m)
         self.lanes = Lanes(stages)
         #: Whether forks and joins are needed. On the CPU alone autograd has one thread, which runs
@@ -45,14 +46,6 @@ class Step:
 
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
-        for state in self.states:
-            if state is not None:
-                state.settle()
-
-
-def starts_in_place(layer: nn.Module) -> bool:
-    """Whether the first layer is one of torch's with ``inplace=True``."""
-    while isinstance(layer, nn.Sequential) and layer._modules:
-        # Indexing a Sequential takes several times as long.
-        layer = next(iter(layer._modules.values()))
-    return getattr(layer, "inplace", False) is True
+        for body in self.bodies:
+            if body.state is not None:
+                body.state.settle()

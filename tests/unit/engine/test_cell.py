@@ -20,6 +20,7 @@ from torchgpipe.autograd.fork_join import Join, fork
 from torchgpipe.autograd.recompute import Recompute
 from torchgpipe.devices.streams import CPUStream
 from torchgpipe.engine import cell as cell_module
+from torchgpipe.engine.body import Body
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.stages import Method
 from torchgpipe.recompute import checkpoint as checkpoint_module
@@ -35,11 +36,10 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
     stream, arriving = stream or CPUStream(CPU), arriving or {}
     lanes = lanes or {VALUE: CPUStream(CPU)}
     layers = nn.Sequential(layers)
+    state = LayersState(layers) if checkpoint else None
     step = SimpleNamespace(
         stages=SimpleNamespace(
-            partitions=[None, None, layers],
             devices=[CPU] * 3,
-            locks=[nullcontext()] * 3,
             method=Method(),
         ),
         lanes=SimpleNamespace(
@@ -50,8 +50,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
         ),
         context=Context(),
         numbers=SimpleNamespace(of=lambda i, device: nullcontext()),
-        states=[None, None, LayersState(layers) if checkpoint else None],
-        in_place=[False] * 3,
+        bodies=[None, None, Body(layers, nullcontext(), state, first=False)],
         checkpointed=2 * checkpoint,
     )
     return Cell(step, 1, 2)

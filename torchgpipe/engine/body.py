@@ -1,0 +1,97 @@
+"""The body of a cell: the layers of a partition, which run once, or twice under checkpointing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from torchgpipe.autograd.versions import counter_of, version_of
+from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
+from torchgpipe.values.microbatch import VALUE, Batch
+
+__all__: list[str] = []
+
+
+class Body:
+    """The layers of one partition in one step.
+
+    The autograd graph holds a body until its second run. So a body knows nothing of other
+    partitions, whose memory it would keep.
+
+    Args:
+        layers: the partition.
+        lock: a lock to hold while the layers run.
+        state: the state of the layers, for second runs; None in a step without any.
+        first: whether this is the first partition.
+    """
+
+    __slots__ = ("first", "in_place", "layers", "lock", "state")
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        lock: AbstractContextManager[Any],
+        state: LayersState | None,
+        first: bool,
+    ) -> None:
+        self.layers = layers
+        self.lock = lock
+        self.state = state
+        self.first = first
+        #: Whether the first layer changes its input in place.
+        self.in_place = starts_in_place(layers)
+
+    def run(self, batch: Batch) -> Batch:
+        """Run the layers on a micro-batch.
+
+        Raises:
+            RuntimeError: a layer changed a tensor in place that shares memory with another part.
+        """
+        # Parts that share memory may be on different devices later, where they do not share it any
+        # more. So a change in place of one that shares memory is an error wherever it is.
+        # guard: letting go of what is watched
+        counters = [counter_of(x) for part in batch.shared for x in batch.parts.get(part, ())]
+        versions = [version_of(x) for x in counters]
+        if self.in_place:
+            if VALUE not in batch.shared:
+                if self.state or self.first:
+                    # A second run needs the input as it was for the first. And micro-batches may
+                    # be views of one tensor, which is the caller's.
+                    batch = batch.take().map(lambda *xs: [x.clone() for x in xs], [VALUE])
+            elif -1 in versions:
+                # Inference tensors do not count changes.
+                raise _changed(batch)
+        # From here on only the tracker holds a skip, until it is popped.
+        tracker = SkipTracker.of(batch)
+        value = batch.take().with_skips({})
+        again = self.state.restored() if self.state and is_recomputing() else nullcontext()
+        # guard: a partition at a time
+        with self.lock, again, use_skip_tracker(tracker):
+            output = value.call(self.layers)
+            if tracker.values:
+                output = output.with_skips(tracker.parts())
+        if versions != [version_of(x) for x in counters]:
+            raise _changed(value)
+        if VALUE in value.shared and output.aliases(value):
+            output.shared |= {VALUE}
+        return output
+
+
+def starts_in_place(layer: nn.Module) -> bool:
+    """Whether the first layer is one of torch's with ``inplace=True``."""
+    while isinstance(layer, nn.Sequential) and layer._modules:
+        # Indexing a Sequential takes several times as long.
+        layer = next(iter(layer._modules.values()))
+    return getattr(layer, "inplace", False) is True
+
+
+def _changed(batch: Batch) -> RuntimeError:
+    return RuntimeError(
+        "what passes between partitions, skips included, must not be views of one tensor where a "
+        f"later partition changes one in place (shapes: {[tuple(x.shape) for x in batch]}); clone "
+        "one of them, or what is stashed, or have both layers in one partition"
+    )
