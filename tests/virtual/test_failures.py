@@ -1,5 +1,6 @@
 """What a layer raises comes out as it is: the same tests on virtual accelerators, and more."""
 
+import gc
 import threading
 
 import pytest
@@ -73,3 +74,24 @@ def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
     threading.Timer(0.1, slow.end.set).start()
     assert torch.equal(model(x), expected)
     assert slow.end.is_set()
+
+
+class Fail(nn.Module):
+    """Raises, and keeps what it raised."""
+
+    def forward(self, x):
+        self.error = ValueError("x")
+        raise self.error
+
+
+def test_a_graph_holds_no_other_partitions(devices):
+    """So it is freed when it is dropped, though another partition's layer keeps the exception."""
+    gc.collect()
+    before = torch.accelerator.memory_allocated(devices[0])
+    layers = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), Fail())
+    model = GPipe(layers, [1, 1], devices=devices[:2], chunks=2, checkpoint="always")
+    with pytest.raises(ValueError, match="x"):
+        model(torch.ones(4, 2, device=devices[0]))
+    del model, layers
+    gc.collect()
+    assert torch.accelerator.memory_allocated(devices[0]) == before

@@ -409,7 +409,7 @@ def judge(test, devices):
     for mode in ("never", "except_last", "always") if "mode" in names else [None]:
         with pytest.MonkeyPatch.context() as patch:
             given = {"devices": devices, "device": devices[0], "mode": mode, "monkeypatch": patch}
-            given |= {"places": devices[:3]} | arguments
+            given |= {"places": devices[:2]} | arguments
             check(**{name: value for name, value in given.items() if name in names})
 
 
