@@ -9,8 +9,8 @@ import pytest
 #: Whether to try all combinations, many seeds and long runs, as `make soak` does.
 SOAK = os.environ.get("TORCHGPIPE_SOAK") == "1"
 
-#: A test that takes long and shows little more than a shorter one.
-soak = pytest.mark.skipif(not SOAK, reason="long; TORCHGPIPE_SOAK=1 runs it")
+#: Marks a test that takes long and shows little more than a shorter one.
+soak = pytest.mark.soak
 
 
 def some(full, few):
@@ -37,10 +37,12 @@ def rotate(items):
     marked by ``pytest.mark.full``.
     """
     functions = defaultdict(list)
+    dropped = {item for item in items if item.get_closest_marker("soak")}
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("full"):
+        if item in dropped or item.get_closest_marker("full"):
+            continue
+        if hasattr(item, "callspec"):
             functions[item.parent, item.originalname].append(item)
-    dropped = set()
     for cases in functions.values():
         numbers = [numbered(axis) for axis in zip(*map(values, cases))]
         if len(numbers) > 1:
