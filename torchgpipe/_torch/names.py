@@ -56,7 +56,7 @@ def _multithreading() -> bool:
     return bool(guard.prev)
 
 
-_plain = torch.empty(0)
+_plain = torch.empty(0, device="cpu")
 
 
 def _function_modes() -> int:
@@ -144,11 +144,13 @@ NAMES: dict[str, Name] = {
     # Layers.
     "Norm": Name(
         "torch.nn.modules.batchnorm:_NormBase",
-        "norms of one's own",
+        "subclasses of torch's norms",
         (*_NORMS, *_INSTANCE_NORMS),
     ),
     "BatchNorm": Name(
-        "torch.nn.modules.batchnorm:_BatchNorm", "batch normalisations of one's own", _NORMS
+        "torch.nn.modules.batchnorm:_BatchNorm",
+        "subclasses of torch's batch normalisations",
+        _NORMS,
     ),
     # The profiler.
     "DispatchMode": Name(
