@@ -17,7 +17,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: The rooms from the lowest to the highest. A room imports itself and what is below it.
 LAYERS = [
     {"_torch"},
-    {"values", "devices"},
+    {"devices"},
+    {"values"},
     {"autograd", "ambient"},
     {"partition"},
     {"skip", "recompute"},

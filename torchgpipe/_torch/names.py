@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Name(NamedTuple):
 
     path: str
     feature: str
-    instead: Callable[..., Any] | tuple[type, ...] | None = None
+    instead: Any = None
     question: bool = False
 
 
@@ -159,6 +159,10 @@ NAMES: dict[str, Name] = {
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),
+    # Without it, nothing is known to be compiled before it is compiled in a cell.
+    "compiled_codes": Name(
+        "torch._dynamo.convert_frame:input_codes", _COMPILER, SimpleNamespace(seen=())
+    ),
     "set_code_strategy": Name("torch._C._dynamo.eval_frame:set_code_exec_strategy", _COMPILER),
     "FrameStrategy": Name("torch._C._dynamo.eval_frame:_FrameExecStrategy", _COMPILER),
     "FrameAction": Name("torch._C._dynamo.eval_frame:_FrameAction", _COMPILER),
