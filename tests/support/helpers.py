@@ -55,8 +55,8 @@ def wrap(layers, devices="cpu", mode="always", chunks=3, balance=None, **options
         balance = balance or ([1] * n if n < 3 else [1, n - 2, 1])
         devices = [devices] * len(balance)
     if balance is None:
-        each, rest = divmod(n, len(devices))
-        balance = [each] * (len(devices) - 1) + [each + rest]
+        count = min(n, len(devices))
+        balance = [n // count] * (count - 1) + [n - n // count * (count - 1)]
     module = layers if isinstance(layers, nn.Module) else nn.Sequential(*layers)
     return GPipe(module, balance, devices=devices, chunks=chunks, checkpoint=mode, **options)
 

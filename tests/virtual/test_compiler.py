@@ -7,9 +7,18 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchgpipe
-from tests.behaviour.test_compiler import anew, backend, blocks, input_of, pytestmark, step
+from tests.behaviour.test_compiler import (
+    COUNTING,
+    anew,
+    backend,
+    blocks,
+    input_of,
+    pytestmark,
+    step,
+)
 from tests.support.helpers import assert_no_races
 from tests.support.size import some
 from torchgpipe import GPipe
@@ -50,9 +59,9 @@ def test_parity(way, mode, devices, backend):
     assert backend.frame_count <= 2 * 4
 
 
-def test_many_devices(devices, backend):
+def test_many_devices(devices):
     """Each has graphs of its own, for which there is a limit, which holds in every thread."""
-    n = some(8, 5)
+    n, backend = some(8, 5), CompileCounterWithBackend(COUNTING)
     options = {"devices": devices[:n], "chunks": 4, "checkpoint": "always"}
     model, plain = (
         GPipe(nn.Sequential(*blocks(count=n)), [1] * n, **options).double() for _ in range(2)
