@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import uncompiled, watch
+from torchgpipe._torch.dynamo import mark_if_possible, uncompiled, watch
 from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
@@ -111,8 +111,10 @@ class GPipe(nn.Module):
 
     def _prepare(self) -> None:
         """Make the attributes that belong to this object alone: nobody copies or pickles them."""
+        mark_if_possible()
         self._process = os.getpid()
-        self._stages = Stages([*self.partitions], self.devices)
+        partitions: Any = self.partitions
+        self._stages = Stages(partitions, self.devices)
         # Layers that another wrapper has converted are left to that one.
         self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
         # Setting an attribute would register the layers a second time.
@@ -316,6 +318,8 @@ class GPipe(nn.Module):
         # guard: what is interrupted
         with Snapshot(self.devices), deferred_updates(self._norms), unchanged(whole):
             pipeline.run()
+        # The first layer to be compiled in this process may have been compiled here.
+        watch(self, is_within_cell)
         return microbatch.gather(batches)
 
     def _check_input(self, batch: microbatch.Batch) -> None:

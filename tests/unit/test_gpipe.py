@@ -535,3 +535,9 @@ def test_ordered_dict_names(device):
         "partitions.1.second.weight",
         "partitions.1.second.bias",
     ]
+
+
+def test_partition_that_is_replaced_is_what_runs():
+    model = GPipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=["cpu"] * 2)
+    model.partitions[1] = nn.Sequential(nn.Threshold(2.0, 7.0))
+    assert model(torch.ones(1)).tolist() == [7]

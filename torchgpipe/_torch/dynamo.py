@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
+import threading
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 #: The code of functions that the compiler was not told of yet.
 _unmarked: list[CodeType] = []
+_marking = threading.Lock()
 
 
 def uncompiled(function: Function) -> Function:
@@ -55,33 +57,45 @@ def uncompiled_before_2_13(function: Function) -> Function:
 
 
 def mark() -> None:
-    """Tell the compiler of all functions that are :func:`uncompiled`, before it meets them."""
-    if _unmarked:
+    """Tell the compiler of all functions that are :func:`uncompiled`, before it meets them.
+
+    That is when a model is wrapped: the compiler translates a function before it runs.
+    """
+    with _marking:
         skip = _torch.FrameAction.SKIP
         strategy = _torch.FrameStrategy(skip, skip)
         while _unmarked:
             _torch.set_code_strategy(_unmarked.pop(), strategy)
 
 
+def mark_if_possible() -> None:
+    """Call :func:`mark`, unless PyTorch lacks a name; then only compiled layers are an error."""
+    if _unmarked and all(map(has, ("set_code_strategy", "FrameStrategy", "FrameAction"))):
+        mark()
+
+
 def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
-    """Prepare for compiled layers, now if there are any, else when one is compiled in a cell.
+    """Prepare for compiled layers, now if there may be any, else when one is compiled in a cell.
+
+    Layers may call functions that are compiled, which nobody sees from outside. So it is enough
+    that the process has compiled anything.
 
     Args:
         layers: all layers of a wrapper.
         within_cell: whether this thread computes a cell.
     """
-    if "torch._dynamo" not in sys.modules:
-        # Nothing can be compiled yet.
+    if _preparation.done or "torch._dynamo" not in sys.modules:
         return
-    if any(_is_compiled(layer) for layer in layers.modules()):
+    if _torch.compiled_codes.seen or any(_is_compiled(layer) for layer in layers.modules()):
         prepare()
-    elif all(map(has, ("set_code_strategy", "FrameStrategy", "FrameAction"))):
-        mark()
-    if _preparation.done or not has("compile_callbacks"):
         return
-    # Layers may also call functions that are compiled. Whoever resets the compiler removes all
-    # callbacks.
+    if not has("compile_callbacks"):
+        return
+    # The callback runs while the compiler holds a lock, so it must not look names up.
+    _ = _torch.set_lru_cache
+    mark_if_possible()
     _preparation.within_cell = within_cell
+    # Whoever resets the compiler removes all callbacks.
     if _preparation not in _torch.compile_callbacks.start_callbacks:
         _torch.compile_callbacks.register_start_callback(_preparation)
 

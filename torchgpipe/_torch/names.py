@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Name(NamedTuple):
 
     path: str
     feature: str
-    instead: Callable[..., Any] | tuple[type, ...] | None = None
+    instead: Any = None
     question: bool = False
 
 
@@ -56,7 +56,7 @@ def _multithreading() -> bool:
     return bool(guard.prev)
 
 
-_plain = torch.empty(0)
+_plain = torch.empty(0, device="cpu")
 
 
 def _function_modes() -> int:
@@ -144,11 +144,13 @@ NAMES: dict[str, Name] = {
     # Layers.
     "Norm": Name(
         "torch.nn.modules.batchnorm:_NormBase",
-        "norms of one's own",
+        "subclasses of torch's norms",
         (*_NORMS, *_INSTANCE_NORMS),
     ),
     "BatchNorm": Name(
-        "torch.nn.modules.batchnorm:_BatchNorm", "batch normalisations of one's own", _NORMS
+        "torch.nn.modules.batchnorm:_BatchNorm",
+        "subclasses of torch's batch normalisations",
+        _NORMS,
     ),
     # The profiler.
     "DispatchMode": Name(
@@ -157,6 +159,10 @@ NAMES: dict[str, Name] = {
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),
+    # Without it, nothing is known to be compiled before it is compiled in a cell.
+    "compiled_codes": Name(
+        "torch._dynamo.convert_frame:input_codes", _COMPILER, SimpleNamespace(seen=())
+    ),
     "set_code_strategy": Name("torch._C._dynamo.eval_frame:set_code_exec_strategy", _COMPILER),
     "FrameStrategy": Name("torch._C._dynamo.eval_frame:_FrameExecStrategy", _COMPILER),
     "FrameAction": Name("torch._C._dynamo.eval_frame:_FrameAction", _COMPILER),

@@ -91,7 +91,8 @@ def copy(
     The tensors have to be ready for ``prev_stream``. The copies are on the device of
     ``next_stream``, and ready for that. On one device nothing is copied.
 
-    In backward, what the phonies were branched off comes after these tensors.
+    Backward runs the nodes that the phonies were branched off after the nodes that these tensors
+    go to.
     """
     if not needs_backward(tensors):
         return _copied(tensors, prev_stream, next_stream)

@@ -20,7 +20,7 @@ __all__: list[str] = []
 def between(
     begin: Callable[[], None], end: Callable[[], None], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Pass outputs on, and call a function when backward comes to them, and another at its end.
+    """Return outputs behind a node that calls functions at both ends of backward.
 
     Args:
         begin: called before all other nodes of this backward that the outputs depend on.

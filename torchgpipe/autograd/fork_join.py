@@ -8,7 +8,7 @@
                      │                                  │
                b ── Join ── b'                    b ←─ Join ←─ b'
 
-Backward comes to what made ``a`` only after it came to what became of ``b'``. The gradient of the
+Backward runs the node that made ``a`` only after the nodes that ``b'`` goes to. The gradient of the
 phony is None, which orders the two functions on the host and makes no stream wait for another.
 
 A fork is a view of the tensor, and its phony a copy of an empty view of the fork. Autograd passes
@@ -42,10 +42,10 @@ def fork(input: Value) -> tuple[Value, Tensor]:
         input: a tensor or a tuple of tensors, on one device.
 
     Returns:
-        The same values, and a phony. The backward of whatever made the input waits for the
-        backward of whatever the phony was joined to. Without a gradient to come there is
-        nothing to wait for: the input is returned as it is, and the phony requires no gradient.
-        Sparse and nested tensors have no views, and wait for nothing.
+        The same values, and a phony. Backward runs the node that made the input only after each
+        node that the phony was joined into. An input that needs no gradient is returned as it is,
+        with a phony that needs none. Sparse and nested tensors have no views, so they are not
+        ordered.
     """
     tensors = list(as_tuple(input))
     phonies = []
@@ -68,9 +68,9 @@ def join(input: Value, *phonies: Tensor) -> Value:
         *phonies: phonies that :func:`fork` branched off.
 
     Returns:
-        The same values. Backward comes to what the phonies were branched off after it came to what
-        became of these values. An input without a gradient to come, or with phonies without one,
-        is returned as it is.
+        The same values. Backward runs the nodes that these values go to before the nodes that the
+        phonies were branched off. An input that needs no gradient, or whose phonies need none, is
+        returned as it is.
     """
     tensors = as_tuple(input)
     if not (needs_backward(phonies) and needs_backward(tensors)):

@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 #: A tensor whose changes nobody counts.
 with torch.inference_mode():
-    _UNCOUNTED = torch.empty(0)
+    _UNCOUNTED = torch.empty(0, device="cpu")
 
 
 def version_of(tensor: Tensor) -> int:

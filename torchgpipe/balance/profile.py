@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -154,7 +153,12 @@ def profile_layers(
         return found
 
     def measure() -> Profile:
-        with use_device(where), numbers.restored(), _autograd_recording():
+        with (
+            use_device(where),
+            numbers.restored(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             return Profile(str(where), tuple(rows()))
 
     return holding(numbers.locks, measure)
@@ -253,12 +257,6 @@ class Sandbox:
         tracker = SkipTracker.of(batch)
         with use_skip_tracker(tracker):
             return batch.call(self.layer).with_skips(tracker.parts())
-
-
-@contextmanager
-def _autograd_recording() -> Iterator[None]:
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def default_device() -> torch.device:

@@ -56,7 +56,7 @@ class Cell:
         self.stream = step.lanes.compute[j]
         #: The parts that come from another compute stream, and the partitions they come from.
         self.arriving = step.lanes.sources[j]
-        #: The parts of the output that go to another compute stream.
+        #: The parts of the output that leave this compute stream, and the partition each goes to.
         self.departing = step.lanes.targets[j]
         self._checkpoint: Checkpoint | None = None
 

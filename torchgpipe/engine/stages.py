@@ -55,7 +55,8 @@ class Stages:
     def __init__(
         self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
     ) -> None:
-        self.partitions = list(partitions)
+        # Not a copy: a partition may be replaced between steps.
+        self.partitions = partitions
         self.devices = devices
         #: A number for each partition. Partitions with the same one share layers or tensors.
         # guard: groups

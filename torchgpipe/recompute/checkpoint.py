@@ -222,7 +222,7 @@ class Checkpoint:
         except Enough:
             pass
         except Exception:
-            # If all slots are full, what was raised came after the end and because of it.
+            # If all slots are full, the error came after Enough and was caused by it.
             if filling.whole or filling.left:
                 raise
         if filling.left:

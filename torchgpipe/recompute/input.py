@@ -40,7 +40,10 @@ class StoredInput:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nobody has changed it in place; with hooks, always so after :meth:`pack`."""
+        """Whether the tensors still have their first versions.
+
+        After :meth:`pack` has handed them to hooks, this compares placeholders.
+        """
         return self._versions == [version_of(tensor) for tensor in self._batch]
 
     def pack(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe import _torch
+from torchgpipe.devices.streams import device_types
 from torchgpipe.values.structure import (
     ALONE,
     Arguments,
@@ -302,7 +303,7 @@ def _joined(tensors: Tensors) -> Tensor:
             "layer pad them to one length"
         )
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
+    if kind in device_types() and torch.is_autocast_enabled(kind):
         # Autocast has nothing to cast here, and cannot join another half precision than its own.
         with torch.autocast(kind, enabled=False):
             return _cat_or_stack(tensors)

@@ -47,12 +47,53 @@ def step(*layers):
 
 
 def test_layers_that_are_not_compiled_change_nothing(told):
-    compiled = torch.compile(torch.sin, backend="eager")
+    torch.compile(torch.sin, backend="eager")
     step(nn.Linear(2, 2), nn.Tanh())
-    # Not in a cell.
-    compiled(torch.ones(2))
     assert told == []
     assert graph.contextvars is contextvars
+
+
+def test_what_was_compiled_before_is_prepared_for(told):
+    """Nobody sees whether a layer calls it."""
+    compiled = torch.compile(torch.sin, backend="eager")
+    compiled(torch.ones(2))
+    assert told == []
+    step(Calls(compiled))
+    assert told == [False]
+
+
+def test_compiler_that_is_loaded_in_a_cell_is_prepared_for(told, monkeypatch):
+    modules = dict(sys.modules)
+    del modules["torch._dynamo"]
+    monkeypatch.setattr(dynamo.sys, "modules", modules)
+
+    def load(x):
+        monkeypatch.undo()
+        monkeypatch.setattr(dynamo._preparation, "done", False)
+        monkeypatch.setitem(vars(_torch), "set_lru_cache", told.append)
+        return torch.compile(torch.sin, backend="eager")(x)
+
+    model = GPipe(nn.Sequential(Calls(load)), [1], devices=["cpu"])
+    model(torch.ones(1, 2))
+    assert told == [False]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_wrapper_that_is_compiled_first_thing(mode):
+    """The compiler meets the wrapper before the wrapper has run."""
+    program = f"""
+import torch
+from torch import nn
+from torchgpipe import GPipe
+from torch._dynamo.convert_frame import input_codes
+layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint={mode!r})
+torch.compile(model, backend="eager")(torch.ones(4, 2)).sum().backward()
+print([code().co_name for code in input_codes.seen if "torchgpipe" in code().co_filename])
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("way", ["wrapped", "in place", "a function"])

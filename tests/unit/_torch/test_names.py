@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.support import fresh
 from torchgpipe import GPipe, _torch
-from torchgpipe._torch import names
+from torchgpipe._torch import dynamo, names
 from torchgpipe._torch.names import ATTRIBUTES, NAMES, Name, has, look_up
 
 #: Names that no tested version of PyTorch lacks but these, in versions before those given.
@@ -108,8 +108,6 @@ def profile():
 
 
 def compiled():
-    from torchgpipe._torch import dynamo
-
     dynamo.uncompiled(lambda: None)
     layers = nn.Sequential(nn.Linear(1, 1))
     layers[0].compile(backend="eager")
@@ -117,8 +115,9 @@ def compiled():
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_without_its_name_is_an_error_that_names_it(name, missing):
+def test_feature_without_its_name_is_an_error_that_names_it(name, missing, monkeypatch):
     missing(name)
+    monkeypatch.setattr(dynamo._preparation, "done", False)
     path = NAMES[name].path.replace(":", ".")
     with pytest.raises(RuntimeError) as caught:
         FEATURES[name]()

@@ -322,3 +322,16 @@ def test_sandbox(device):
     assert copies["0"].weight is not module[0].weight
     assert copies["0"].weight.grad is None
     assert torch.equal(copies["0"].weight.cpu(), module[0].weight.cpu())
+
+
+def test_exception_that_refuses_attributes_comes_out_as_it_is():
+    class StubbornError(Exception):
+        def __setattr__(self, name, value):
+            raise AttributeError(name)
+
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise StubbornError
+
+    with pytest.raises(StubbornError):
+        profile_layers(nn.Sequential(Fail()), torch.ones(1), timeout=0, device="cpu")

@@ -211,3 +211,8 @@ def test_batch():
     assert alone.replace([b]).value is b
     assert both.replace([b, a]).value == (b, a)
     assert repr(alone) == "Batch(tensor([0.]))"
+
+
+def test_outputs_of_a_device_that_autocast_does_not_know():
+    parts = [Batch(torch.empty(2, 3, device="meta")) for _ in range(2)]
+    assert gather(parts).shape == (4, 3)
