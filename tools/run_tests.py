@@ -47,6 +47,8 @@ class Tests:
             self.process = subprocess.Popen(
                 [*python, "-m", "pytest", "-q", "-rfEs", "--color=no", *paths],
                 cwd=ROOT,
+                # Pytest keeps the assertions that it has rewritten as bytecode.
+                env={k: x for k, x in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ def _lane(lane: AbstractStream, compute: AbstractStream) -> AbstractStream:
     return lane
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """Parts of the method that benchmarks exchange, to measure what each of them brings.
 
     Args:

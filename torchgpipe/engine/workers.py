@@ -13,7 +13,7 @@ the next step, and from then on whoever took less time the last time issues the 
 gets a chance in every step whose number is a power of two. On the CPU every cell blocks, so there
 the workers issue.
 
-A cell is seen to block if the caller's thread slept for most of the time of the cell. A driver that
+Cells are seen to block if the caller's thread slept for most of a step. A driver that
 keeps the processor busy while it waits looks like work, and the caller goes on issuing.
 """
 
@@ -50,7 +50,7 @@ RUSAGE_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 logger = logging.getLogger(__name__)
 
-#: The seconds that a cell must sleep, at least, to be seen to block.
+#: The seconds that the caller must sleep in a step, at least, for cells to be seen to block.
 ASLEEP = 0.001
 
 #: The seconds that the caller waits for running tasks when one has failed.
@@ -253,22 +253,21 @@ class Workers:
         return slower if is_power_of_two else faster
 
     def _run_here(self, tasks: Sequence[Task]) -> None:
+        before, start, worked = _switches(), perf_counter(), thread_time()
         for task in tasks:
-            if self.seen_to_block:
-                task.function()
-                continue
-            pauses, start, worked = _pauses(), perf_counter(), thread_time()
             task.function()
-            took = perf_counter() - start
-            asleep = took - (thread_time() - worked)
-            # A thread that the system has interrupted for another one did not pause by itself.
-            paused = pauses is None or _pauses() != pauses
-            if asleep > max(ASLEEP, took / 2) and paused:
-                self.seen_to_block = True
-                logger.debug(
-                    "cell %s blocked the host for %.1f of %.1f ms, so threads are tried",
-                    *(task.name, 1000 * asleep, 1000 * took),
-                )
+        took = perf_counter() - start
+        asleep = took - (thread_time() - worked)
+        if self.seen_to_block or asleep < max(ASLEEP, took / 2):
+            return
+        # A thread that the system has interrupted for others slept, too, but did not block.
+        blocked, interrupted = (after - x for x, after in zip(before, _switches()))
+        if blocked >= interrupted:
+            self.seen_to_block = True
+            logger.debug(
+                "cells blocked the host for %.1f of %.1f ms of a step, so threads are tried",
+                *(1000 * asleep, 1000 * took),
+            )
 
     def _have_run(self, tasks: Sequence[Task], context: Context) -> None:
         round = Round(tasks, context)
@@ -302,8 +301,9 @@ class Workers:
         return self._workers[device]
 
 
-def _pauses() -> int | None:
-    """The number of times that this thread gave the processor up by itself, where that is known."""
+def _switches() -> tuple[int, int]:
+    """How often this thread gave the processor up by itself, and was interrupted, if known."""
     if RUSAGE_THREAD is None:
-        return None
-    return resource.getrusage(RUSAGE_THREAD).ru_nvcsw
+        return 0, 0
+    usage = resource.getrusage(RUSAGE_THREAD)
+    return usage.ru_nvcsw, usage.ru_nivcsw

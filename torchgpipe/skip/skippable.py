@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -59,8 +59,7 @@ class pop:
     name: str
 
 
-@dataclass(frozen=True)
-class Declared:
+class Declared(NamedTuple):
     """The names that a class of layers declares."""
 
     stash: tuple[str, ...]

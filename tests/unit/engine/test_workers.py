@@ -170,7 +170,7 @@ def test_a_task_that_blocks_is_seen_and_told(accelerators, caplog):
     assert seen[:2] == [threading.current_thread()] * 2
     assert threading.current_thread() not in seen[2:]
     (record,) = caplog.records
-    assert record.getMessage().startswith("cell 0 blocked the host for ")
+    assert record.getMessage().startswith("cells blocked the host for ")
 
 
 def test_caller_runs_nothing_beside_the_cpu(clock, monkeypatch):
