@@ -36,7 +36,7 @@ README = Path(__file__).parent.parent / "README.rst"
 
 
 class Embed(nn.Module):
-    """The layers of a decoder ahead of its blocks; they return the arguments of a block as a dict."""
+    """The layers of a decoder ahead of its blocks; they return a dict of a block's arguments."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()

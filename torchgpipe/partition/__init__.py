@@ -1,3 +1,3 @@
-"""Which layer is on which device: models are checked, cut into partitions, and placed."""
+"""The way of a model to its devices: it is checked, cut into partitions, and placed."""
 
 __all__: list[str] = []
