@@ -1,4 +1,4 @@
-"""Renders results again, and the tables of RESULTS.md; measures nothing."""
+"""Render results again, and the tables of RESULTS.md, without measuring anything."""
 
 from __future__ import annotations
 

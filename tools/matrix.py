@@ -24,7 +24,7 @@ EXTRAS = "benchmarks,demo,examples,test"
 
 
 class NotAvailableError(Exception):
-    """This machine, or the package index, lacks a version."""
+    """An error: this machine, or the package index, lacks a version."""
 
 
 def interpreter(version: str) -> str:
@@ -40,7 +40,7 @@ def interpreter(version: str) -> str:
 
 
 def output(command: list[str]) -> str:
-    """What a command prints."""
+    """Run a command, and return what it prints."""
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 

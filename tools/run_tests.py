@@ -63,18 +63,18 @@ class Tests:
         return False
 
     def text(self) -> str:
-        """What the process wrote so far."""
+        """The text that the process wrote so far."""
         return self.log.read_text("utf-8", "replace")
 
     def progress(self) -> str:
-        """How far the tests are, in percent, and how many failed so far."""
+        """The share of tests that are done, in percent, and the number that failed so far."""
         lines = re.findall(r"^([.sFExX]+) +\[ *(\d+)%\]$", self.text(), re.MULTILINE)
         failed = sum(len(re.findall("[FE]", outcomes)) for outcomes, _ in lines)
         percent = lines[-1][1] if lines else "0"
         return f"{self.name} {percent} %" + (f" ({failed} failed)" if failed else "")
 
     def failures(self) -> str:
-        """What pytest says about failures, or all that it wrote if it did not come to that."""
+        """The report of pytest on failures, or all that it wrote if it did not come to a report."""
         text = self.text()
         found = re.search(r"^=+ (ERRORS|FAILURES) =+$", text, re.MULTILINE)
         return text[found.start() :] if found else text
@@ -84,7 +84,7 @@ class Tests:
         return re.findall(r"^SKIPPED .*$", self.text(), re.MULTILINE)
 
     def outcomes(self) -> Counter[str]:
-        """How many tests passed, failed and were skipped; a process that died counts as failed."""
+        """The numbers of tests by outcome; a process that died counts as a failed test."""
         summary = re.findall(r"^=*(.+) in [\d.]+s\b.*$", self.text(), re.MULTILINE)
         counts: Counter[str] = Counter()
         for number, outcome in re.findall(r"(\d+) (\w+)", summary[-1] if summary else ""):

@@ -130,7 +130,7 @@ class GPipe(nn.Module):
 
     @property
     def chunks(self) -> int:
-        """How many micro-batches a mini-batch is split into, if it has as many rows."""
+        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
         return self._chunks
 
     @chunks.setter
@@ -144,7 +144,7 @@ class GPipe(nn.Module):
 
     @property
     def checkpoint(self) -> str:
-        """Which micro-batches are checkpointed: ``always``, ``except_last`` or ``never``."""
+        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``."""
         return self._checkpoint
 
     @checkpoint.setter

@@ -302,7 +302,7 @@ class Workers:
 
 
 def _switches() -> tuple[int, int]:
-    """How often this thread gave the processor up by itself, and was interrupted, if known."""
+    """Count how often this thread gave the processor up by itself, and was interrupted."""
     if RUSAGE_THREAD is None:
         return 0, 0
     usage = resource.getrusage(RUSAGE_THREAD)

@@ -1,3 +1,3 @@
-"""How a model becomes partitions: arguments are checked, layers are cut, and placed on devices."""
+"""A model becomes partitions: its arguments are checked, its layers cut and placed on devices."""
 
 __all__: list[str] = []

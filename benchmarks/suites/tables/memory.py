@@ -121,7 +121,7 @@ def summarise(result: dict[str, Any]) -> Summary:
 
 
 def notes(result: dict[str, Any]) -> str:
-    """How to read the tables."""
+    """Explain how to read the tables."""
     text = (
         "MiB of the device that needs most, and in brackets the sum over devices. Parameters are "
         "those of the whole model. The peak is the most memory that was allocated during the "

@@ -1,0 +1,69 @@
+"""Docstrings begin with a verb in the imperative, or with a noun."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import torchgpipe
+
+ROOT = Path(torchgpipe.__file__).resolve().parent.parent
+FILES = [
+    file
+    for folder in ("torchgpipe", "benchmarks", "examples", "tools")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+]
+
+#: Verbs in the third person, which would leave open who does it.
+VERBS = """
+    accepts adds applies asks balances begins branches brings builds calls carries checks chooses
+    compares compiles computes converts counts creates cuts declares defines describes does
+    draws drops enters fills finds frees gathers generates gets gives goes hands has holds installs
+    is joins keeps leaves lets lists loads looks makes marks measures merges moves observes opens
+    parses pops prepares prints profiles puts raises reads recomputes records registers releases
+    removes renders replaces restores returns runs saves scatters seeds sends sets shows simulates
+    splits stands starts stashes stops stores swaps takes tells tests trains triggers tries updates
+    uses verifies waits walks watches wraps writes yields
+"""
+
+#: Words behind which a noun is missing.
+PRONOUNS = "he how it its no such that them there these they those what where which who yes"
+
+DENIED = {*VERBS.split(), *PRONOUNS.split()}
+
+
+def docstrings(source):
+    """The docstrings of a module: each with the line of what it describes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def faults(source):
+    """The docstrings that begin otherwise, and those with a sentence that lacks its noun."""
+    for line, text in docstrings(source):
+        first = re.match(r"\w*", text)[0].lower()
+        if first in DENIED or re.search(r"(^|[.:;] )(Has|Those|That which)\b", text):
+            yield f"{line}: {text.splitlines()[0]}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_docstrings(file):
+    assert list(faults(file.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Returns the sum.",
+        "What is kept.",
+        "Those that wait.",
+        "Has the layers draw.",
+        "Run it. Has no effect on the CPU.",
+    ],
+)
+def test_faults_are_found(text):
+    assert list(faults(f'def function():\n    """{text}"""\n')) == [f"1: {text}"]
