@@ -25,7 +25,6 @@ class Step:
 
     def __init__(self, stages: Stages, m: int, checkpointed: int) -> None:
         self.stages = stages
-        self.m = m
         self.checkpointed = checkpointed
         #: The modes of the caller.
         self.context = Context()
