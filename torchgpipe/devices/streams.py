@@ -9,7 +9,6 @@ issued before is done, it is a :class:`CPUStream`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
@@ -26,11 +25,20 @@ STREAMLESS = ("cpu", "meta", "mps")
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
 class CPUStream:
     """The one stream of a device without streams; all operations on it do nothing."""
 
-    device: torch.device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CPUStream) and self.device == other.device
+
+    def __hash__(self) -> int:
+        return hash(self.device)
+
+    def __repr__(self) -> str:
+        return f"<CPUStream of {self.device}>"
 
 
 AbstractStream: TypeAlias = torch.Stream | CPUStream

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 __all__ = ["Namespace"]
 
 
-@dataclass(frozen=True)
 class Namespace:
     """A space of names for skips: skips of one name in two namespaces are different skips.
 
@@ -17,7 +15,16 @@ class Namespace:
     pickled stays the same namespace, so that the layers of a copied model find each other.
     """
 
-    id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
+    __slots__ = ("id",)
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
 
     def __repr__(self) -> str:
         return f"<Namespace {str(self.id)[:8]}>"

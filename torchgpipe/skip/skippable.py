@@ -21,7 +21,6 @@ Such layers are used like any other, in a plain :class:`nn.Sequential` as well a
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +34,6 @@ __all__ = ["skippable", "stash", "pop"]
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
 
-@dataclass(frozen=True)
 class stash:
     """Stash a tensor, or any nested structure of tensors: ``yield stash(name, tensor)``.
 
@@ -44,11 +42,13 @@ class stash:
         tensor: the value for the layer that pops this name; it may be None.
     """
 
-    name: str
-    tensor: Any
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, name: str, tensor: Any) -> None:
+        self.name = name
+        self.tensor = tensor
 
 
-@dataclass(frozen=True)
 class pop:
     """Pop what was stashed: ``tensor = yield pop(name)``.
 
@@ -56,7 +56,10 @@ class pop:
         name: a name that the layer declared.
     """
 
-    name: str
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class Declared(NamedTuple):

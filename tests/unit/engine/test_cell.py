@@ -221,7 +221,7 @@ class Lane(CPUStream):
 
     def __init__(self, name):
         super().__init__(torch.device("cpu"))
-        object.__setattr__(self, "name", name)
+        self.name = name
 
 
 class Lanes(threading.local):
