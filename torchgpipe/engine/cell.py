@@ -152,7 +152,7 @@ class Cell:
         state = self.body.state
         assert state is not None
         return Checkpoint(
-            self.body.run,
+            partial(self.body.run, copies=[]),
             self.step.context,
             self.stream,
             self.note,

@@ -38,6 +38,11 @@ class verify_recomputation(ContextDecorator):
         _verifications.remove(self)
 
 
+def is_verifying() -> bool:
+    """Whether recomputations of what is computed now will be compared."""
+    return bool(_verifications)
+
+
 class Slot:
     """The place of a saved tensor that was dropped, empty until the tensor is recomputed.
 
@@ -182,7 +187,7 @@ def dropped(tensor: Tensor) -> Slot:
     Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
     which the kernel never writes.
     """
-    if _verifications and tensor.dtype != torch.uint8:
+    if is_verifying() and tensor.dtype != torch.uint8:
         return Compared(tensor)
     return Slot(tensor)
 
