@@ -1,6 +1,7 @@
 """What several tests are made of."""
 
 import sys
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -15,6 +16,11 @@ MODES = ("never", "except_last", "always")
 
 #: Devices that differ for torchgpipe and are all the CPU for torch: each has a worker of its own.
 CPUS = [torch.device("cpu", k) for k in range(4)]
+
+
+def linears(*sizes):
+    """Linear layers from each size to the next."""
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
 
 
 def plain(module, input, chunks):

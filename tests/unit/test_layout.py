@@ -27,7 +27,6 @@ ELSEWHERE = {
     "devices/measures": "unit/balance/test_profile.py",
     "engine/stages": "unit/engine/test_lanes.py",
     "engine/step": "unit/engine/test_pipeline.py",
-    "partition/arguments": "unit/test_gpipe.py",
     "partition/sharding": "behaviour/test_sharding.py",
     "recompute/input": "behaviour/test_in_place.py",
     "recompute/phase": "unit/recompute/test_checkpoint.py",
