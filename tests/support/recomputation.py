@@ -1,9 +1,15 @@
 """What tests of recomputations are made of."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 
 from torchgpipe import is_recomputing
+from torchgpipe.ambient.context import Context
+from torchgpipe.devices.streams import current_stream
+from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.values.microbatch import Batch
 
 CHECKPOINTED = ["except_last", "always"]
 M = 3
@@ -42,3 +48,16 @@ def saving(*shapes, dtype=torch.float):
 def numbered():
     """An input of which each micro-batch knows its number."""
     return torch.arange(M).repeat_interleave(2)[:, None].expand(-1, 2).float().requires_grad_()
+
+
+def forked(function, input, lasting=frozenset()):
+    """Run a checkpoint as a cell does whose output leaves the device."""
+    made = Checkpoint(
+        lambda batch: batch.call(function),
+        Context(),
+        current_stream(input.device),
+        nullcontext(),
+        lasting,
+    )
+    (output,), _ = made.trigger(tuple(made.forward(Batch(input))))
+    return output

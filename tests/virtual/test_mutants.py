@@ -157,22 +157,22 @@ TESTS = {
         {"balance": [1, 1]},
     ),
     "one step at a time": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_one_step_at_a_time",
         {"timeout": 0.2},
     ),
     "a step within a cell": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_step_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a recomputation within a cell": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_recomputation_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a step that does not begin": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_step_that_does_not_begin_has_nobody_wait",
         {"timeout": 0.2},
     ),
@@ -222,7 +222,7 @@ TESTS = {
         {},
     ),
     "recomputation of a step": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_recomputation_of_a_step_within_a_cell_holds_its_locks",
         {"timeout": 0.2},
     ),
@@ -262,7 +262,7 @@ TESTS = {
         "test_interrupted_where_something_was_set",
         {"window": "a skip tracker", "places": ["cpu"] * 2},
     ),
-    "let go": ("unit.recompute.test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
+    "let go": ("unit.recompute.test_input", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
 #: Guards: what is changed in the line below the marker `# guard: name` in the package's source,

@@ -11,9 +11,7 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.ambient import notes as note
 from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.notes import add_note
 from torchgpipe.autograd import copy as copy_module
 from torchgpipe.autograd.copy import Copy, Wait
 from torchgpipe.autograd.fork_join import Join, fork
@@ -182,13 +180,6 @@ def test_exception_that_takes_no_note():
     assert caught.value is error
 
 
-def test_exception_that_is_raised_again_bears_one_note():
-    error = KeyError("x")
-    for _ in range(3):
-        add_note(error, "where")
-    assert note_of(error) == "where"
-
-
 @pytest.mark.parametrize("change", ["shape", "in place"])
 def test_our_own_errors_name_the_cell(change):
     class Change(nn.Module):
@@ -202,18 +193,6 @@ def test_our_own_errors_name_the_cell(change):
             0
         ].sum().backward()
     assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
-
-
-def test_note_before_python_3_11(monkeypatch):
-    monkeypatch.setattr(note.sys, "version_info", (3, 10, 0))
-    error = KeyError("x")
-    error.__cause__ = cause = ValueError("why")
-    error.__context__ = context = TypeError("while")
-    add_note(error, "where")
-    add_note(error, "where")
-    assert error.__cause__.args == ("where",)
-    assert error.__cause__.__cause__ is cause
-    assert error.__cause__.__context__ is context
 
 
 class Lane(CPUStream):

@@ -1,13 +1,10 @@
 """What layers are made of: a recomputation finds it as the forward did, and leaves it alone."""
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.recompute.checkpoint import checkpoint
 from torchgpipe.recompute.layers import LayersState
 
@@ -182,35 +179,6 @@ def test_parameter_changed_in_place_is_an_error():
         state.restored(),
     ):
         pytest.fail("not reached")
-
-
-def test_version_of_what_has_none():
-    with torch.inference_mode():
-        x = torch.ones(1)
-        x.add_(1)
-    assert version_of(x) == -1
-    LayersState(nn.ParameterList([nn.Parameter(x, requires_grad=False)]))
-    assert version_of(counter_of(x)) == -1
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_counter_of_changes_holds_no_memory(requires_grad, device):
-    x = torch.ones(2, 3, requires_grad=requires_grad, device=device) * 2
-    counter = counter_of(x[:, :1])
-    assert version_of(counter) == version_of(x)
-    x.view(-1).mul_(2)
-    assert version_of(counter) == version_of(x) == 1
-    alive = weakref.ref(x.untyped_storage())
-    del x
-    assert alive() is None
-    assert version_of(counter) == 1
-
-
-def test_counter_of_what_has_no_memory_of_one_piece():
-    x = torch.eye(2).to_sparse()
-    counter = counter_of(x)
-    x.mul_(2)
-    assert version_of(counter) == version_of(x) == 1
 
 
 def test_checkpoint_of_a_function_has_no_layers():
