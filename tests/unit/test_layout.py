@@ -18,7 +18,6 @@ ELSEWHERE = {
     "ambient/autocast": "behaviour/test_autocast.py",
     "ambient/thread": "behaviour/test_unwinding.py",
     "ambient/transforms": "behaviour/test_functional.py",
-    "autograd/ends": "behaviour/test_failures.py",
     "autograd/recompute": "unit/engine/test_cell.py",
     "balance/storages": "behaviour/test_memory.py",
     "devices/measures": "unit/balance/test_profile.py",
@@ -26,8 +25,6 @@ ELSEWHERE = {
     "engine/step": "unit/engine/test_pipeline.py",
     "partition/sharding": "behaviour/test_sharding.py",
     "schedule": "schedule",
-    "skip/namespace": "unit/skip/test_skippable.py",
-    "skip/tracker": "unit/skip/test_skippable.py",
     "testing/build": "unit/testing/test_loading.py",
     "testing/busy": "virtual/test_clock.py",
     "testing/device_module": "virtual/test_device.py",
@@ -36,7 +33,6 @@ ELSEWHERE = {
     "testing/report": "virtual/test_races.py",
     "testing/settings": "virtual/test_clock.py",
     "testing/trace": "virtual/test_clock.py",
-    "values/structure": "behaviour/test_structures.py",
 }
 
 #: Modules as "room/name"; a package itself has the name of its room.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.autograd.versions import counter_of, version_of
+from torchgpipe.autograd.versions import counter_of, unchanged, version_of
 from torchgpipe.recompute.layers import LayersState
 
 
@@ -37,3 +37,19 @@ def test_counter_of_what_has_no_memory_of_one_piece():
     counter = counter_of(x)
     x.mul_(2)
     assert version_of(counter) == version_of(x) == 1
+
+
+def test_change_of_what_goes_whole_is_an_error():
+    x = torch.ones(2, 3)
+    with unchanged([x]):
+        x.add(1)
+    message = r"gets whole must not .*shapes: \[\(2, 3\)\]\); clone"
+    with pytest.raises(RuntimeError, match=message), unchanged([x]):
+        x.add_(1)
+
+
+def test_error_of_a_layer_passes_a_change():
+    x = torch.ones(1)
+    with pytest.raises(KeyError), unchanged([x]):
+        x.add_(1)
+        raise KeyError

@@ -123,14 +123,6 @@ def test_isolate_leaves_the_class_and_the_other_names_alone():
         both.isolate(ns, only=["c"])
 
 
-def test_namespaces():
-    ns = Namespace()
-    assert ns == copy.deepcopy(ns) == pickle.loads(pickle.dumps(ns))
-    assert ns != Namespace()
-    assert len({ns, copy.copy(ns), Namespace()}) == 2
-    assert repr(ns).startswith("<Namespace ")
-
-
 def test_none_is_stashed():
     def put(x):
         yield stash("x", None)
