@@ -82,6 +82,14 @@ def room(name):
     return name.split(".")[0]
 
 
+@pytest.mark.parametrize("folder", ["torchgpipe", "benchmarks", "examples", "tests", "tools"])
+def test_files_are_short(folder):
+    """A file of 450 lines or more holds several notions."""
+    files = (PACKAGE.parent / folder).rglob("*.py")
+    lengths = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert {file: lines for file, lines in lengths.items() if lines >= 450} == {}
+
+
 def test_every_room_has_a_layer():
     assert {room(name) for name in TREES} == set.union(*LAYERS, APART)
 

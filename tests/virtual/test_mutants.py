@@ -127,7 +127,7 @@ TESTS = {
         {"place": [0, 1, 2]},
     ),
     "last use": (
-        "behaviour.test_skips",
+        "behaviour.test_skips_memory",
         "test_alive_until_its_last_use",
         {"devices": CPUS[:2], "balance": [1, 4], "grad": False},
     ),
