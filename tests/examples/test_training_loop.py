@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from examples import training_loop
 from tests.support.helpers import CPUS, MODES, Plain
+from tests.support.loops import cross_entropy, within_backward
 from torchgpipe import GPipe
 
 
@@ -47,11 +47,6 @@ def batches(count=3):
     return [(torch.randn(8, 8).double(), torch.randint(4, (8,))) for _ in range(count)]
 
 
-def loss_of(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
 def norm_of(model):
     return nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
@@ -59,7 +54,7 @@ def norm_of(model):
 def train(model, optimizer, schedule=None, clip=None, accumulate=1, steps=4):
     """The loss of each mini-batch, and the norm of the gradients where they are clipped."""
     for k, batch in enumerate(batches(steps)):
-        loss = loss_of(model, batch)
+        loss = cross_entropy(model, batch)
         (loss / accumulate).backward()
         yield loss.detach()
         if (k + 1) % accumulate:
@@ -132,7 +127,7 @@ def lbfgs(model):
 
         def closure(batch=batch):
             optimizer.zero_grad()
-            loss = loss_of(model, batch)
+            loss = cross_entropy(model, batch)
             loss.backward()
             losses.append(loss.detach())
             return loss
@@ -146,12 +141,12 @@ def sam(model):
     parameters, losses = list(model.parameters()), []
     optimizer = SGD(parameters, 0.1)
     for batch in batches():
-        loss_of(model, batch).backward()
+        cross_entropy(model, batch).backward()
         with torch.no_grad():
             away = [p.grad * (0.05 / norm_of(model)) for p in parameters]
             torch._foreach_add_(parameters, away)
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
+        loss = cross_entropy(model, batch)
         loss.backward()
         with torch.no_grad():
             torch._foreach_sub_(parameters, away)
@@ -231,7 +226,7 @@ def test_norm_that_is_not_finite(mode):
     for model in pair(mode):
         (x, y), *_ = batches()
         x[7, 0] = torch.inf
-        loss_of(model, (x, y)).backward()
+        cross_entropy(model, (x, y)).backward()
         with pytest.raises(RuntimeError, match="non-finite"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
@@ -271,26 +266,6 @@ def test_update_bn_with_deferred_ones_sees_whole_mini_batches():
 # ---------------------------------------------------------------- steps within backward
 
 
-def within_backward(model, optimizer=SGD, **options):
-    """Each parameter has an optimizer, which steps when its gradient is there."""
-    optimizers = {p: optimizer([p], 0.05, **options) for p in model.parameters()}
-    counts = dict.fromkeys(optimizers, 0)
-
-    def step(parameter):
-        counts[parameter] += 1
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    for k, batch in enumerate(batches(4)):
-        loss = loss_of(model, batch)
-        loss.backward()
-        yield loss.detach()
-        assert {*counts.values()} == {k + 1}, "once for each backward, whatever chunks is"
-        assert all(p.grad is None for p in optimizers)
-
-
 def tied():
     module = layers()
     module[3] = module[0]
@@ -300,13 +275,17 @@ def tied():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("devices", [CPUS[:3], ["cpu"] * 3], ids=["three", "one"])
 def test_steps_within_backward(devices, mode):
-    verify(mode, lambda model: within_backward(model, momentum=0.9), pair(mode, devices=devices))
+    verify(
+        mode,
+        lambda model: within_backward(model, batches(4), momentum=0.9),
+        pair(mode, devices=devices),
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward_with_tied_parameters(mode):
     models = pair(mode, tied(), devices=["cpu"] * 3)
-    verify(mode, within_backward, models)
+    verify(mode, lambda model: within_backward(model, batches(4)), models)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -318,7 +297,7 @@ def test_optimizer_in_backward_of_torch(mode):
     def loop(model):
         _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.05})
         for batch in batches(4):
-            loss = loss_of(model, batch)
+            loss = cross_entropy(model, batch)
             loss.backward()
             yield loss.detach()
 

@@ -264,13 +264,14 @@ def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
     assert applied == [("Join", "compute"), ("fork", "compute")]
 
 
-def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
-    @skippable(stash=["x"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("x", x * 3)
-            return x.mul(torch.full_like(x, 2))
+@skippable(stash=["x"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("x", x * 3)
+        return x.mul(torch.full_like(x, 2))
 
+
+def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
     cell = make(
         Stash(),
         stream=Lane("compute"),
@@ -286,12 +287,6 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
 
 
 def test_a_skip_has_a_lane_of_its_own(lanes, applied):
-    @skippable(stash=["x"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("x", x * 3)
-            return x.mul(torch.full_like(x, 2))
-
     cell = make(
         Stash(),
         stream=Lane("compute"),
