@@ -1,4 +1,4 @@
-"""What holds tensors must be known as a container, or it is an error that says what to do."""
+"""Containers of tensors must be registered with PyTorch; if not, the error says how."""
 
 import pytest
 from torch.utils._pytree import (

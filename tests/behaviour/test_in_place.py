@@ -57,7 +57,7 @@ def test_layer_that_does_not_tell(start, end, chunks, mode):
 
 @CASES
 def test_layers_behind_the_start(chunks, mode):
-    """What they change is the partition's own."""
+    """Layers behind the first one change only tensors of their own partition."""
     module = nn.Sequential(
         nn.Linear(3, 3), nn.Linear(3, 3), Apply(torch.tanh_), nn.Linear(3, 3), nn.ReLU(inplace=True)
     )
@@ -86,7 +86,7 @@ def test_without_grad_nothing_is_in_the_way(chunks):
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("start", FLAGGED)
 def test_first_layer_that_tells(start, requires_grad, chunks, mode):
-    """It works, and leaves the caller's input alone, also where the plain one would not."""
+    """The layer works on a copy of the caller's input, even where the plain model changes it."""
     module = nn.Sequential(FLAGGED[start](), nn.Linear(3, 3), nn.Tanh())
     x = leaf(requires_grad)
     for training in (True, False):
@@ -117,7 +117,7 @@ def test_first_layer_that_does_not_tell(start, requires_grad, chunks, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_input_that_is_no_leaf(mode):
-    """As behind another model."""
+    """The output of another model is such an input."""
     module = nn.Sequential(nn.ELU(inplace=True), nn.Linear(3, 3))
     x = leaf(requires_grad=True)
     before = x * 2
@@ -136,7 +136,7 @@ def test_input_that_is_no_leaf(mode):
 @pytest.mark.parametrize("end", [*ENDS, *VIEWS])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_ends(end, requires_grad, chunks, mode):
-    """Of a partition, and of the model."""
+    """Each operator ends a partition, and the model."""
     layers = [
         nn.Linear(3, 3),
         Apply((ENDS | VIEWS)[end]),
@@ -152,7 +152,7 @@ def test_ends(end, requires_grad, chunks, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_views_of_one_tensor(mode):
-    """Side by side, they are passed on like others."""
+    """Partitions pass on several views of one tensor like other tensors."""
 
     def views(x):
         a, b, c = x.unbind(1)
@@ -200,7 +200,7 @@ def test_views_of_one_tensor_of_which_a_later_partition_changes_one(name, told, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_part_of_a_split(mode):
-    """The rest of it is gone, and it may be changed; torch keeps it from that, but for a copy."""
+    """PyTorch forbids changes of a part of a split, but not of the copy that checkpointing makes."""
     module = nn.Sequential(
         nn.Linear(3, 6), Apply(lambda x: x.split(3, 1)[0]), nn.ReLU(inplace=True), nn.Linear(3, 3)
     )
@@ -219,7 +219,7 @@ def test_part_of_a_split(mode):
 @CASES
 @pytest.mark.parametrize("key", [0, "x"])
 def test_part_of_a_structure(key, chunks, mode):
-    """In place, by layers that tell, and by those that do not."""
+    """Layers with and without the flag change one item in place."""
 
     def made(x):
         parts = [x.sin(), x.cos(), (x > 0).long()]
@@ -251,7 +251,7 @@ def test_part_of_a_structure(key, chunks, mode):
 
 @CASES
 def test_integers_that_are_changed(chunks, mode):
-    """As a mask that is drawn up on the way; nothing is saved of it."""
+    """A mask is an example: layers change it on the way, and autograd saves nothing of it."""
     made = Apply(lambda x: {"x": x.sin(), "mask": (x > 0).long()})
     change = Apply(lambda value: {"x": value["x"], "mask": value["mask"].bitwise_xor_(1)})
     module = nn.Sequential(
@@ -263,7 +263,7 @@ def test_integers_that_are_changed(chunks, mode):
 
 @CASES
 def test_one_tensor_in_two_places_of_a_structure(chunks, mode):
-    """Both are changed, as they are one."""
+    """Both places change, since they hold one tensor."""
     module = nn.Sequential(
         nn.Linear(3, 3),
         Apply(lambda x: {"a": x, "b": [x]}),
@@ -291,7 +291,7 @@ def test_what_every_micro_batch_gets_is_not_to_be_changed(j, mode):
 
 
 class Give(nn.Module):
-    """Returns a parameter, or a view of it."""
+    """A layer that returns a parameter, or a view of it."""
 
     def __init__(self, view):
         super().__init__()
@@ -305,7 +305,7 @@ class Give(nn.Module):
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("view", [False, True])
 def test_parameter_that_is_passed_on_is_not_changed(view, chunks, mode):
-    """The next partition changes a copy, or it is an error."""
+    """The next partition changes a copy, or the change is an error."""
     wrapped = wrap(
         nn.Sequential(Give(view), Apply(lambda x: x.mul_(2))),
         mode=mode,

@@ -16,7 +16,7 @@ GUIDE = sorted(GUIDE - {ROOT / "docs/testing.rst", ROOT / "docs/schedule.rst"})
 
 @pytest.fixture(autouse=True)
 def no_accelerators(monkeypatch):
-    """Those of a machine may be fewer than the partitions of the examples."""
+    """Hide all accelerators, which may be fewer than the partitions of the examples."""
     monkeypatch.setattr("torchgpipe.partition.arguments.accelerators", list)
 
 

@@ -160,7 +160,7 @@ def test_tuples_beside_skips(device, checkpoint):
 
 
 def test_skip_that_was_not_stashed(device):
-    """The layer that should have is not run."""
+    """The layer that declares the skip does not run."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -178,7 +178,7 @@ def test_skip_that_was_not_stashed(device):
 
 
 def test_layers_of_one_class():
-    """As in a U-Net: the last one stashed is the first one popped."""
+    """Layers of a U-Net are so: the skip stashed last is popped first."""
     spaces = [Namespace() for _ in range(3)]
 
     @skippable(stash=["x"])
@@ -200,7 +200,7 @@ def test_layers_of_one_class():
 
 @pytest.mark.parametrize("checkpointed", [0, 3])
 def test_devices_between_see_nothing(checkpointed):
-    """One copy there, straight from where it was stashed, and one back; none on the way."""
+    """A skip is copied once, straight from the device that stashed it, and not on the way."""
     partitions = [
         nn.Sequential(mix({"x": "layer"}, {})),
         nn.Sequential(nn.Tanh()),

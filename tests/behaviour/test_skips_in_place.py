@@ -13,7 +13,7 @@ WIDTH = 3
 
 @skippable(stash=["x"])
 class Own(nn.Module):
-    """Stashes what it gives, or a view of that."""
+    """A layer that stashes its output, or a view of its output."""
 
     def __init__(self, view):
         super().__init__()
@@ -33,7 +33,7 @@ class Sum(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Does not say so."""
+    """A layer that changes its input in place, and has no flag for it."""
 
     def forward(self, x):
         return x.relu_()
@@ -47,7 +47,7 @@ class InPlace(nn.Module):
 def test_output_that_is_stashed_and_changed_in_place_later(
     view, layer, between, places, checkpointed
 ):
-    """The skip would have to change, too, wherever it is by then; so it is an error."""
+    """The skip would have to change, too, wherever it is by then; so the change is an error."""
     layers = [Own(view), *between, layer, nn.Tanh(), Sum()]
     partitions = [nn.Sequential(part) for part in layers]
     devices = [CPUS[k] for k in [*places, 0][: len(partitions)]]
@@ -71,7 +71,7 @@ def test_output_that_is_stashed_and_changed_in_place_later(
 
 @skippable(stash=["x", "y"])
 class Both(nn.Module):
-    """One tensor under two names."""
+    """A layer that stashes one tensor under two names."""
 
     def forward(self, input):
         x = input.sin()
@@ -115,7 +115,7 @@ def test_changed_in_place_without_grad(mode):
 @pytest.mark.parametrize("checkpointed", [0, 2])
 @pytest.mark.parametrize("devices", [CPUS[:1] * 4, CPUS], ids=["one device", "four devices"])
 def test_what_shares_memory_with_nothing_any_more(devices, checkpointed):
-    """The skips share theirs with one another; or the other half of a tensor was dropped."""
+    """Skips share memory only with one another, or the other half of a tensor was dropped."""
 
     class Halves(nn.Module):
         def forward(self, x):

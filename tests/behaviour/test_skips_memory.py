@@ -13,7 +13,7 @@ from torchgpipe.skip import pop, skippable, stash
 
 
 class Watch:
-    """The storages of what is stashed, and how many are alive whenever a layer looks."""
+    """Weak references to stashed storages, and the most that were alive when a layer looked."""
 
     def __init__(self):
         self.refs, self.peak = [], 0
@@ -50,7 +50,7 @@ class Watch:
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 @pytest.mark.parametrize("mode", ["no grad", *MODES])
 def test_how_many_are_alive(mode, chunks, distance):
-    """At most one for each micro-batch between the partition that stashes and the one that pops.
+    """One skip at most is alive for each micro-batch between the stash and the pop.
 
     With m micro-batches and d partitions from the one to the other, micro-batch i is stashed in
     clock cycle i and popped in clock cycle i + d, after micro-batch i + d was stashed: these are
@@ -96,7 +96,7 @@ def test_how_many_are_alive(mode, chunks, distance):
 @pytest.mark.parametrize("balance", [[5], [1, 4], [3, 2]])
 @pytest.mark.parametrize("grad", [False, True])
 def test_alive_until_its_last_use(devices, balance, grad):
-    """Not until the partition is done."""
+    """A skip dies with its last use, and not at the end of the partition."""
     watch = Watch()
     put, get = watch.layers()
     seen = []

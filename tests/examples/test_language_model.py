@@ -1,4 +1,4 @@
-"""A decoder of Transformers under GPipe is the decoder itself."""
+"""A decoder of Transformers computes under GPipe what it computes alone."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def tiny(family="llama", **config):
 
 
 def padded(lengths=(9, 9, 7, 9, 4, 1, 8)):
-    """Rows of several lengths; those of the first micro-batch have no padding."""
+    """Rows of several lengths; rows of the first micro-batch have no padding."""
     ids = torch.randint(1, 32, (len(lengths), 9))
     mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}, ids.masked_fill(mask == 0, -100)

@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """And no accelerators, on which bits may differ."""
+    """Reduce the example, and hide accelerators, on which bits may differ."""
     monkeypatch.setattr(mixed_precision, "BATCH", 128)
     monkeypatch.setattr(mixed_precision, "places", lambda n: [torch.device("cpu")] * n)
 
@@ -68,7 +68,7 @@ def gradients(model):
 @pytest.mark.parametrize("mode", MODES)
 @DTYPES
 def test_autocast(dtype, mode, where, cache):
-    """Around forward alone, or backward too, or another one around backward."""
+    """Autocast is around forward alone, around backward too, or another one around backward."""
     models, x = pair(mode), torch.rand(10, 8)
     for model in models:
         backward_of_autocast(model, x, dtype, where, cache)
@@ -105,7 +105,7 @@ class Casting(torch.autograd.Function):
 
 
 class Float(torch.autograd.Function):
-    """What it is called with is cast, and autocast is off."""
+    """A layer whose inputs are cast, and that turns autocast off."""
 
     forward = torch.amp.custom_fwd(
         Casting.forward.__wrapped__, device_type="cpu", cast_inputs=torch.float32
@@ -156,7 +156,7 @@ def test_layers_that_set_autocast_themselves(function, mode, within):
 
 
 def trained(model, dtype, bad=(), fused=False):
-    """The scales, the weights, and whether each optimizer stepped, of some steps with a scaler."""
+    """Take some steps with a scaler; return scales, norms and weights."""
     torch.manual_seed(1)
     first, *others = model.parameters()
     optimizers = [
@@ -225,7 +225,7 @@ def test_model_in_bfloat16(how, mode):
 
 
 def mixed(before, after):
-    """The second of three partitions is in bfloat16."""
+    """A model whose second partition of three is in bfloat16."""
     return nn.Sequential(
         nn.Linear(8, 8), before, nn.Linear(8, 8, dtype=BF16), after, nn.Linear(8, 8)
     )
@@ -242,7 +242,7 @@ def test_partition_in_bfloat16(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_partition_in_bfloat16_after_wrapping(mode):
-    """Hooks of a partition cast, too."""
+    """Hooks of a partition may do the casts."""
     models = pair(mode, nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), (1, 1, 1))
     x, (model, plain) = torch.rand(8, 8), models
     for part in (model.partitions[1], plain[1]):
@@ -255,7 +255,7 @@ def test_partition_in_bfloat16_after_wrapping(mode):
 
 
 def test_border_without_a_cast():
-    """Nobody casts there, as nobody does between two layers of the plain model."""
+    """A border has no cast of its own, like two layers of the plain model."""
     model, plain = pair("always", mixed(nn.Tanh(), nn.Tanh()), (2, 2, 1))
     for each in (plain, model):
         with pytest.raises(RuntimeError, match="same dtype, but got Float and BFloat16"):
@@ -267,7 +267,7 @@ def test_border_without_a_cast():
 @DTYPES
 @pytest.mark.parametrize("mode", MODES)
 def test_deferred_batch_norm_under_autocast(mode, dtype):
-    """Statistics are those of the mini-batch, in single precision."""
+    """A deferred norm has the statistics of the mini-batch, in single precision."""
     norm = nn.BatchNorm2d(4)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Conv2d(4, 2, 3))
     options = {"chunks": 4, "checkpoint": mode, "deferred_batch_norm": True}
@@ -281,7 +281,7 @@ def test_deferred_batch_norm_under_autocast(mode, dtype):
 
 
 def test_rounding():
-    """With the cache, gradients of the micro-batches are added in bfloat16."""
+    """Autograd adds gradients of micro-batches in bfloat16 if autocast caches weights."""
     cached, own = ([mixed_precision.rounding(m, cache) for m in (1, 32)] for cache in (True, False))
     assert cached[0] == own[0]
     assert cached[1] > 2 * cached[0]

@@ -1,4 +1,4 @@
-"""What stands around a step does what it does around the plain model."""
+"""Optimizers, schedules, clipping and averages work as around the plain model."""
 
 import copy
 
@@ -52,7 +52,7 @@ def norm_of(model):
 
 
 def train(model, optimizer, schedule=None, clip=None, accumulate=1, steps=4):
-    """The loss of each mini-batch, and the norm of the gradients where they are clipped."""
+    """Losses of mini-batches, and norms of gradients that are clipped."""
     for k, batch in enumerate(batches(steps)):
         loss = cross_entropy(model, batch)
         (loss / accumulate).backward()
@@ -72,7 +72,7 @@ def train(model, optimizer, schedule=None, clip=None, accumulate=1, steps=4):
 
 
 def by(optimizer, **options):
-    """Trains by an optimizer."""
+    """A loop that trains by an optimizer."""
     return lambda model: train(model, optimizer(model.parameters(), 0.05, **options))
 
 
@@ -108,7 +108,7 @@ def muon(model):
 
 
 def by_group(model):
-    """Weights decay, biases do not; names are those of the plain model."""
+    """Train with decay of weights and not of biases, by the plain model's names."""
     module = getattr(model, "module", model)
     named = dict(module.named_parameters())
     assert list(named)[:3] == ["0.weight", "0.bias", "1.weight"]
@@ -120,7 +120,7 @@ def by_group(model):
 
 
 def lbfgs(model):
-    """It calls the model as often as it likes."""
+    """Train by L-BFGS, which calls the model as often as it likes."""
     optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=3)
     losses = []
     for batch in batches():
@@ -137,7 +137,7 @@ def lbfgs(model):
 
 
 def sam(model):
-    """Two forwards and backwards for a step, between which the weights change in place."""
+    """Train by SAM, which changes weights in place between two forwards and backwards of a step."""
     parameters, losses = list(model.parameters()), []
     optimizer = SGD(parameters, 0.1)
     for batch in batches():
@@ -157,7 +157,7 @@ def sam(model):
 
 
 def pruned(model):
-    """A layer is pruned between steps, and for good after some more."""
+    """Prune a layer between steps, and for good after some more."""
     yield from by(SGD)(model)
     prune.l1_unstructured(model[3], "weight", 0.5)
     yield from by(SGD)(model)
@@ -173,7 +173,7 @@ def parametrised(model):
 
 
 def averaged(model):
-    """An average of the weights, of which a copy of the model is made."""
+    """Train with an average of the weights, which copies the model."""
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = AdamW(model.parameters(), 0.05)
     for loss in train(model, optimizer):
@@ -245,7 +245,7 @@ def test_average_has_the_keys_of_the_model():
 
 
 def test_average_on_another_device():
-    """A copy of the wrapper cannot be moved; one of the plain model can."""
+    """Copies of the wrapper cannot move; copies of the plain model can."""
     model = pair("always")[0]
     with pytest.raises(TypeError, match="must stay on their devices"):
         swa_utils.AveragedModel(model, device="cpu")
@@ -305,7 +305,7 @@ def test_optimizer_in_backward_of_torch(mode):
 
 
 class Sometimes(nn.Linear):
-    """Uses its weight for micro-batches of positive numbers."""
+    """A layer that uses its weight for micro-batches of positive numbers only."""
 
     def forward(self, x):
         return super().forward(x) if x.min() > 0 else x.exp()
@@ -313,7 +313,7 @@ class Sometimes(nn.Linear):
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_step_of_a_parameter_that_the_last_micro_batch_uses(mode):
-    """Others would be computed again with what it has become, so it is an error."""
+    """Other micro-batches would be recomputed with the changed parameter, so it is an error."""
     module = nn.Sequential(nn.Tanh(), nn.Tanh(), Sometimes(4, 4), nn.Tanh())
     model = GPipe(module, [2, 2], devices=CPUS[:2], chunks=4, checkpoint=mode)
     weight = model[2].weight

@@ -1,4 +1,4 @@
-"""What several tests are made of."""
+"""Models, layers and comparisons that several tests use."""
 
 import sys
 from itertools import pairwise
@@ -24,7 +24,7 @@ def linears(*sizes):
 
 
 def plain(module, input, chunks):
-    """The reference: the module itself, on the micro-batches one after another."""
+    """Run the module itself on the micro-batches one after another, as the reference."""
     return gather([batch.call(module) for batch in scatter(input, chunks)])
 
 
@@ -43,7 +43,7 @@ class Plain(nn.Module):
 
 
 def wrap(layers, devices="cpu", mode="always", chunks=3, balance=None, **options):
-    """A wrapper around layers.
+    """Wrap layers.
 
     Args:
         layers: a module, a list of layers, or for each partition a list of them.
@@ -68,7 +68,7 @@ def wrap(layers, devices="cpu", mode="always", chunks=3, balance=None, **options
 
 
 def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, workers=None):
-    """Runs a pipeline without a wrapper around it."""
+    """Run a pipeline without a wrapper around it."""
     batches = scatter(input, chunks)
     stages = Stages(partitions, devices)
     stages.workers = workers or stages.workers
@@ -87,7 +87,7 @@ def assert_same(output, expected, leaves):
 
 
 def assert_no_races(seen):
-    """No two streams used the same memory in no order."""
+    """Check that no two streams used the same memory without an order."""
     assert not seen.races, "\n".join(map(str, seen.races[:3]))
 
 
@@ -103,7 +103,7 @@ class Apply(nn.Module):
 
 
 class Log(nn.Module):
-    """Logs that it was called, and that it was differentiated, and passes its input on."""
+    """A layer that logs its forward and its backward, and passes its input on."""
 
     def __init__(self, name, log):
         super().__init__()

@@ -18,7 +18,7 @@ CASES = pytest.mark.parametrize(
 
 
 class Flagged(Apply):
-    """A layer of one's own that tells as those of torch do."""
+    """A custom layer with a flag ``inplace``, like PyTorch's own."""
 
     def __init__(self, function, inplace=True):
         super().__init__(function)
@@ -31,7 +31,7 @@ class Flagged(Apply):
 
 
 class Double(nn.Module):
-    """Changes a part of a structure, and says so."""
+    """A layer that changes one item of a structure in place, and has the flag."""
 
     inplace = True
 
@@ -104,12 +104,12 @@ def leaf(requires_grad, rows=4):
 
 
 def is_checkpointed(mode, chunks):
-    """Whether any micro-batch is."""
+    """Whether any micro-batch is checkpointed."""
     return mode == "always" or (mode == "except_last" and chunks > 1)
 
 
 def outcome(run, leaves):
-    """The output and the gradients, or what was raised, without shapes."""
+    """The output and the gradients, or the message of the error without shapes."""
     try:
         output = run()
         wanted = [x for x in leaves if x.requires_grad]
@@ -132,7 +132,7 @@ def verify(found, expected):
 
 
 def outcomes(module, balance, chunks, mode, x, reference=None):
-    """What a wrapper does, and what the plain module does."""
+    """Outcomes of a wrapper and of the plain module, and the input of each."""
     reference = copy.deepcopy(reference or module)
     wrapped = wrap(copy.deepcopy(module), mode=mode, chunks=chunks, balance=balance)
     given = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)]
@@ -144,7 +144,7 @@ def outcomes(module, balance, chunks, mode, x, reference=None):
 
 
 def verify_unless_checkpointed(found, expected, chunks, mode):
-    """Under checkpointing the input of a partition must not be changed."""
+    """Compare outcomes, or expect the error for a changed input under checkpointing."""
     if is_checkpointed(mode, chunks):
         assert found.startswith(CHANGED_INPUT)
     else:

@@ -1,4 +1,4 @@
-"""What tests of recomputations are made of."""
+"""Layers that differ in their second run, and inputs for them."""
 
 from contextlib import nullcontext
 
@@ -16,7 +16,7 @@ M = 3
 
 
 class Differs(nn.Module):
-    """Computes something else the second time, in one of the micro-batches."""
+    """A layer that computes something else the second time, in one of the micro-batches."""
 
     def __init__(self, first, second, rows):
         super().__init__()
@@ -28,7 +28,7 @@ class Differs(nn.Module):
 
 
 class Add(torch.autograd.Function):
-    """Saves what it is told to."""
+    """A function that saves the tensors that it gets."""
 
     @staticmethod
     def forward(ctx, x, *saved):
@@ -46,7 +46,7 @@ def saving(*shapes, dtype=torch.float):
 
 
 def numbered():
-    """An input of which each micro-batch knows its number."""
+    """An input whose rows hold the number of their micro-batch."""
     return torch.arange(M).repeat_interleave(2)[:, None].expand(-1, 2).float().requires_grad_()
 
 

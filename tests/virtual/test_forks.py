@@ -48,7 +48,7 @@ def test_backward_in_a_child(wrap, mode):
 
 @pytest.mark.parametrize("when", ["forward", "recomputation"])
 def test_child_forked_while_a_thread_is_in_a_step(wrap, when):
-    """The locks that it holds are nobody's there."""
+    """Nobody holds the thread's locks in the child."""
     pausing = Pausing(when)
     paused, other = wrap(layers(pausing), checkpoint="always"), wrap(layers())
     use = partial(forward, other, other.devices[0])

@@ -43,7 +43,7 @@ def verify(found, expected):
 @LAYOUTS
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast(mode, layout, where, devices):
-    """Around forward alone, or backward too, or another one around backward."""
+    """Autocast is around forward alone, around backward too, or another one around backward."""
     models = pair(mode, [devices[k] for k in layout])
     x = torch.rand(8, 8, device=devices[0])
     with observe(jitter=1) as seen:

@@ -1,4 +1,4 @@
-"""Throughput is measured side by side, at tiny size."""
+"""The benchmark of throughput side by side, at tiny size."""
 
 import io
 import json
