@@ -264,7 +264,7 @@ def test_buffers_are_not_kept_alive(mode, device):
     assert buffer() is None
 
 
-# What else is written.
+# Other writes to buffers.
 
 
 class Count(nn.Module):

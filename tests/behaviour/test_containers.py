@@ -17,7 +17,7 @@ from tests.support.structures import (
 )
 from torchgpipe import NoChunk
 
-# What holds tensors and is no known container.
+# Objects that hold tensors and are no known containers.
 
 UNKNOWN = {
     "a dataclass": Unregistered,

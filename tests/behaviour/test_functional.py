@@ -126,7 +126,7 @@ def test_replaced_buffers_are_updated_instead_of_the_own(models, input):
 
 
 def test_replaced_buffer_with_a_gradient(models, input):
-    """In eval mode a norm does not differentiate its statistics, as in the plain model; Shift does."""
+    """In eval mode a norm does not differentiate its statistics; another layer does."""
 
     class Shift(nn.Module):
         def __init__(self):
@@ -294,7 +294,7 @@ class Inside(nn.Module):
         return self.function(x)
 
 
-#: What saves for a backward of its own, of which torch wants no hooks to know.
+#: Transforms that save for a backward of their own, and that forbid hooks for saved tensors.
 REVERSE = ["grad", "jacrev", "vjp", "vmap of grad"]
 
 

@@ -36,7 +36,7 @@ class Scale(nn.Module):
 def again(model, module):
     """Whether a module runs a second time under checkpointing.
 
-    A linear layer alone in its partition needs nothing but what is there anyway.
+    A linear layer alone in its partition needs only its input and its weight, which exist anyway.
     """
     return module in list(model.partitions[1].modules())
 

@@ -200,7 +200,7 @@ def test_views_of_one_tensor_of_which_a_later_partition_changes_one(name, told, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_part_of_a_split(mode):
-    """PyTorch forbids changes of a part of a split, but not of the copy that checkpointing makes."""
+    """PyTorch forbids to change a part of a split, but checkpointing makes a copy."""
     module = nn.Sequential(
         nn.Linear(3, 6), Apply(lambda x: x.split(3, 1)[0]), nn.ReLU(inplace=True), nn.Linear(3, 3)
     )

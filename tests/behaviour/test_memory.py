@@ -18,7 +18,7 @@ LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = some(8, 4), 32, 20, 24, 4
 class Activations(LiveStorages):
     """A mode that counts the bytes of all storages that operators make, and their peak.
 
-    Parameters' gradients are left out: they are told by their size, which no activation has.
+    Gradients of parameters do not count. Their size, which no activation has, tells them apart.
     """
 
     def __init__(self, parameters):

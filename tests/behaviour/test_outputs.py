@@ -64,7 +64,7 @@ def test_other_outputs_alone():
     assert model(passed, Partial(lambda x: {"a": "b"}))(rows()) == {"a": "b"}
 
 
-# What is not differentiable.
+# Tensors that are not differentiable.
 
 
 class Mixed(nn.Module):
@@ -181,7 +181,7 @@ def test_no_rows_but_values():
     verify(model(nn.Linear(3, 2), lambda x: {"loss": x.sum(), "x": x}), torch.rand(0, 3))
 
 
-# What outputs are like.
+# Kinds of outputs.
 
 
 @pytest.mark.parametrize("mode", MODES)

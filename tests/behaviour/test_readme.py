@@ -9,7 +9,7 @@ from torch import nn
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.rst"
-#: What is about virtual accelerators is run in their process, and what prints in tests/schedule.
+#: tests/virtual runs the page about virtual accelerators, and tests/schedule the page that prints.
 GUIDE = {*(ROOT / "docs").glob("*.rst")}
 GUIDE = sorted(GUIDE - {ROOT / "docs/testing.rst", ROOT / "docs/schedule.rst"})
 

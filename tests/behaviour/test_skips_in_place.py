@@ -55,7 +55,7 @@ def test_output_that_is_stashed_and_changed_in_place_later(
         RuntimeError, match="must not be views of one tensor|must not change its input"
     ):
         run_pipeline(partitions, devices, torch.rand(4, WIDTH), chunks=2, checkpointed=checkpointed)
-    # Where all is in one partition, it is changed as in the plain module.
+    # Within one partition, layers change the skip as in the plain module.
     x = torch.rand(4, WIDTH)
     module = nn.Sequential(*layers)
     output = run_pipeline([module], CPUS[:1], x, chunks=2, checkpointed=checkpointed)

@@ -79,7 +79,7 @@ def test_how_many_are_alive(mode, chunks, distance):
                 output = model(x)
             checkpointed = {"always": chunks, "except_last": chunks - 1}.get(mode, 0)
             assert watch.alive() == (checkpointed if distance else 0)
-            # Those that a later cell keeps, and those on their way.
+            # Skips that a later cell keeps, and skips on their way.
             assert watch.peak <= max(min(chunks, distance + 1), checkpointed + 1 if distance else 0)
             if mode in ("no grad", "never"):
                 assert watch.peak == min(chunks, distance + 1)
@@ -114,7 +114,7 @@ def test_alive_until_its_last_use(devices, balance, grad):
             run_pipeline(partitions, devices[: len(balance)], torch.ones(1, 1, requires_grad=True))
     finally:
         gc.enable()
-    # What has been copied is alive there only.
+    # After a copy to another device, only the copy is alive.
     assert seen == [0 if balance[0] == 1 and devices[0] != devices[1] else 1, 0]
 
 

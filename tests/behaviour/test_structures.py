@@ -101,7 +101,7 @@ def test_containers_that_come_out():
     assert output["default"].default_factory is list
 
 
-# What the first layer is called with.
+# Arguments of the first layer.
 
 
 class Attention(nn.Module):

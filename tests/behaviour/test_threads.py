@@ -201,6 +201,6 @@ def test_threads_end_with_a_wrapper_that_is_dropped():
         started = {*threading.enumerate()} - before
         assert len(started) == 4
         del model
-        # What it has given can be differentiated all the same.
+        # Backward of its output works all the same.
         output.sum().backward()
         assert eventually(lambda: not started & {*threading.enumerate()})

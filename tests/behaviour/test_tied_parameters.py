@@ -218,7 +218,7 @@ def proposals(message):
 
 
 def two_pairs():
-    """Ties that overlap, the one in the other."""
+    """Two ties that overlap: neither ends before the other begins."""
     a, b, c, d = (nn.Linear(2, 2) for _ in range(4))
     c.weight, d.weight = a.weight, b.weight
     return nn.Sequential(a, b, nn.ReLU(), c, d, nn.Linear(2, 2))
@@ -292,7 +292,7 @@ def test_wrapper_is_not_made_and_nothing_moved():
 @pytest.mark.parametrize("source", ["own", "plain", "other balance"])
 @pytest.mark.parametrize("make", [language_model, with_a_norm])
 def test_loading(make, source, assign, device, input):
-    """All names are in the file, and what was tied is tied after loading."""
+    """The file has all names, and tied parameters are tied after loading."""
     trained = divided(make(), device, cuts="two")
     train(trained, trained, input)
     other = {

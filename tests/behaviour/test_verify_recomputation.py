@@ -29,7 +29,7 @@ def test_other_values_are_found(name):
     with pytest.raises(RuntimeError, match=r"compute the same values as .*layer: 1, ") as caught:
         loss.backward()
     assert note_of(caught.value) == "raised in partition 1, micro-batch 1, layer 1 (Differs)"
-    # It is looked for where it is asked for.
+    # Values are compared only within the block.
     model(numbered()).sum().backward()
 
 

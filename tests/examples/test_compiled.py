@@ -15,7 +15,7 @@ deprecated = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 @pytest.fixture
 def inductor(tmp_path, monkeypatch):
-    """Forget graphs that other tests compiled, and skip without a C++ compiler."""
+    """Use an empty cache of compiled code, and skip without a C++ compiler."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:

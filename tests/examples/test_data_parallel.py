@@ -17,7 +17,7 @@ from tests.support.pairs import cases
 from tests.support.size import soak
 
 ROOT = Path(__file__).parent.parent.parent
-#: What is enough for the loss to fall to half.
+#: Options with which the loss falls to half.
 SHORT = ["--rows", "384", "--epochs", "20", "--lr", "0.02"]
 
 
@@ -28,7 +28,7 @@ def outcomes():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Simulate the devices of a machine and one of two processes; return the process's choice."""
+    """Simulate the devices of a machine for one of two processes; return the devices it chooses."""
 
     def machine(count, process):
         chosen = []

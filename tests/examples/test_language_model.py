@@ -98,7 +98,7 @@ def test_made_on_the_meta_device():
         with torch.device("meta"):
             empty = tiny()
         if complete:
-            # What is computed when it is made is in no state dict.
+            # No state dict has the buffers that a constructor computes.
             empty.model.rotary_emb = LlamaRotaryEmbedding(empty.config)
         pipe = GPipe(sequential(empty), [2, 3], devices=["cpu"] * 2, chunks=2)
         pipe.load_state_dict(weights)

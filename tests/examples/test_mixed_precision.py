@@ -105,7 +105,7 @@ class Casting(torch.autograd.Function):
 
 
 class Float(torch.autograd.Function):
-    """A layer whose inputs are cast, and that turns autocast off."""
+    """A function that casts its inputs, and turns autocast off."""
 
     forward = torch.amp.custom_fwd(
         Casting.forward.__wrapped__, device_type="cpu", cast_inputs=torch.float32

@@ -31,7 +31,7 @@ def quiet():
 
 
 class Pipelined(Trainer):
-    """A model whose GPipe computes everything but the loss."""
+    """A Trainer that trains a GPipe itself, and computes the loss outside."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -57,7 +57,7 @@ def test_more_micro_batches_than_rows(capsys):
 
 
 def other(model):
-    """A model whose weights differ from those of the loaded one."""
+    """Wrap a model after a change of its weights."""
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)
     return GPipe(sequential(model), [len(sequential(model))], devices=["cpu"])

@@ -27,7 +27,7 @@ HANGS, FOREVER = 15, 300
 
 
 class Endless(nn.Module):
-    """A thread that calls a function again and again."""
+    """A layer that calls a function again and again."""
 
     def __init__(self, function):
         super().__init__()
@@ -68,7 +68,7 @@ def step(model, device):
 def live(where):
     """Make many wrappers, whose workers have all started."""
     devices, wrap = place(where)
-    # What they belong to is freed at the very end, with the module.
+    # The wrappers are freed at the very end, with the module.
     global wrappers
     wrappers = [
         wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, devices=devices)
@@ -85,8 +85,8 @@ def amid(end, function, where):
 
     Args:
         end: "interrupted" by Ctrl-C in its step, or "left" to another thread by an exit.
-        function: what the cell does.
-        where: on what.
+        function: called by the cell, in the middle of which the thread ends.
+        where: the kind of device.
     """
     devices, wrap = place(where)
     endless = Endless(function)

@@ -28,7 +28,7 @@ def in_child(function):
     """Call a function in a forked child, and return its result.
 
     Raises:
-        ChildError: what it raised there.
+        ChildError: the function raised an exception there.
         AssertionError: the child hangs, or was killed.
     """
     with tempfile.TemporaryFile() as file:

@@ -51,7 +51,7 @@ def set_item(x):
     return x
 
 
-#: What tells that it changes its input.
+#: Layers with a flag for their change of the input.
 FLAGGED = {
     "relu": lambda: nn.ReLU(inplace=True),
     "silu": lambda: nn.SiLU(inplace=True),
@@ -61,7 +61,7 @@ FLAGGED = {
 }
 
 
-#: What does not.
+#: Functions that change their input and have no flag.
 SILENT = {
     "tanh_": torch.tanh_,
     "and computes": lambda x: x.mul_(2).sin(),
@@ -71,7 +71,7 @@ SILENT = {
 }
 
 
-#: What a partition ends with, of a tensor of its own.
+#: Functions at the end of a partition, of a tensor of its own.
 ENDS = {
     "new": torch.sin,
     "saved": torch.sigmoid,
@@ -81,7 +81,7 @@ ENDS = {
 }
 
 
-#: More that it may end with.
+#: Views at the end of a partition.
 VIEWS = {
     "part": lambda x: torch.cat([x, x], 1)[:, 1:4],
     "of a split": lambda x: torch.cat([x, x], 1).split(3, 1)[1],

@@ -135,8 +135,8 @@ class Training:
     """Steps of a small model, some of which fail.
 
     Args:
-        wrap: what makes a wrapper, given layers, balance and options.
-        devices: where it is, if not on the CPU.
+        wrap: a function that wraps layers, given layers, balance and options.
+        devices: the devices of the model, if not the CPU.
     """
 
     def __init__(self, wrap, devices=("cpu",) * 3):
@@ -178,7 +178,7 @@ class Training:
 
 
 def held(allocated):
-    """Counts of what the process holds, without memory that belongs to no tensor.
+    """Numbers of things that the process holds, without memory that belongs to no tensor.
 
     Args:
         allocated: gives the memory of the devices in bytes.
@@ -222,8 +222,8 @@ def verify_nothing_stays(step, warm_up=None, allocated=lambda: 0):
     """Check that a long run holds at its end what it held after few steps.
 
     Args:
-        step: what is done in each; it is given its number.
-        warm_up: what is done in the first ones instead.
+        step: a function that takes a step, given the number of the step.
+        warm_up: a function that takes the first steps instead.
         allocated: gives the memory of the devices in bytes.
     """
     with uncollected():
@@ -242,7 +242,7 @@ def verify_nothing_stays(step, warm_up=None, allocated=lambda: 0):
 
 
 def exceeding(after, before):
-    """Counts that have grown."""
+    """List the numbers that have grown."""
     return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
 
 

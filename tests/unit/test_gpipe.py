@@ -227,7 +227,7 @@ def test_partition_that_starts_in_place(device, checkpoint):
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_input_is_left_alone_by_a_first_layer_in_place(device, checkpoint):
-    """The micro-batches are views of it, and a change of one would count as one of all."""
+    """Micro-batches are views of the input, and a change of one would count for all."""
     layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh())
     model = GPipe(layers, [2, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 3, device=device)
@@ -239,7 +239,7 @@ def test_input_is_left_alone_by_a_first_layer_in_place(device, checkpoint):
 
 
 class Twice(nn.Module):
-    """One tensor in two places, or one and a view of it."""
+    """A layer that returns one tensor in two places, or a tensor and its view."""
 
     def __init__(self, view):
         super().__init__()
@@ -273,7 +273,7 @@ def test_one_tensor_in_two_places_stays_one(device, chunks):
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_shared_memory_that_is_changed_in_place_is_an_error(device, checkpoint):
-    """Autograd no longer knows of it, and on two devices it is no longer shared."""
+    """Autograd does not know of the shared memory, and two devices do not share it."""
     module = nn.Sequential(nn.Linear(3, 3), Twice(view=True), Double())
     model = GPipe(module, [2, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Moves of the wrapper, which it denies, and copies of it."""
+"""The wrapper denies to be moved, and can be copied."""
 
 import copy
 import io
@@ -65,7 +65,7 @@ def test_changing_the_dtype_is_not(change, model, input):
 
 
 def test_every_device_is_asked():
-    """What is no move for one partition is one for another."""
+    """A call that moves no tensor of one partition may move those of another."""
     model = GPipe(linears(1, 1, 1), [1, 1], devices=["meta", "cpu"])
     with pytest.raises(TypeError, match="must stay on their devices"):
         nn.Sequential(model).to("meta")
@@ -110,7 +110,7 @@ def test_copies(duplicate, stepped, model, input):
     assert torch.equal(twin(input), model(input))
     assert (twin.balance, twin.devices, twin.chunks) == (model.balance, model.devices, model.chunks)
     assert list(twin.module.state_dict()) == list(module.state_dict())
-    # What is trained of the one is not trained of the other.
+    # Training of the copy leaves the original alone.
     before = [p.clone() for p in model.parameters()]
     with torch.no_grad():
         for parameter in twin.parameters():

@@ -52,7 +52,7 @@ FILES = {
 
 
 def module_of(name):
-    """The module whose name a file has, with or without a suffix; None if there is no such."""
+    """The module whose name a file has, with or without a suffix, or None."""
     room, _, end = name.rpartition("/")
     if room == end and room in ROOMS:
         return name

@@ -1,4 +1,4 @@
-"""Mixed precision on several devices: whatever thread issues a cell casts as the caller does."""
+"""Mixed precision on several devices: each thread that issues a cell casts as the caller does."""
 
 import copy
 
@@ -73,7 +73,7 @@ def test_weights_that_a_second_run_casts_are_not_used_after_a_step(mode, devices
     [("always", {}), ("except_last", {"fused": True}), ("never", {"foreach": False})],
 )
 def test_scaler(mode, options, devices):
-    """What overflows on one device has none of them step."""
+    """An overflow on one device makes the scaler skip the step on all."""
     models, found = pair(mode, devices[:3]), []
     for model in models:
         torch.manual_seed(0)

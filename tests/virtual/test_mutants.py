@@ -402,7 +402,7 @@ MUTANTS = {
 
 
 def judge(test, devices):
-    """Runs a test, in all checkpoint modes if it takes one."""
+    """Run a test, in all checkpoint modes if it takes one."""
     module, function, arguments = TESTS[test]
     check = getattr(importlib.import_module(f"tests.{module}"), function)
     names = inspect.signature(check).parameters
@@ -419,7 +419,7 @@ CASES = [(name, test) for name, (_, *tests) in MUTANTS.items() for test in tests
 @pytest.mark.parametrize(("name", "test"), CASES)
 def test_a_test_fails_without(devices, name, test):
     change, *_ = MUTANTS[name]
-    # Where it takes a host that stumbles in the right moment, it may take more than one attempt.
+    # A race that needs a host which stumbles at the right moment may need several attempts.
     for _ in range(20):
         try:
             with mutated(name, change):
@@ -431,7 +431,7 @@ def test_a_test_fails_without(devices, name, test):
 
 @pytest.mark.parametrize("test", ["limit", "shifted", "last use"])
 def test_what_finds_it_passes_otherwise(devices, test):
-    """The package is imported anew here, too."""
+    """A test that finds a mutant passes with the plain package, imported anew."""
     with mutated("waiting", ("", "")):
         judge(test, devices)
 

@@ -1,4 +1,4 @@
-"""What stands around a step, with parameters on several devices."""
+"""Optimizers, clipping and averages around a step, with parameters on several devices."""
 
 import copy
 
@@ -27,7 +27,7 @@ def layers():
 
 
 def verify(loop, mode, places, module=None):
-    """Compares what a loop yields for a wrapped model with what it yields for the plain one."""
+    """Compare the values that a loop yields for a wrapped model and for the plain one."""
     module = module or layers()
     plain = Plain(copy.deepcopy(module), 4)
     model = GPipe(module, [2, 2, 2], devices=places, chunks=4, checkpoint=mode)
@@ -51,7 +51,7 @@ def steps(model, first, last):
 @pytest.mark.parametrize("layout", ["three", "one", "between", "mixed"])
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward(mode, layout, devices):
-    """Once for each backward, on autograd's threads, while other partitions are differentiated."""
+    """Parameters step once per backward, on autograd's threads, while other partitions run."""
     a, b, c = devices[:3]
     places = {"three": [a, b, c], "one": [a] * 3, "between": [a, b, a], "mixed": [CPU, a, b]}
     verify(steps, mode, places[layout])
@@ -67,7 +67,7 @@ def test_steps_within_backward_with_tied_parameters(mode, shared, devices):
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", ""])
 def test_usual_loop(foreach, devices):
-    """Clipping and an average, here and on the CPU."""
+    """The loop clips gradients, and averages weights on their devices and on the CPU."""
 
     def loop(model, first, last):
         plain = getattr(model, "module", model)

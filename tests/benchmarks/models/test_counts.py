@@ -56,7 +56,7 @@ def test_unet(size, exact, published, balance):
     assert balance is None or sum(balance) == len(model)
 
 
-# What GPT2Config of Transformers gives, with a head that has no weights of its own.
+# Numbers of GPT2Config of Transformers, with a head that shares its weights.
 @pytest.mark.parametrize(
     ("layers", "width", "heads", "tied"),
     [

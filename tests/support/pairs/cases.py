@@ -95,7 +95,7 @@ CASES = dict(
         *[
             _named(sharded, mode=mode, what=what, reshard_after_forward=reshard)
             for mode, (what, reshard) in rotated(
-                # What is gathered for all of the model has to stay until backward is over.
+                # Whole parameters of the model have to stay until backward is over.
                 MODES,
                 [("layers", True), ("partitions and all", None), ("parent", None)],
             )

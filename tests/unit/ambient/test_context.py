@@ -132,7 +132,7 @@ def test_accelerator_is_among_the_autocast_types(device):
 
 
 def test_casts_of_weights_are_forgotten():
-    """Another thread forgets cast weights, too, since weights may change."""
+    """A context enters without old casts of weights, since weights may have changed."""
     weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         context = Context()

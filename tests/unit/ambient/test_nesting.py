@@ -40,12 +40,12 @@ def test_one_thread_at_a_time_turns_the_cpu_generator_back():
 
 @pytest.fixture
 def timeout():
-    """How many seconds to wait for what need not be waited for."""
+    """Seconds after which a thread that should end counts as waiting."""
     return 10
 
 
 def in_a_thread(function, timeout):
-    """Whether a function comes to an end there."""
+    """Whether a function ends when a new thread calls it."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(timeout)
@@ -53,7 +53,7 @@ def in_a_thread(function, timeout):
 
 
 def step(function=lambda: None):
-    """A step of one cell, which calls a function."""
+    """Take a step of one cell, which calls a function."""
     draws = StepNumbers([CPU], 1)
 
     def run():
@@ -70,7 +70,7 @@ def test_one_step_at_a_time(timeout):
 
 
 def test_step_within_a_cell_does_not_wait(timeout):
-    """It is computed by a worker, while the caller is in the midst of a step."""
+    """A worker takes the inner step, while the caller is in the midst of the outer one."""
     draws = StepNumbers([CPU], 1)
 
     def within():
@@ -106,7 +106,7 @@ def test_recomputation_within_a_cell_does_not_wait(timeout):
 
 
 def test_recomputation_of_a_step_within_a_cell_holds_its_locks(timeout):
-    """It exchanges the generator's state, even if it draws nothing."""
+    """The step exchanges the generator's state, even if it draws nothing."""
     states = []
 
     def cell():

@@ -1,4 +1,4 @@
-"""States of random number generators."""
+"""States of random number generators, and the numbers of micro-batches."""
 
 import threading
 
@@ -63,7 +63,7 @@ def test_other_numbers_are_an_error():
 
 
 def test_numbers_of_another_thread_are_none():
-    """They were drawn during the computation, which drew none itself."""
+    """Another thread drew during the computation, which drew no numbers itself."""
     state = FirstNumbers(CPU)
     thread = threading.Thread(target=torch.rand, args=(3,))
     thread.start()

@@ -1,4 +1,4 @@
-"""A cell: its lanes, its copies, its checkpoint, and what it says of an error."""
+"""A cell: its lanes, its copies, its checkpoint, and its notes on errors."""
 
 import threading
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkpoint=False):
-    """The cell (1, 2), with so many of its streams as a test tells apart."""
+    """Make the cell (1, 2) with the streams that a test tells apart."""
     stream, arriving = stream or CPUStream(CPU), arriving or {}
     lanes = lanes or {VALUE: CPUStream(CPU)}
     layers = nn.Sequential(layers)
@@ -55,7 +55,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
 
 
 def names(tensor):
-    """The names of the autograd functions behind a tensor, the last one first."""
+    """Names of the autograd functions behind a tensor, the last one first."""
     found, node = [], tensor.grad_fn
     while node is not None:
         found.append(node.name().removesuffix("Backward"))
@@ -65,7 +65,7 @@ def names(tensor):
 
 class Double(nn.Module):
     def forward(self, x):
-        # What it saves for backward would be dropped under checkpointing.
+        # Checkpointing drops the factor, which autograd saves for backward.
         return x.mul(torch.full_like(x, 2))
 
 
@@ -204,7 +204,7 @@ class Lane(CPUStream):
 
 
 class Lanes(threading.local):
-    """Plays that the CPU has streams: which one is current, and who used which."""
+    """Names of the current streams of a thread, on a CPU that pretends to have streams."""
 
     def __init__(self):
         self.current = ["caller"]
@@ -231,7 +231,7 @@ def lanes(monkeypatch):
 
 @pytest.fixture
 def applied(lanes, monkeypatch):
-    """Which stream was current when each autograd function was applied."""
+    """A log of the current stream at each call of an autograd function."""
     log = []
 
     def spy(function):
@@ -256,7 +256,7 @@ def applied(lanes, monkeypatch):
 
 
 def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
-    """Layers may add to its gradient in place there."""
+    """Layers may add to the gradient in place on the compute stream."""
     cell = make(Double(), stream=Lane("compute"), checkpoint=True)
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])

@@ -1,4 +1,4 @@
-"""Checkpointing: what is kept, when it is computed again, and that autograd sees no difference."""
+"""Checkpointing: recomputation in backward, with the gradients and graph of the plain function."""
 
 import pytest
 import torch
@@ -164,7 +164,7 @@ def test_random_numbers_are_repeated(device):
 
 
 def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatch):
-    """So several accelerators recompute side by side."""
+    """Several accelerators can therefore recompute side by side."""
     monkeypatch.setattr("torchgpipe.ambient.nesting._locks", {})
     x = torch.ones(2, device=device, requires_grad=True)
     checkpoint(lambda x: x * x, x).sum().backward()
@@ -190,7 +190,7 @@ def test_autocast_is_repeated(device, outer):
 
 
 def test_draws_to_the_end(device):
-    """So that it can be told whether these are the same."""
+    """A second run that draws goes on to its end, so that its numbers can be compared."""
     log = []
 
     def function(x):

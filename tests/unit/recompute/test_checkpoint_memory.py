@@ -50,7 +50,7 @@ def test_what_is_saved_lives_from_recomputation_to_use(device):
 
 
 def test_what_lasts_is_not_kept_by_a_graph_that_it_gets(device):
-    """What is empty stays, and here it becomes the output of what has saved it."""
+    """Empty tensors stay, and this one becomes the output of the operator that saved it."""
 
     def function(x):
         empty = torch.empty(0, device=device)
@@ -69,7 +69,7 @@ def test_what_lasts_is_not_kept_by_a_graph_that_it_gets(device):
 
 
 def test_second_graph_is_thrown_away(device):
-    """Nothing of it is alive when backward comes to the layers: not even its input."""
+    """No tensor of the second graph is alive when backward reaches the layers."""
     alive = []
 
     class Look(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What layers are made of: a recomputation finds it as the forward did, and leaves it alone."""
+"""State of layers: a recomputation finds it as the forward did, and leaves it alone."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def input(norm, device):
 
 
 def saved(function):
-    """What autograd saves, tensor by tensor."""
+    """The output of a function, and the shapes that autograd saves."""
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x.shape), lambda x: x):
         output = function()
@@ -111,7 +111,7 @@ def test_parameters_that_the_layers_change_themselves():
 
 
 def test_flags_of_the_forward_are_restored():
-    """And nothing else: a frozen layer within stays in eval mode."""
+    """Each flag is restored by itself: a frozen layer within stays in eval mode."""
     layers = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout().eval()))
     state = LayersState(layers)
 

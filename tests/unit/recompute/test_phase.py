@@ -31,7 +31,7 @@ def test_flags_after_a_checkpoint_within(device):
 
 
 def test_second_run_of_one_within(device):
-    """What runs for the first time within a second run is a second run, too."""
+    """A first run within a second run is a second run, too."""
     seen = []
 
     def inner(x):

@@ -9,7 +9,7 @@ from torchgpipe.recompute.checkpoint import checkpoint
 
 
 def test_saved_tensor_changed_in_place_is_an_error(device):
-    """As it is without checkpointing, and never a wrong gradient."""
+    """The change is an error as without checkpointing, and never a wrong gradient."""
 
     def function(x):
         y = x.exp()
@@ -39,7 +39,7 @@ def test_recomputation_that_differs_is_an_error(device, first, second, message):
 
 
 def test_ends_with_the_last_tensor_that_was_dropped(device):
-    """What a layer does after it is not done again; what is there anyway was not dropped."""
+    """A second run ends with the last dropped tensor; tensors that exist anyway do not count."""
     log = []
 
     def function(value):
@@ -86,7 +86,7 @@ def test_layer_that_does_not_let_the_end_pass(then, device):
 
 
 def test_function_may_change_what_is_its_own_in_both_runs(device):
-    """Also where it is saved behind the last tensor that was dropped."""
+    """The layer's own tensor may be saved behind the last tensor that was dropped."""
     scale = torch.ones(2, device=device)
 
     def function(x):
