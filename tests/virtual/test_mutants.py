@@ -128,7 +128,7 @@ TESTS = {
         {"place": [0, 1, 2]},
     ),
     "last use": (
-        "behaviour.test_skips",
+        "behaviour.test_skips_memory",
         "test_alive_until_its_last_use",
         {"devices": CPUS[:2], "balance": [1, 4], "grad": False},
     ),
@@ -158,22 +158,22 @@ TESTS = {
         {"balance": [1, 1]},
     ),
     "one step at a time": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_one_step_at_a_time",
         {"timeout": 0.2},
     ),
     "a step within a cell": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_step_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a recomputation within a cell": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_recomputation_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a step that does not begin": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_step_that_does_not_begin_has_nobody_wait",
         {"timeout": 0.2},
     ),
@@ -223,7 +223,7 @@ TESTS = {
         {},
     ),
     "recomputation of a step": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_recomputation_of_a_step_within_a_cell_holds_its_locks",
         {"timeout": 0.2},
     ),
@@ -268,7 +268,7 @@ TESTS = {
         "test_noise_of_rrelu",
         {"name": "module", "device": torch.device("cpu")},
     ),
-    "let go": ("unit.recompute.test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
+    "let go": ("unit.recompute.test_input", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
 #: Guards: what is changed in the line below the marker `# guard: name` in the package's source,
@@ -412,7 +412,7 @@ MUTANTS = {
 
 
 def judge(test, devices):
-    """Runs a test, in all checkpoint modes if it takes one."""
+    """Run a test, in all checkpoint modes if it takes one."""
     module, function, arguments = TESTS[test]
     check = getattr(importlib.import_module(f"tests.{module}"), function)
     names = inspect.signature(check).parameters
@@ -429,7 +429,7 @@ CASES = [(name, test) for name, (_, *tests) in MUTANTS.items() for test in tests
 @pytest.mark.parametrize(("name", "test"), CASES)
 def test_a_test_fails_without(devices, name, test):
     change, *_ = MUTANTS[name]
-    # Where it takes a host that stumbles in the right moment, it may take more than one attempt.
+    # A race that needs a host which stumbles at the right moment may need several attempts.
     for _ in range(20):
         try:
             with mutated(name, change):
@@ -441,7 +441,7 @@ def test_a_test_fails_without(devices, name, test):
 
 @pytest.mark.parametrize("test", ["limit", "shifted", "last use"])
 def test_what_finds_it_passes_otherwise(devices, test):
-    """The package is imported anew here, too."""
+    """A test that finds a mutant passes with the plain package, imported anew."""
     with mutated("waiting", ("", "")):
         judge(test, devices)
 

@@ -129,7 +129,7 @@ def test_lightning(remedy, devices, tmp_path):
             pass
 
     class Strategy(PipelineStrategy):
-        """What is left out is as Lightning has it."""
+        """The example's strategy, with one of its remedies left out."""
 
         if remedy == "no state":
             load_optimizer_state_dict = SingleDeviceStrategy.load_optimizer_state_dict
@@ -180,7 +180,7 @@ def test_lightning(remedy, devices, tmp_path):
 
 
 def test_transformers(devices, monkeypatch, capsys):
-    """The example itself; the first device is that of data and of the plain model."""
+    """The example runs; data and the plain model are on the first device."""
     pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=MISSING)
     accelerate = pytest.importorskip("accelerate", exc_type=MISSING)
     from transformers import TrainingArguments

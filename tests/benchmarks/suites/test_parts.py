@@ -1,4 +1,4 @@
-"""The parts of a cell are told apart, at tiny size."""
+"""The benchmark of the parts of a cell, at tiny size."""
 
 import json
 

@@ -1,13 +1,10 @@
-"""What layers are made of: a recomputation finds it as the forward did, and leaves it alone."""
-
-import weakref
+"""State of layers: a recomputation finds it as the forward did, and leaves it alone."""
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.recompute.checkpoint import checkpoint
 from torchgpipe.recompute.layers import LayersState
 
@@ -23,7 +20,7 @@ def input(norm, device):
 
 
 def saved(function):
-    """What autograd saves, tensor by tensor."""
+    """The output of a function, and the shapes that autograd saves."""
     found = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x.shape), lambda x: x):
         output = function()
@@ -114,7 +111,7 @@ def test_parameters_that_the_layers_change_themselves():
 
 
 def test_flags_of_the_forward_are_restored():
-    """And nothing else: a frozen layer within stays in eval mode."""
+    """Each flag is restored by itself: a frozen layer within stays in eval mode."""
     layers = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout().eval()))
     state = LayersState(layers, {})
 
@@ -182,35 +179,6 @@ def test_parameter_changed_in_place_is_an_error():
         state.restored([]),
     ):
         pytest.fail("not reached")
-
-
-def test_version_of_what_has_none():
-    with torch.inference_mode():
-        x = torch.ones(1)
-        x.add_(1)
-    assert version_of(x) == -1
-    LayersState(nn.ParameterList([nn.Parameter(x, requires_grad=False)]), {})
-    assert version_of(counter_of(x)) == -1
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_counter_of_changes_holds_no_memory(requires_grad, device):
-    x = torch.ones(2, 3, requires_grad=requires_grad, device=device) * 2
-    counter = counter_of(x[:, :1])
-    assert version_of(counter) == version_of(x)
-    x.view(-1).mul_(2)
-    assert version_of(counter) == version_of(x) == 1
-    alive = weakref.ref(x.untyped_storage())
-    del x
-    assert alive() is None
-    assert version_of(counter) == 1
-
-
-def test_counter_of_what_has_no_memory_of_one_piece():
-    x = torch.eye(2).to_sparse()
-    counter = counter_of(x)
-    x.mul_(2)
-    assert version_of(counter) == version_of(x) == 1
 
 
 def test_checkpoint_of_a_function_has_no_layers():
