@@ -55,6 +55,7 @@ EQUAL = {
     "NaN": lambda: [NaN(), nn.Linear(2, 2)],
     "dropout": lambda: [nn.Dropout(0.5), nn.Linear(2, 2), nn.AlphaDropout(0.3)],
     "batch norm": lambda: [nn.BatchNorm1d(2), nn.Tanh(), nn.BatchNorm1d(2, momentum=None)],
+    "instance norm": lambda: [Rows(nn.InstanceNorm1d(2, track_running_stats=True)), nn.Tanh()],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ELU(inplace=True)],
     "attention": lambda: [Attention(), nn.GRU(2, 2), First()],
 }
@@ -67,6 +68,17 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return self.layer(x, x, x)[0]
+
+
+class Rows(nn.Module):
+    """A layer for sequences, applied to rows, each of which becomes a sequence of two values."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.unsqueeze(2) * torch.ones(2, device=x.device))[..., 0]
 
 
 class First(nn.Module):
