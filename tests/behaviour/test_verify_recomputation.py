@@ -114,6 +114,51 @@ def test_value_that_is_written_after_it_was_saved_passes(make):
         model(torch.randn(6, 64, requires_grad=True)).sum().backward()
 
 
+class Transcribe(nn.Module):
+    """A layer that saves memory to which its kernel writes only in part."""
+
+    def forward(self, x):
+        logits = x.unflatten(1, (8, -1)).transpose(0, 1).log_softmax(2)
+        lengths = torch.arange(1, len(x) + 1)
+        targets = torch.ones(len(x), 4, dtype=torch.long)
+        return nn.functional.ctc_loss(logits, targets, lengths + 4, lengths % 4 + 1)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_value_that_is_never_written_passes(outside):
+    layers = [nn.Linear(64, 64), Transcribe(), nn.Tanh()]
+    model = wrap(layers, balance=[3])
+    for _ in range(3):
+        with verify_recomputation():
+            loss = model(torch.randn(6, 64)).sum()
+            if not outside:
+                loss.backward()
+        if outside:
+            loss.backward()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_settings_of_determinism_stay():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return x.exp()
+
+    model = wrap([Look()])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with verify_recomputation():
+            model(numbered()).sum().backward()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(seen) == 6
+    assert all(seen)
+
+
 def test_value_that_is_changed_after_the_forward_passes():
     model = wrap([nn.Linear(2, 2), Apply(torch.exp)])
     with verify_recomputation():

@@ -19,7 +19,7 @@ from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
 from torchgpipe.recompute.buffers import Buffers, Copies, Learned, Place, put
-from torchgpipe.recompute.slots import is_verifying
+from torchgpipe.recompute.verification import is_verifying
 
 __all__: list[str] = []
 
