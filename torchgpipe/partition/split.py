@@ -22,6 +22,8 @@ class Partition(nn.Sequential):
             assert layer is not None
             current.name, current.kind = name, type(layer).__name__
             output = layer(*args, **kwargs)
+            if current.then is not None:
+                current.then()
             args, kwargs = (output,), {}
         current.name = None
         return output

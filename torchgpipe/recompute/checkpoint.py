@@ -113,18 +113,12 @@ class Checkpoint:
             self.inputs = {id(x) for x in inputs if x is not None}
         numbers = FirstNumbers(get_device(self.stream))
         memory = filled_memory if is_verifying() else nullcontext()
-        with memory, checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
+        with stored, memory, checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
             output = self.function(batch.copy())
         self.inputs.clear()
         for slot in self.slots:
             if isinstance(slot, (Lasting, Compared)):
                 slot.close()
-        if not stored.unchanged:
-            raise RuntimeError(
-                "under checkpointing, a partition must not change its input in place, nor what it "
-                "pops, since it is computed again from these; have the layer compute out of "
-                "place, or clone the tensor there"
-            )
         if all(slot.lasting for slot in self.slots):
             # Nothing was dropped, so there will be no second run.
             self.slots = []
