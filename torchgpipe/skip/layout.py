@@ -127,7 +127,7 @@ def _undecorated(path: str, layer: nn.Module) -> Iterator[str]:
             f"{path} ({type(layer).__name__}) yields in forward, and its class is not decorated "
             "with @skippable"
         )
-    elif type(layer).forward is nn.Sequential.forward:
+    elif getattr(layer.forward, "__func__", None) is nn.Sequential.forward:
         # Other layers may run the generators of the layers within them.
         for child, inner in layer._modules.items():
             if inner is not None:
