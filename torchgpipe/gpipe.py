@@ -16,7 +16,7 @@ from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
-from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
+from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
@@ -59,12 +59,13 @@ class GPipe(nn.Module):
             the last) or ``'never'``. In eval mode and without grad none is. The mode may be changed
             between steps.
         deferred_batch_norm: whether batch normalisations update their running statistics once
-            per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`.
+            per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
+            that are deferred already do so either way.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
-            are not stashed and popped in pairs; devices is not a sequence; or a batch
-            normalisation cannot be deferred.
+            are not stashed and popped in pairs; a layer yields and is not skippable; devices is
+            not a sequence; or a batch normalisation cannot be deferred.
         ValueError: balance, chunks or checkpoint are out of range, a parameter would be needed on
             two devices, or layers are sharded by FSDP2 while the devices are several.
         IndexError: there are fewer devices than partitions.
@@ -105,7 +106,7 @@ class GPipe(nn.Module):
         self.partitions = nn.ModuleList(partitions)
         self.deferred_batch_norm = deferred_batch_norm
         if deferred_batch_norm:
-            DeferredBatchNorm.convert_deferred_batch_norm(self.partitions)
+            defer(self.partitions)
         self.partitions.training = module.training
         self._prepare()
 
@@ -115,8 +116,7 @@ class GPipe(nn.Module):
         self._process = os.getpid()
         partitions: Any = self.partitions
         self._stages = Stages(partitions, self.devices)
-        # Layers that another wrapper has converted are left to that one.
-        self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
+        self._norms = deferred_batch_norms(self.partitions)
         # Setting an attribute would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
