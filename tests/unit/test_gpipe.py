@@ -2,10 +2,13 @@
 
 import copy
 import io
+import math
 import pickle
+import re
 import threading
 import weakref
 from collections import OrderedDict
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -53,13 +56,14 @@ def test_balance_that_does_not_add_up(balance):
         GPipe(layers(1, 1, 1, 1), balance)
 
 
-@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", None, True])
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", None, True, math.inf, math.nan, 1j, [2]])
 def test_chunks(model, chunks):
     for change in (
         lambda: GPipe(layers(1, 1), [1], chunks=chunks),
         lambda: setattr(model, "chunks", chunks),
     ):
-        with pytest.raises(ValueError, match=rf"positive integer.*chunks: {chunks!r}"):
+        shown = re.escape(repr(chunks))
+        with pytest.raises(ValueError, match=rf"positive integer.*chunks: {shown}"):
             change()
     assert model.chunks == 2
 
@@ -86,15 +90,32 @@ def test_devices_that_are_not_a_sequence(devices):
         GPipe(layers(1, 1, 1), [1, 1], devices=devices)
 
 
-@pytest.mark.parametrize("balance", [3, None])
-def test_balance_that_is_not_a_sequence(balance):
-    with pytest.raises(TypeError, match=rf"balance: {balance}\); for one partition, pass \[3\]"):
-        GPipe(layers(1, 1, 1, 1), balance)
+def test_balance_that_is_not_a_sequence():
+    with pytest.raises(TypeError, match=r"balance: 3\); for one partition, pass \[3\]"):
+        GPipe(layers(1, 1, 1, 1), 3)
 
 
-def test_device_that_is_not_there():
-    with pytest.raises(ValueError, match=r"device: cuda:99, there are: cpu.*several times"):
-        GPipe(layers(1, 1), [1], devices=["cuda:99"])
+@pytest.mark.parametrize("arguments", [(), (None,)])
+def test_missing_balance(arguments):
+    """The same class as in 0.0.7."""
+    with pytest.raises(ValueError, match=r"balance: None\).*pass \[3\], .*balance_by_time"):
+        GPipe(layers(1, 1, 1, 1), *arguments)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", 99, "cpp"])
+def test_device_that_is_not_there(device):
+    with pytest.raises(ValueError, match=rf"device: {device}, there are: cpu.*several times"):
+        GPipe(layers(1, 1), [1], devices=[device])
+
+
+def test_indices_without_accelerators(monkeypatch):
+    def none(device):
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(options, "accelerators", list)
+    monkeypatch.setattr(options, "canonical_device", none)
+    with pytest.raises(ValueError, match=r"device: 0, there are: cpu\).*several times"):
+        GPipe(layers(1, 1, 1), [1, 1], devices=[0, 1])
 
 
 def test_numbers_of_numpy():
@@ -102,6 +123,18 @@ def test_numbers_of_numpy():
     model = GPipe(layers(1, 1, 1), np.array([1, 1]), devices=["cpu"] * 2, chunks=np.int64(2))
     assert (model.balance, model.chunks) == ([1, 1], 2)
     assert {type(x) for x in [*model.balance, model.chunks]} == {int}
+
+
+@pytest.mark.parametrize(
+    ("balance", "chunks"),
+    [([2.0, 1.0], 8 / 2), (torch.tensor([2, 1]), torch.tensor(4)), ([Fraction(2), 1], 4)],
+)
+def test_integral_values(balance, chunks):
+    model = GPipe(layers(1, 1, 1, 1), balance, devices=["cpu"] * 2, chunks=chunks)
+    assert (model.balance, model.chunks) == ([2, 1], 4)
+    assert {type(x) for x in [*model.balance, model.chunks]} == {int}
+    model.chunks = 6.0
+    assert type(model.chunks) is int
 
 
 def test_further_devices_are_left_alone():
@@ -142,6 +175,18 @@ def test_attributes(model, device):
     assert [len(partition) for partition in model.partitions] == [2, 1]
 
 
+@pytest.mark.parametrize("name", ["balance", "devices"])
+@pytest.mark.parametrize("value", [[1, 2], torch.tensor([1, 2]), None])
+def test_attributes_that_wrapping_decides(model, name, value):
+    before = getattr(model, name)
+    with pytest.raises(AttributeError, match=rf"{name}: .*; wrap the same layers anew.* {name}="):
+        setattr(model, name, value)
+    # A list that a user changes is the user's.
+    getattr(model, name).clear()
+    assert getattr(model, name) == before
+    assert type(before) is list
+
+
 def test_map_for_trainers(device):
     module = nn.Sequential(OrderedDict(first=nn.Linear(1, 1), second=nn.ReLU(), third=nn.ReLU()))
     model = GPipe(module, [2, 1], devices=["meta", device])
@@ -178,6 +223,30 @@ def test_module_is_the_plain_module(device, input):
     assert torch.equal(model.module(input), expected)
     assert set(model._modules) == {"partitions"}
     assert len(list(model.parameters())) == 4
+
+
+class Scale(nn.Module):
+    def forward(self, x, scale, *, offset=0):
+        return x * scale + offset
+
+
+def test_module_takes_the_arguments_of_the_wrapper(device, input):
+    model = GPipe(nn.Sequential(Scale(), nn.Linear(3, 2)), [1, 1], devices=[device] * 2, chunks=2)
+    expected = model(input, input, offset=1)
+    assert torch.equal(model.module(input, input, offset=1), expected)
+    assert torch.equal(model.module(x=input, scale=input, offset=1), expected)
+    assert isinstance(model.module, nn.Sequential)
+    assert list(model.module.state_dict()) == ["1.weight", "1.bias"]
+    again = GPipe(model.module, [1, 1], devices=[device] * 2, chunks=2)
+    assert torch.equal(again(input, input, offset=1), expected)
+    for twin in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
+        assert torch.equal(twin(input, input, offset=1), expected)
+
+
+def test_module_of_a_layer_that_tells_nothing():
+    scripted = nn.ReLU()
+    scripted.forward = min  # has no signature
+    assert GPipe(nn.Sequential(scripted), [1], devices=["cpu"]).module(2, 1) == 1
 
 
 def test_module_follows_the_wrapper(model):
@@ -411,6 +480,7 @@ def test_lazy_layers(device, checkpoint):
         lambda m: m.cuda(0),
         lambda m: m.cpu(),
         lambda m: m.to("cpu"),
+        lambda m: m.to(0),
         lambda m: m.to(torch.device("meta")),
         lambda m: m.to(device="cpu", dtype=torch.float64),
         lambda m: m.to(torch.empty(1)),

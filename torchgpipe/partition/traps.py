@@ -1,0 +1,137 @@
+"""Likely traps: what is allowed, and seldom what a user means. Each is a warning, once per wrapper.
+
+A warning may be wrong, since nobody sees from outside what a layer does with its input. So each
+message also says how to silence it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import _torch
+from torchgpipe.values.structure import Arguments, NoChunk, is_split, names
+
+__all__: list[str] = []
+
+#: PyTorch's layers that take dimension 0 for the sequence, unless told batch_first=True.
+SEQUENCES = (
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+class Traps:
+    """The traps of one wrapper that were not warned about yet. Copies of the wrapper share them."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def sequence_first(self, partitions: Iterable[nn.Module], chunks: int) -> None:
+        """Warn if layers take dimension 0 for the sequence while it is split."""
+        if chunks == 1 or "sequence" in self._known:
+            return
+        found = list(chain.from_iterable(map(_sequence_first, partitions)))
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            _warn(
+                "GPipe splits dimension 0 into micro-batches, and layers made without "
+                f"batch_first=True take it for the sequence (layers: {', '.join(found[:3])}{more}, "
+                f"chunks: {chunks}); make them with batch_first=True, and put the batch first in "
+                "the input. Where a layer transposes its input itself, all is well: silence this "
+                "by warnings.filterwarnings('ignore', 'GPipe splits dimension 0')"
+            )
+            self._known.add("sequence")
+
+    def whole(self, input: Any, micro_batches: int) -> None:
+        """Warn if lists or arrays in an input have an entry for each row, and are not split."""
+        if micro_batches == 1 or "whole" in self._known:
+            return
+        rows = next(leaf.shape[0] for _, leaf in names(input) if is_split(leaf))
+        found = list(_uncut(input, rows, ""))
+        if found:
+            _warn(
+                "GPipe splits tensors alone, and gives lists and arrays whole to every micro-batch "
+                f"(input: {', '.join(found)}, entries: {rows}, micro-batches: {micro_batches}); "
+                "pass a tensor to have it split, such as the indices of the entries, and what "
+                "every micro-batch shall get whole as torchgpipe.NoChunk(value)"
+            )
+            self._known.add("whole")
+
+    def no_pipelining(self, partitions: int, chunks: int) -> None:
+        """Warn if several partitions train with one micro-batch."""
+        if partitions > 1 and chunks == 1 and "chunks" not in self._known:
+            _warn(
+                "GPipe trains without pipelining, one partition after another, since each "
+                f"mini-batch is one micro-batch (chunks: 1, partitions: {partitions}); set "
+                f"model.chunks, for a start to {4 * partitions}, or silence this by "
+                "warnings.filterwarnings('ignore', 'GPipe trains without pipelining')"
+            )
+            self._known.add("chunks")
+
+
+def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
+    """The outermost layers for which dimension 0 is the sequence."""
+    for name, child in module.named_children():
+        if not isinstance(child, SEQUENCES):
+            yield from _sequence_first(child, f"{path}{name}.")
+        elif any(getattr(x, "batch_first", True) is False for x in child.modules()):
+            yield f"{path}{name} ({type(child).__name__})"
+
+
+def _uncut(value: Any, rows: int, path: str) -> Iterator[str]:
+    """The paths of lists and arrays with an entry for each row."""
+    entries: Iterable[tuple[Any, Any]]
+    if isinstance(value, Arguments):
+        # The arguments of a call are no list, however many they are.
+        yield from chain.from_iterable(
+            _uncut(x, rows, f"{path}args[{k}]") for k, x in enumerate(value.args)
+        )
+        yield from _uncut(value.kwargs, rows, f"{path}kwargs")
+        return
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, list | tuple) and _is_container(value):
+        entries = enumerate(value)
+    else:
+        if _length(value) == rows:
+            yield path
+        return
+    for key, entry in entries:
+        yield from _uncut(entry, rows, f"{path}[{key!r}]")
+
+
+def _is_container(value: Any) -> bool:
+    """Whether there are tensors, or marked values, in a list or tuple."""
+    return any(isinstance(x, Tensor | NoChunk) for x in _torch.tree_leaves(value))
+
+
+def _length(value: Any) -> int | None:
+    # A text has no rows, a set no order; a named tuple has fields, and a shape has dimensions.
+    if isinstance(value, Tensor | NoChunk | str | bytes | set | frozenset | torch.Size):
+        return None
+    try:
+        return None if hasattr(value, "_fields") or all(x is None for x in value) else len(value)
+    except Exception:
+        # Arrays without a dimension have a length that raises.
+        return None
+
+
+def _warn(message: str) -> None:
+    """Warn, and name the line of the caller that is neither PyTorch's nor ours."""
+    level, frame = 1, sys._getframe()
+    ours = ("torch", "torchgpipe")
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
