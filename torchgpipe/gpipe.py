@@ -129,9 +129,9 @@ class GPipe(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_traps" not in state:
             raise TypeError(
-                "a whole GPipe that torchgpipe 0.0.7 pickled cannot be loaded, since that pickle "
-                f"holds the inner objects of 0.0.7 (attributes: {', '.join(sorted(state))}); load "
-                "it with 0.0.7, save its state_dict(), and load that into a new GPipe"
+                "a whole GPipe that torchgpipe 0.0.7 pickled cannot be loaded, since the pickle "
+                f"holds inner objects of 0.0.7 (balance: {state.get('balance')}); load it with "
+                "0.0.7, save its state_dict(), and load that into a new GPipe"
             )
         super().__setstate__(state)
         self._prepare()

@@ -11,7 +11,7 @@ from examples import mixed_precision
 from examples.mixed_precision import Cast
 from tests.support.helpers import CPUS, MODES, Plain
 from torchgpipe import GPipe, verify_recomputation
-from torchgpipe.gpipe import CHECKPOINT_MODES
+from torchgpipe.partition.arguments import CHECKPOINT_MODES
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe import _torch
@@ -33,7 +32,7 @@ SEQUENCES = (
 
 
 class Traps:
-    """The traps of one wrapper that were not warned about yet. Copies of the wrapper share them."""
+    """The warnings that one wrapper has given. A copy of the wrapper does not give them again."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -92,24 +91,20 @@ def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
 
 def _uncut(value: Any, rows: int, path: str) -> Iterator[str]:
     """The paths of lists and arrays with an entry for each row."""
-    entries: Iterable[tuple[Any, Any]]
     if isinstance(value, Arguments):
         # The arguments of a call are no list, however many they are.
-        yield from chain.from_iterable(
-            _uncut(x, rows, f"{path}args[{k}]") for k, x in enumerate(value.args)
-        )
-        yield from _uncut(value.kwargs, rows, f"{path}kwargs")
-        return
-    if isinstance(value, Mapping):
-        entries = value.items()
+        entries = [(f"args[{k}]", x) for k, x in enumerate(value.args)]
+        entries.append(("kwargs", value.kwargs))
+    elif isinstance(value, Mapping):
+        entries = [(f"{path}[{key!r}]", x) for key, x in value.items()]
     elif isinstance(value, list | tuple) and _is_container(value):
-        entries = enumerate(value)
+        entries = [(f"{path}[{k}]", x) for k, x in enumerate(value)]
     else:
-        if _length(value) == rows:
+        entries = []
+        if _is_list(value) and _length(value) == rows:
             yield path
-        return
-    for key, entry in entries:
-        yield from _uncut(entry, rows, f"{path}[{key!r}]")
+    for name, entry in entries:
+        yield from _uncut(entry, rows, name)
 
 
 def _is_container(value: Any) -> bool:
@@ -117,14 +112,21 @@ def _is_container(value: Any) -> bool:
     return any(isinstance(x, Tensor | NoChunk) for x in _torch.tree_leaves(value))
 
 
+def _is_list(value: Any) -> bool:
+    """Whether the entries of a value may be rows, as those of a text, set or shape are not."""
+    if isinstance(value, tuple):
+        # Named tuples have fields, and shapes have dimensions.
+        return type(value) is tuple and any(x is not None for x in value)
+    if isinstance(value, list):
+        return any(x is not None for x in value)
+    return not isinstance(value, Tensor | NoChunk | str | bytes | set | frozenset)
+
+
 def _length(value: Any) -> int | None:
-    # A text has no rows, a set no order; a named tuple has fields, and a shape has dimensions.
-    if isinstance(value, Tensor | NoChunk | str | bytes | set | frozenset | torch.Size):
-        return None
     try:
-        return None if hasattr(value, "_fields") or all(x is None for x in value) else len(value)
+        return len(value)
     except Exception:
-        # Arrays without a dimension have a length that raises.
+        # Most objects have no length, and arrays without a dimension have one that raises.
         return None
 
 

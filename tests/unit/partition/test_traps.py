@@ -164,6 +164,7 @@ class Options(NamedTuple):
         NoChunk([1, 2, 3, 4]),
         Options(1, 2, 3, 4),
         [None] * 4,
+        (None,) * 4,
         None,
         0.5,
     ],
@@ -176,6 +177,12 @@ def test_what_is_no_list_of_rows(value):
 class Last(nn.Module):
     def forward(self, *others, x):
         return x
+
+
+def test_generators_are_not_begun():
+    generator = iter([1, 2, 3, 4])
+    assert messages(lambda: wrap([First()], chunks=2)(X, generator)) == []
+    assert list(generator) == [1, 2, 3, 4]
 
 
 def test_four_arguments_are_no_list_of_rows():
