@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ DEVICES = [torch.device("cpu"), *accelerators()[:1]]
 
 
 def pytest_ignore_collect(collection_path, config):
-    """What needs virtual accelerators runs in a process of its own, which asks for it by name."""
+    """Leave tests on virtual accelerators to a process of their own, which names their folder."""
     asked = [Path(config.invocation_params.dir, name.split("::")[0]) for name in config.args]
     if collection_path == VIRTUAL and not any(x.resolve().is_relative_to(VIRTUAL) for x in asked):
         return True
@@ -50,13 +50,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What has been imported is never collected, so it need not be looked at again and again."""
+    """Exempt imported modules from the garbage collector, since they live on."""
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """Nor is what the tests of a module have imported."""
+    """Exempt what the tests of a module have imported, too."""
     yield
     gc.collect()
     gc.freeze()
@@ -69,19 +69,19 @@ def seed():
 
 @pytest.fixture(params=DEVICES, ids=str)
 def device(request):
-    """Where a test computes."""
+    """A device to compute on."""
     return request.param
 
 
 @pytest.fixture
 def prompt(monkeypatch):
-    """Benchmarks fork the processes of rivals from one that has imported torch."""
+    """Make benchmarks fork the processes of rivals from one that has imported torch."""
     monkeypatch.setattr("subprocess.Popen", popen)
 
 
 @pytest.fixture
 def interruptible():
-    """Also where the tests run in the background, and Ctrl-C would be ignored."""
+    """Make Ctrl-C raise, even where tests run in the background and would ignore it."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
@@ -89,7 +89,7 @@ def interruptible():
 
 @pytest.fixture
 def run():
-    """Runs the code blocks of a file, and returns their names."""
+    """Run the code blocks of a file, and return their names."""
 
     def run(file, **names):
         blocks = re.findall(

@@ -1,4 +1,4 @@
-"""Autocast, where it is in the way: it keeps weights that were cast, and has rules for joining."""
+"""Autocast, whose cache of cast weights and rules for joining could get in the way."""
 
 import copy
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def equal(found, expected):
 
 @pytest.mark.parametrize("off", [False, True])
 def test_weights_that_a_second_run_casts_are_not_used_after_a_step(off, models):
-    """Where backward and the next forward are within one block, backward in another within it."""
+    """Backward and the next forward are in one block, and backward has another block within it."""
     x, found = torch.rand(8, 4), []
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -50,7 +50,7 @@ def test_weights_that_a_second_run_casts_are_not_used_after_a_step(off, models):
 
 
 def test_backward_of_two_forwards_in_a_block_of_the_other_dtype(models):
-    """The weights that are cast to one must not be taken for those cast to the other."""
+    """Weights cast to one dtype must not be used where autocast asks for the other."""
     x = torch.rand(8, 4)
     for model in models:
         with autocast(BF16):

@@ -1,4 +1,4 @@
-"""Autograd finds in a wrapped model what it finds in the plain one, however it is asked."""
+"""Autograd gives the plain model's gradients for a wrapped model, through each of its functions."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ROWS = 5
 
 
 class Square(torch.autograd.Function):
-    """Saves its input, and its output too, and knows its own second derivative."""
+    """A function that saves its input and its output, and defines its second derivative."""
 
     @staticmethod
     def forward(ctx, x):
@@ -28,7 +28,7 @@ class Square(torch.autograd.Function):
 
 
 class Own(nn.Module):
-    """A layer with a function of its own."""
+    """A layer that applies a custom autograd function."""
 
     def forward(self, x):
         return Square.apply(x) + 1
@@ -42,7 +42,7 @@ class Split(nn.Module):
 
 
 def layers():
-    """Nothing that is zero in the second derivative."""
+    """Layers whose second derivative is not zero."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)
@@ -50,7 +50,7 @@ def layers():
 
 
 def compare(way, mode, device, make=layers, chunks=(2,), several=False):
-    """Asserts that something done with a wrapped model and the plain one gives the same."""
+    """Check that a function returns the same for a wrapped model and for the plain one."""
     n = len(make())
     balances = [[1, n - 2, 1], [n], [2, n - 2], [1] * n] if several else [[1, n - 2, 1]]
     for m in chunks:
@@ -173,7 +173,7 @@ def test_loss_of_one_of_several_outputs(part, mode, device):
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("layer", [1, 5])
 def test_loss_of_what_a_layer_has_in_between(layer, alone, mode, device):
-    """An auxiliary loss, or feature matching: it takes another way than through the output."""
+    """Gradients of an auxiliary loss, as in feature matching, do not come through the output."""
 
     def way(model, x):
         hidden = []
@@ -228,7 +228,7 @@ def test_clipping(mode, device):
 
 
 def test_grad_scaler(mode, device):
-    """One step overflows: it is left out, and the scale halves."""
+    """One step overflows: the scaler skips the step, and halves the scale."""
 
     def way(model, x):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -329,7 +329,7 @@ def test_sparse_gradients(mode, device):
 
 
 def test_gradcheck(mode):
-    """By finite differences, with gradients that are not there, and with batches of them."""
+    """Finite differences, with undefined gradients, and with batches of gradients."""
     model = GPipe(layers(), [3, 3], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
     x = torch.randn(2, 3, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(model, x, check_batched_grad=True, fast_mode=True)

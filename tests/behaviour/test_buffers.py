@@ -1,4 +1,4 @@
-"""Buffers: norms count every micro-batch once, and what else layers write is written again."""
+"""Buffers: norms count every micro-batch once; a recomputation repeats other writes."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ NORMS = {
 
 
 def norms(name, **options):
-    """Two norms, between layers that have something to learn."""
+    """Two norms between layers with parameters."""
     make, shape = NORMS[name]
     torch.manual_seed(0)
     return nn.Sequential(
@@ -84,7 +84,7 @@ def test_statistics_are_updated_once_per_micro_batch(name, momentum, mode, devic
 
 @pytest.mark.parametrize("name", ["BatchNorm1d", "InstanceNorm2d"])
 def test_two_forwards_before_their_backwards(name, mode, device):
-    """The second one updates what the first one has, which no backward needs any more."""
+    """The second forward updates the statistics of the first, which backward does not need."""
     module, shape = norms(name)
     reference = copy.deepcopy(module).to(device)
     model = wrap(module, device, mode)
@@ -100,7 +100,7 @@ def test_two_forwards_before_their_backwards(name, mode, device):
 
 
 def test_forward_of_another_kind_before_backward(mode, device):
-    """Evaluation in between reads the statistics, and a recomputation leaves them alone."""
+    """Evaluation between forward and backward reads statistics, and a recomputation keeps them."""
     module, shape = norms("BatchNorm1d")
     reference = copy.deepcopy(module).to(device)
     model = wrap(module, device, mode)
@@ -145,7 +145,7 @@ def test_gradient_of_the_gradient(mode, device):
 
 
 def test_norm_in_eval_mode_is_not_updated(mode, device):
-    """Frozen, as for fine-tuning."""
+    """Norms in eval mode, as in fine-tuning, keep their statistics."""
     module, shape = norms("BatchNorm1d")
     module[1].eval()
     reference = copy.deepcopy(module).to(device)
@@ -165,7 +165,7 @@ def test_lazy_norm(mode, device):
 
 
 def test_norm_that_was_replaced_within_the_wrapper(mode, device):
-    """What counts is what is there when it runs."""
+    """The norm that is in the partition when the step runs counts."""
     model = wrap(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Tanh()), device, mode)
     model.partitions[1]._modules["1"] = norm = nn.BatchNorm1d(4).to(device)
     model(torch.rand(7, 3, device=device)).square().sum().backward()
@@ -190,7 +190,7 @@ def test_copy_between_forward_and_backward(duplicate, mode, device):
 
 
 class Table(nn.Module):
-    """Reads a buffer, of which autograd saves a view, and writes to another one."""
+    """A layer that reads a buffer, of which autograd saves a view, and writes to another buffer."""
 
     SIZE = 12345
 
@@ -207,7 +207,7 @@ class Table(nn.Module):
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the size of all memory that operators make."""
+    """A mode that records the size of all memory that operators allocate."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ class Sizes(TorchDispatchMode):
 
 
 class Note(nn.Module):
-    """Runs the layers with what notes sizes: it reaches no worker by itself."""
+    """A layer that runs others under `Sizes`, since the mode reaches no worker by itself."""
 
     def __init__(self, layer):
         super().__init__()
@@ -256,7 +256,7 @@ def test_clone_would_be_seen():
 
 
 def test_buffers_are_not_kept_alive(mode, device):
-    """By what a step has been noted for its second runs, once backward is over."""
+    """After backward, nothing that a step keeps for its second runs holds a buffer."""
     model = wrap(nn.Sequential(nn.Linear(4, 4), Table()), device, mode)
     model(torch.rand(6, 4, device=device)).sum().backward()
     buffer = weakref.ref(model[1].table)
@@ -264,11 +264,11 @@ def test_buffers_are_not_kept_alive(mode, device):
     assert buffer() is None
 
 
-# What else is written.
+# Other writes to buffers.
 
 
 class Count(nn.Module):
-    """Writes to a buffer, in place, as an observer or a memory bank does."""
+    """A layer that writes to a buffer in place, as an observer or a memory bank does."""
 
     def __init__(self, held_back=False):
         super().__init__()
@@ -313,7 +313,7 @@ def test_replaced_instead_of_written(mode, device):
 
 
 class Whiten(nn.Module):
-    """Autograd saves a buffer that is written to before the next micro-batch."""
+    """A layer of which autograd saves a buffer, and that writes to it for each micro-batch."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What changes between forward and backward: the forward counts, or it is an error."""
+"""Changes between forward and backward: the forward counts, or the change is an error."""
 
 import copy
 
@@ -40,7 +40,7 @@ def test_switched_between_forward_and_backward(mode, training, device):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_switched_alone(mode, device):
-    """As those who freeze norms do after ``model.train()``."""
+    """Scripts that freeze norms switch them alone, after ``model.train()``."""
     model = wrap(layers(), device, mode, balance=[2, 1])
     model[1].eval()
     reference = copy.deepcopy(model.module)
@@ -84,7 +84,7 @@ def unfrozen(layer, loss):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", [hook_removed, hook_added, frozen, unfrozen])
 def test_changed_between_forward_and_backward(change, mode):
-    """The graph of the forward counts, and what was changed stays so."""
+    """The graph of the forward counts, and the change stays."""
     reference = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh())
     model = wrap(copy.deepcopy(reference), mode=mode, balance=[1, 3])
     x = torch.randn(6, 2)
@@ -101,7 +101,7 @@ def test_changed_between_forward_and_backward(change, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parameter_changed_in_place_is_an_error(mode, device):
-    """Torch's own without checkpointing; with it, also of what torch needs no more."""
+    """PyTorch raises an error without checkpointing; with checkpointing, torchgpipe does."""
     model = wrap(layers(), device, mode, balance=[2, 1])
     loss = model(torch.rand(6, 3, device=device)).sum()
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_layer_that_changes_its_parameters(device, checkpoint):
 
 @pytest.mark.parametrize("mode", CHECKPOINTED)
 def test_values_put_elsewhere_between_forward_and_backward(mode):
-    """Nobody counts that as a change in place, but it is one."""
+    """Values put elsewhere change a tensor in place, though no version counter counts that."""
     model = wrap([nn.Linear(2, 2), nn.Tanh()], mode=mode, balance=[2])
     loss = model(numbered()).sum()
     model[0].weight.data = model[0].weight.data * 2
@@ -167,7 +167,7 @@ def test_values_put_elsewhere_between_forward_and_backward(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_buffer_that_the_layer_changes_after_its_use_is_an_error(mode):
-    """Also where that is behind the last tensor to be recomputed."""
+    """The change is an error even behind the last tensor to be recomputed."""
 
     class Grow(nn.Module):
         def __init__(self):

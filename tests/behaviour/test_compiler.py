@@ -1,4 +1,4 @@
-"""Layers that PyTorch compiles compute what they compute otherwise; the wrapper is left alone."""
+"""Compiled layers compute what plain layers do, and PyTorch does not compile the wrapper."""
 
 import os
 import warnings
@@ -41,7 +41,7 @@ chooses_alike = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def anew():
-    """What was compiled before is forgotten."""
+    """Forget all compiled graphs before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -49,12 +49,12 @@ def anew():
 
 @pytest.fixture
 def backend():
-    """Counts the graphs that are compiled."""
+    """A backend that counts the graphs it compiles."""
     return CompileCounterWithBackend("aot_eager")
 
 
 class Block(nn.Module):
-    """Saves more for backward than its input and its weights."""
+    """A block that saves more for backward than its input and its weights."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Saves more for backward than its input and its weight, and can be scripted."""
+    """A scriptable layer that saves more for backward than its input and its weight."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def blocks(kind=Block, count=4):
 
 
 def wrapped(layers, way, backend, *, whole=True, **options):
-    """Layers that are compiled in one of the ways, in two partitions; these in whole graphs."""
+    """Wrap layers compiled in one of the ways in two partitions, which compile as whole graphs."""
     half = len(layers) // 2
     if way == "layers":
         layers = [torch.compile(x, backend=backend) for x in layers]
@@ -109,7 +109,7 @@ def step(model, input):
 
 
 def micro_batches(layers, m=4):
-    """What the plain layers compute of micro-batches one after another."""
+    """Run the plain layers on the micro-batches one after another."""
     plain = nn.Sequential(*layers).double()
 
     class Model(nn.Module):
@@ -141,7 +141,7 @@ def test_parity(way, mode, backend):
 
 @cache
 def counts_of_plain_layers():
-    """How many graphs there are after micro-batches of each mini-batch."""
+    """Number of graphs after the micro-batches of each mini-batch."""
     counter = CompileCounterWithBackend(COUNTING)
     reference = micro_batches([torch.compile(x, backend=counter) for x in blocks(count=2)])
     counts = []
@@ -155,7 +155,7 @@ def counts_of_plain_layers():
 @chooses_alike
 @pytest.mark.parametrize(("way", "mode"), [("layers", "always"), ("partitions", "except_last")])
 def test_changing_sizes(way, mode):
-    """As many graphs as the plain layers make of the micro-batches, and then no more."""
+    """PyTorch makes as many graphs as for plain layers on the micro-batches, and then no more."""
     backend = CompileCounterWithBackend(COUNTING)
     expected = counts_of_plain_layers()
     model = wrapped(blocks(count=2), way, backend, chunks=4, checkpoint=mode)
@@ -175,7 +175,7 @@ def test_changing_sizes(way, mode):
 
 @chooses_alike
 def test_compiled_anew_between_forward_and_backward():
-    """The graph for any size fits the first input as well, and saves one more tensor."""
+    """The graph for any size also fits the first input, and saves one more tensor."""
     compiled = []
 
     def backend(graph, inputs):
@@ -195,7 +195,7 @@ def test_compiled_anew_between_forward_and_backward():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("around", [False, True])
 def test_autocast(mode, around, backend):
-    """One graph for both runs, and right where backward has a block of its own, too."""
+    """Both runs share one graph, and gradients are right if backward has a block of its own."""
     model, plain = [
         wrapped(blocks(), way, backend, chunks=4, checkpoint=mode).float()
         for way in ("layers", "plain")
@@ -213,7 +213,7 @@ def test_autocast(mode, around, backend):
 
 
 class Counter(nn.Module):
-    """Does something once per micro-batch."""
+    """A layer that counts once per micro-batch."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ class Counter(nn.Module):
 
 @pytest.mark.parametrize("way", ["layers", "sequence"])
 def test_is_recomputing(way, monkeypatch):
-    """It is asked in every run, also by a layer that was compiled outside of the wrapper."""
+    """Compiled layers ask it in every run, even if something else compiled them before."""
     # As in a thread that has not computed under checkpointing yet.
     monkeypatch.delattr(phase, "recomputing", raising=False)
     options = {"chunks": 4, "checkpoint": "always", "whole": False}
@@ -286,7 +286,7 @@ def test_skips(way, backend):
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_batch_normalisation(deferred, backend):
-    """Running statistics are updated once, and a deferred one is not compiled at every step."""
+    """Norms update statistics once, and PyTorch does not compile a deferred norm in every step."""
 
     def layers():
         torch.manual_seed(0)
@@ -304,7 +304,7 @@ def test_batch_normalisation(deferred, backend):
 
 @pytest.mark.parametrize("way", ["in place", "partitions"])
 def test_dropout(way, backend):
-    """What a second run draws is what the first drew."""
+    """A second run draws the same numbers as the first."""
     found = []
     for mode in ("never", "always"):
         torch._dynamo.reset()
@@ -352,7 +352,7 @@ def test_scripted():
 
 
 def test_parameters_in_a_dict_of_another_kind():
-    """As in a whole model that an older PyTorch has pickled."""
+    """A whole model that an older PyTorch pickled may have such a dict."""
     layers = blocks()
     for layer in layers:
         layer._parameters = OrderedDict(layer._parameters)
@@ -365,7 +365,7 @@ def test_parameters_in_a_dict_of_another_kind():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("compiled", ["model", "in place", "parent", "step", "step with backward"])
 def test_wrapper(compiled, mode, backend):
-    """It breaks the graph, and what is around it is compiled; nothing of its own is."""
+    """The wrapper breaks the graph; PyTorch compiles the code around it, and none of its own."""
     model = GPipe(nn.Sequential(*blocks()), [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint=mode)
     model.double()
 
@@ -421,7 +421,7 @@ def test_no_graph_without_a_break():
 
 
 def test_no_warnings(backend):
-    """Of graphs that are compiled again and again, of which there are too many in the end."""
+    """Steps in train and eval mode compile few graphs, and warn of nothing."""
     model = wrapped(blocks(count=12), "layers", backend, chunks=4, checkpoint="always")
     with warnings.catch_warnings(record=True) as found:
         for training in (True, False, True, False):

@@ -1,4 +1,4 @@
-"""What holds tensors must be known as a container, or it is an error that says what to do."""
+"""Containers of tensors must be registered with PyTorch; if not, the error says how."""
 
 import pytest
 from torch.utils._pytree import (
@@ -17,7 +17,7 @@ from tests.support.structures import (
 )
 from torchgpipe import NoChunk
 
-# What holds tensors and is no known container.
+# Objects that hold tensors and are no known containers.
 
 UNKNOWN = {
     "a dataclass": Unregistered,

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, without a process group: what is loaded is found by its name."""
+"""torch.distributed.checkpoint, without a process group: tensors are found by their names."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def trained(balance, seed=0):
 
 
 def same(one, other):
-    """Also what the optimizers hold for each parameter."""
+    """Check that parameters are equal, and the optimizers' state for each of them."""
     for (model, optimizer), (it, its_optimizer) in [(one, other)]:
         tensors = zip(model.plain().state_dict().items(), it.plain().state_dict().items())
         equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in tensors)
@@ -104,7 +104,7 @@ def test_across_balances(source, target, flat, tmp_path):
 
 
 def test_modules_as_they_are(tmp_path):
-    """A module can be given itself, and its parameters are loaded where they are."""
+    """A checkpoint takes modules themselves, and loads their parameters in place."""
     source, target = Parent([2, 2]), Parent([4], seed=1)
     dcp.save({"body": source.body.module, "head": source.head}, checkpoint_id=tmp_path)
     weight = target.body[0].weight
@@ -116,7 +116,7 @@ def test_modules_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("as_state_dict", [False, True])
 def test_keys_with_partitions_are_those_of_one_balance(as_state_dict, tmp_path):
-    """In another one they are missing, by name; a file made of them has them for any balance."""
+    """Keys are missing in another balance, by name; a plain file made of them fits any balance."""
     source = Parent([2, 2])
     dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
     target = Parent([1, 3], seed=1)
@@ -135,7 +135,7 @@ def test_keys_with_partitions_are_those_of_one_balance(as_state_dict, tmp_path):
 
 
 def test_async_save(tmp_path):
-    """What is saved is what was there when it was called."""
+    """The checkpoint has the values at the time of the call."""
     source, target = Parent([2, 2]), Parent([1, 3], seed=1)
     expected = source.body[0].weight.detach().clone()
     future = dcp.async_save({"body": source.body.module}, checkpoint_id=tmp_path)
@@ -147,7 +147,7 @@ def test_async_save(tmp_path):
 
 
 def test_names_of_compiled_layers():
-    """That of the wrapper around them is left out, as with the plain model."""
+    """Names lack the prefix of the compiler's wrapper, as with the plain model."""
     layers = nn.Sequential(*[torch.compile(nn.Linear(1, 1), backend="eager") for _ in range(2)])
     model = GPipe(layers, [1, 1], devices=["cpu"] * 2)
     assert next(iter(model.module.state_dict())) == "0._orig_mod.weight"

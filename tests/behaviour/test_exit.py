@@ -1,4 +1,4 @@
-"""The process ends promptly, as its main thread says, whatever wrappers are in the middle of."""
+"""The process ends promptly, with its main thread's status, even in the middle of a step."""
 
 import os
 import signal

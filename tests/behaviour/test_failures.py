@@ -1,4 +1,4 @@
-"""What a layer raises comes out as it is, and leaves nothing behind; on accelerators, too."""
+"""Exceptions of layers come out as they are, and leave nothing behind; on accelerators, too."""
 
 import dataclasses
 import gc
@@ -21,7 +21,7 @@ WIDTH = 4
 
 
 class SpecialError(Exception):
-    """Cannot be made again from its arguments."""
+    """An exception that cannot be made again from its arguments."""
 
     def __init__(self, *, reason):
         super().__init__()
@@ -30,7 +30,7 @@ class SpecialError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class FrozenError(Exception):
-    """Its attributes cannot be set."""
+    """An exception whose attributes cannot be set."""
 
     reason: str
 
@@ -55,12 +55,12 @@ ERRORS = [
 
 @pytest.fixture
 def places(device):
-    """Where three partitions sit."""
+    """Devices of three partitions."""
     return [device] * 3
 
 
 class Tricky(nn.Module):
-    """Raises in its k-th run of a kind, if it is told to."""
+    """A layer that raises in its k-th run of a kind, if `ready` asked for that."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def data(model, rows=6):
 
 
 def step(model, x, **fail):
-    """Trains on a mini-batch, in which layer 1 fails, and returns the gradients."""
+    """Train on a mini-batch in which layer 1 fails as asked; return the gradients."""
     model[1].ready(**fail)
     model(x).sum().backward()
     grads = [parameter.grad.cpu() for parameter in model.parameters()]
@@ -132,7 +132,7 @@ def test_exception_is_the_same_object(places, kind, make):
 
 
 def test_exception_passes_what_a_step_is_within(places):
-    """Also what sets attributes of exceptions on their way would be noticed."""
+    """A step sets no attributes of an exception on its way; this one would refuse."""
     model = made(places, deferred_batch_norm=True)
     error = FrozenError("x")
     with pytest.raises(FrozenError) as caught, verify_recomputation():
@@ -209,7 +209,7 @@ def test_second_step_after_a_failure_in_every_cell(places):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="it is a cause there")
 def test_note_is_added_once(places):
-    """Where layers raise one object again and again."""
+    """Layers raise one object again and again, which still bears one note."""
     error = ValueError("x")
     model = made(places)
     for _ in range(3):

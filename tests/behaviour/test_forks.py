@@ -1,4 +1,4 @@
-"""Forked children: a wrapper works there, whatever the parent was in the middle of."""
+"""Forked children: a wrapper works there, even if the parent was in the middle of a step."""
 
 import copy
 import os
@@ -28,7 +28,7 @@ def wrap(request):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("use", [forward, step])
 def test_wrapper_in_a_child(wrap, mode, use):
-    """Before all steps of the parent, and after some; which works on, as if there was no child."""
+    """The child works before all steps of the parent and after some, and the parent works on."""
     module = layers()
     expected = use(wrap(copy.deepcopy(module), checkpoint=mode))
     model = wrap(module, checkpoint=mode)
@@ -41,7 +41,7 @@ def test_wrapper_in_a_child(wrap, mode, use):
 @pytest.mark.parametrize("when", ["forward", "recomputation"])
 @pytest.mark.parametrize("use", [forward, step])
 def test_child_forked_while_a_thread_is_in_a_step(wrap, use, when):
-    """The locks that it holds are nobody's there."""
+    """Nobody holds the thread's locks in the child."""
     # Workers that draw from the generator of the CPU at once would get different numbers.
     way = wrap if when == "forward" else partial(GPipe, **wrap.keywords)
     pausing = Pausing(when)
@@ -83,7 +83,7 @@ def test_backward_in_a_child_of_what_was_computed_before(wrap):
 
 
 class Rows(Dataset):
-    """Rows of numbers, through a model if there is one."""
+    """A data set of rows of numbers, passed through a model if there is one."""
 
     def __init__(self, model=None):
         self.model = model

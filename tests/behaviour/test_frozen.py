@@ -1,4 +1,4 @@
-"""Frozen layers: they are computed again only if a gradient needs what they save."""
+"""Frozen layers: a step recomputes them only if a gradient needs what they save."""
 
 import copy
 from functools import partial
@@ -14,7 +14,7 @@ CHUNKS = 3
 
 
 class Counted(nn.Module):
-    """Counts how often it runs."""
+    """A layer that counts its runs."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -27,12 +27,12 @@ class Counted(nn.Module):
 
 
 def linear():
-    """Its backward needs nothing but its input and its weight, which are there."""
+    """A layer whose backward needs only its input and its weight, which exist anyway."""
     return Counted(nn.Linear(3, 3))
 
 
 def saving():
-    """Its backward needs what it computed."""
+    """A layer whose backward needs what it computed."""
     return Counted(nn.Linear(3, 3), nn.Tanh())
 
 
@@ -44,7 +44,7 @@ wrap = partial(structures.model, chunks=CHUNKS)
 
 
 def runs(model):
-    """How often each layer has run since."""
+    """Number of runs of each layer since the last call."""
     found = [layer.runs for layer in model]
     for layer in model:
         layer.runs = 0
@@ -52,12 +52,12 @@ def runs(model):
 
 
 def again(mode):
-    """How often a layer runs that is computed again."""
+    """Number of runs of a recomputed layer."""
     return CHUNKS + {"never": 0, "except_last": CHUNKS - 1, "always": CHUNKS}[mode]
 
 
 def step(run, x, parameters):
-    """The output, and the gradients of the input and of what is trained."""
+    """The output, and the gradients of the input and of all trained parameters."""
     output = run(x)
     leaves = [leaf for leaf in [x, *parameters] if leaf.requires_grad]
     if not output.requires_grad:
@@ -66,7 +66,7 @@ def step(run, x, parameters):
 
 
 def verify(model, requires_grad=False):
-    """Asserts that it computes what the plain model does; returns how often the layers ran."""
+    """Check that a wrapper computes what the plain model does; return the runs of each layer."""
     x = torch.rand(2 * CHUNKS, 3, requires_grad=requires_grad)
     reference = copy.deepcopy(model.module)
     expected = step(lambda x: plain(reference, x, model.chunks), x, reference.parameters())
@@ -95,7 +95,7 @@ def test_nothing_to_train_but_the_input(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_behind_what_is_trained(mode):
-    """The gradient passes through it, of which some layers need nothing but their weights."""
+    """The gradient passes through frozen layers, some of which need only their weights for it."""
     layers = [saving(), frozen(linear()), frozen(saving()), frozen(linear())]
     assert verify(wrap(*layers, mode=mode)) == [again(mode), CHUNKS, again(mode), CHUNKS]
     # Layers of one partition are computed again together, as far as is needed.
@@ -107,7 +107,7 @@ def test_frozen_behind_what_is_trained(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [linear, saving])
 def test_frozen_before_what_is_trained(make, mode):
-    """No gradient reaches it."""
+    """No gradient reaches the frozen layers."""
     layers = [frozen(make()), frozen(make()), saving(), saving()]
     assert verify(wrap(*layers, mode=mode)) == [CHUNKS, CHUNKS, again(mode), again(mode)]
     found = verify(wrap(*layers, mode=mode), requires_grad=True)
@@ -116,7 +116,7 @@ def test_frozen_before_what_is_trained(make, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_layers_of_many_sorts(mode):
-    """They all save nothing but weights, if anything."""
+    """All of these layers save at most weights."""
     layers = [
         saving(),
         frozen(Counted(nn.Linear(3, 4, bias=False), nn.Identity(), nn.Unflatten(1, (2, 2)))),
@@ -137,7 +137,7 @@ def test_frozen_embedding(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_batch_norm_in_eval_mode(mode):
-    """As where a model is fine-tuned: its statistics stay, too."""
+    """Fine-tuning keeps the statistics of such a norm, too."""
     model = wrap(linear(), frozen(Counted(nn.BatchNorm1d(3))), saving(), mode=mode)
     model[1].eval()
     before = copy.deepcopy(dict(model[1].named_buffers()))
@@ -165,7 +165,7 @@ def test_frozen_and_unfrozen_between_steps(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_only_some_gradients_are_asked_for(mode):
-    """What leads to others is not computed again."""
+    """Layers that lead only to other gradients do not run again."""
     model = wrap(saving(), saving(), saving(), mode=mode)
     x = torch.rand(2 * CHUNKS, 3)
     for j in range(3):
@@ -180,7 +180,7 @@ def test_only_some_gradients_are_asked_for(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_weight_changed_before_backward_is_an_error(mode):
-    """It is not computed again, and yet not taken for what it was."""
+    """The frozen layer does not run again, and backward still notices the change."""
     model = wrap(saving(), frozen(linear()), mode=mode)
     x = torch.rand(2 * CHUNKS, 3)
     for run in (model, lambda x: plain(model.module, x, CHUNKS)):
@@ -194,7 +194,7 @@ def test_frozen_weight_changed_before_backward_is_an_error(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_bias_changed_before_backward(mode):
-    """No gradient needs it."""
+    """No gradient needs the bias."""
     model = wrap(saving(), frozen(linear()), mode=mode)
     x = torch.rand(2 * CHUNKS, 3)
     parameters = list(model[0].parameters())
@@ -220,7 +220,7 @@ def test_frozen_weight_replaced_before_backward(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_frozen_layers_of_a_structure(mode):
-    """Of which some tensors have a gradient."""
+    """Frozen layers pass on structures, of which some tensors have a gradient."""
 
     class Both(nn.Module):
         def __init__(self):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 class Plain(nn.Module):
-    """The reference: the layers on the micro-batches one after another, under the same names."""
+    """The reference: the same layers, by the same names, on the micro-batches one after another."""
 
     def __init__(self, partitions):
         super().__init__()
@@ -51,7 +51,7 @@ def mode(request):
 
 @pytest.fixture
 def wrapped(device):
-    """Where the mode is of no account, or any is tried."""
+    """A wrapper whose checkpoint mode is of no account."""
     return GPipe(layers(), [3, 2], devices=[device] * 2, chunks=M)
 
 
@@ -126,7 +126,7 @@ def test_replaced_buffers_are_updated_instead_of_the_own(models, input):
 
 
 def test_replaced_buffer_with_a_gradient(models, input):
-    """In eval mode a norm differentiates its statistics no more than plain; another layer does."""
+    """In eval mode a norm does not differentiate its statistics; another layer does."""
 
     class Shift(nn.Module):
         def __init__(self):
@@ -149,7 +149,7 @@ def test_replaced_buffer_with_a_gradient(models, input):
 
 
 def test_two_calls_before_their_backwards(models, input):
-    """As in meta learning: the second step takes what the first one computed."""
+    """Meta learning does so: the second step takes what the first one computed."""
     found = []
     for model in models:
         leaves = replacements(model)
@@ -294,7 +294,7 @@ class Inside(nn.Module):
         return self.function(x)
 
 
-#: What saves for a backward of its own, of which torch wants no hooks to know.
+#: Transforms that save for a backward of their own, and that forbid hooks for saved tensors.
 REVERSE = ["grad", "jacrev", "vjp", "vmap of grad"]
 
 
@@ -307,7 +307,7 @@ def step(model, input):
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_layer_that_transforms_inside(name, mode, models, input):
-    """Where saved tensors are dropped some of them are an error, as in torch.utils.checkpoint."""
+    """Some transforms are an error under checkpointing, as in torch.utils.checkpoint."""
     for model in models:
         model.partitions[1].append(Inside(INSIDE[name]))
     reference, model = models

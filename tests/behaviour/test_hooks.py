@@ -1,4 +1,4 @@
-"""Hooks run as on the plain model, once per micro-batch, and may change what they are given."""
+"""Hooks run as on the plain model, once per micro-batch, and may change their arguments."""
 
 from contextlib import contextmanager
 
@@ -34,9 +34,9 @@ class Scale(nn.Module):
 
 
 def again(model, module):
-    """Whether a module is run a second time under checkpointing.
+    """Whether a module runs a second time under checkpointing.
 
-    A linear layer alone in its partition needs nothing but what is there anyway.
+    A linear layer alone in its partition needs only its input and its weight, which exist anyway.
     """
     return module in list(model.partitions[1].modules())
 
@@ -74,7 +74,7 @@ def step(model, input):
 
 
 def same(a, b):
-    """That they are equal, and not just nothing."""
+    """Check that two lists of tensors are equal, and not empty."""
     torch.testing.assert_close(b, a)
     assert all(x is not None for x in a)
 
@@ -84,7 +84,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hook_of_a_parameter_runs_once_per_backward(register, models, input):
-    """With the sum over all micro-batches."""
+    """Hooks of parameters see the sum over all micro-batches."""
     found = []
     for model in models:
         calls = []
@@ -126,7 +126,7 @@ def test_hooks_of_the_input_and_of_the_output(models, input):
 
 
 def test_hooks_of_tensors_within_a_layer_run_once_per_micro_batch(models, input):
-    """What is hooked in a recomputation is thrown away with it."""
+    """The hooks of a recomputation are thrown away with its graph."""
     found = []
     for model in models:
         gradients = step(model, input)
@@ -223,7 +223,7 @@ def test_forward_hook_of_a_partition_changes_what_goes_on(models, input):
 
 
 def backward_hooked(model, modules):
-    """Collects what the backward hooks of some modules are given."""
+    """Collect the arguments of the backward hooks of some modules."""
     calls = []
     for k, module in enumerate(modules):
 
@@ -273,7 +273,7 @@ def test_backward_hooks_change_gradients(models, input):
 
 @contextmanager
 def of_all_modules(calls):
-    """Global hooks, which note the modules that they were called for."""
+    """Global hooks, which record the modules that PyTorch calls them for."""
     registered = [
         global_hooks.register_module_forward_pre_hook(
             lambda m, args: calls.append((m, "forward before", is_recomputing()))
@@ -317,7 +317,7 @@ def test_global_hooks(models, mode, input):
 
 
 def update_in_backward(model, make):
-    """Each parameter is changed as soon as it has its gradient, which is freed."""
+    """Update each parameter as soon as its gradient is complete, and free the gradient."""
     for parameter in model.parameters():
         optimizer = make([parameter], lr=0.01)
 
@@ -340,7 +340,7 @@ def test_optimizer_in_backward(make, models, input):
 
 
 def test_optimizer_in_the_backward_of_one_of_two_graphs(models, input):
-    """The other one needs the parameters as they were."""
+    """The other graph needs the parameters as they were."""
     for model in models:
         update_in_backward(model, torch.optim.SGD)
         first, second = model(input), model(input)

@@ -12,145 +12,23 @@ import torch
 from torch import nn
 
 from tests.support.helpers import MODES, Apply, plain, wrap
-from torchgpipe import NoChunk
-
-CHANGED_INPUT = "under checkpointing, a partition must not change its input in place"
-CASES = pytest.mark.parametrize(
-    ("chunks", "mode"),
-    [(1, "never"), (2, "never"), (2, "except_last"), (2, "always")],
+from tests.support.in_place import (
+    CASES,
+    CHANGED_INPUT,
+    ENDS,
+    FLAGGED,
+    SILENT,
+    VIEWS,
+    Double,
+    is_checkpointed,
+    leaf,
+    out_of_place,
+    outcome,
+    outcomes,
+    verify,
+    verify_unless_checkpointed,
 )
-
-
-class Flagged(Apply):
-    """A layer of one's own that tells as those of torch do."""
-
-    def __init__(self, function, inplace=True):
-        super().__init__(function)
-        self.inplace = inplace
-
-    def forward(self, value):
-        if not self.inplace:
-            value = value.clone()
-        return super().forward(value)
-
-
-class Double(nn.Module):
-    """Changes a part of a structure, and says so."""
-
-    inplace = True
-
-    def __init__(self, key):
-        super().__init__()
-        self.key = key
-
-    def forward(self, value):
-        x = value[self.key].mul_(2) if self.inplace else value[self.key] * 2
-        value = dict(value) if isinstance(value, dict) else list(value)
-        value[self.key] = x
-        return value
-
-
-def set_item(x):
-    x[:, 0] = 0
-    return x
-
-
-#: What tells that it changes its input.
-FLAGGED = {
-    "relu": lambda: nn.ReLU(inplace=True),
-    "silu": lambda: nn.SiLU(inplace=True),
-    "within": lambda: nn.Sequential(nn.Sequential(nn.LeakyReLU(inplace=True)), nn.Tanh()),
-    "one's own": lambda: Flagged(torch.tanh_),
-    "an item": lambda: Flagged(set_item),
-}
-
-#: What does not.
-SILENT = {
-    "tanh_": torch.tanh_,
-    "and computes": lambda x: x.mul_(2).sin(),
-    "a view": lambda x: (x[:, 1:].mul_(2), x)[1],
-    "detached": lambda x: (x.detach().mul_(2), x.cos())[1],
-    "its shape": lambda x: x.unsqueeze_(1).flatten(1),
-}
-
-#: What a partition ends with, of a tensor of its own.
-ENDS = {
-    "new": torch.sin,
-    "saved": torch.sigmoid,
-    "in place": torch.tanh_,
-    "view": lambda x: x.unsqueeze(0).squeeze(0),
-    "detached": torch.detach,
-}
-
-#: More that it may end with.
-VIEWS = {
-    "part": lambda x: torch.cat([x, x], 1)[:, 1:4],
-    "of a split": lambda x: torch.cat([x, x], 1).split(3, 1)[1],
-    "transposed": lambda x: x.t().contiguous().t(),
-    "expanded": lambda x: x.sum(1, keepdim=True).expand(-1, 3),
-    "itself": lambda x: x,
-}
-
-
-def out_of_place(module):
-    module = copy.deepcopy(module)
-    for layer in module.modules():
-        if getattr(layer, "inplace", False):
-            layer.inplace = False
-    return module
-
-
-def leaf(requires_grad, rows=4):
-    return torch.randn(rows, 3, requires_grad=requires_grad)
-
-
-def is_checkpointed(mode, chunks):
-    """Whether any micro-batch is."""
-    return mode == "always" or (mode == "except_last" and chunks > 1)
-
-
-def outcome(run, leaves):
-    """The output and the gradients, or what was raised, without shapes."""
-    try:
-        output = run()
-        wanted = [x for x in leaves if x.requires_grad]
-        if not output.requires_grad:
-            return output, ()
-        loss = output.square().sum()
-        return output, torch.autograd.grad(loss, wanted, allow_unused=True)
-    except RuntimeError as error:
-        return str(error).split("[")[0]
-
-
-def verify(found, expected):
-    if isinstance(found, str) or isinstance(expected, str):
-        assert found == expected
-        return
-    assert torch.equal(found[0], expected[0])
-    assert found[0].requires_grad == expected[0].requires_grad
-    for a, b in zip(found[1], expected[1]):
-        torch.testing.assert_close(a, b)
-
-
-def outcomes(module, balance, chunks, mode, x, reference=None):
-    """What a wrapper does, and what the plain module does."""
-    reference = copy.deepcopy(reference or module)
-    wrapped = wrap(copy.deepcopy(module), mode=mode, chunks=chunks, balance=balance)
-    given = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)]
-    found = outcome(lambda: wrapped(given[0]), [given[0], *wrapped.parameters()])
-    expected = outcome(
-        lambda: plain(reference, given[1], chunks), [given[1], *reference.parameters()]
-    )
-    return found, expected, *given
-
-
-def verify_unless_checkpointed(found, expected, chunks, mode):
-    """Under checkpointing the input of a partition must not be changed."""
-    if is_checkpointed(mode, chunks):
-        assert found.startswith(CHANGED_INPUT)
-    else:
-        verify(found, expected)
-
+from torchgpipe import NoChunk
 
 # Where a partition starts.
 
@@ -179,7 +57,7 @@ def test_layer_that_does_not_tell(start, end, chunks, mode):
 
 @CASES
 def test_layers_behind_the_start(chunks, mode):
-    """What they change is the partition's own."""
+    """Layers behind the first one change only tensors of their own partition."""
     module = nn.Sequential(
         nn.Linear(3, 3), nn.Linear(3, 3), Apply(torch.tanh_), nn.Linear(3, 3), nn.ReLU(inplace=True)
     )
@@ -208,7 +86,7 @@ def test_without_grad_nothing_is_in_the_way(chunks):
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("start", FLAGGED)
 def test_first_layer_that_tells(start, requires_grad, chunks, mode):
-    """It works, and leaves the caller's input alone, also where the plain one would not."""
+    """The layer works on a copy of the caller's input, even where the plain model changes it."""
     module = nn.Sequential(FLAGGED[start](), nn.Linear(3, 3), nn.Tanh())
     x = leaf(requires_grad)
     for training in (True, False):
@@ -239,7 +117,7 @@ def test_first_layer_that_does_not_tell(start, requires_grad, chunks, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_input_that_is_no_leaf(mode):
-    """As behind another model."""
+    """The output of another model is such an input."""
     module = nn.Sequential(nn.ELU(inplace=True), nn.Linear(3, 3))
     x = leaf(requires_grad=True)
     before = x * 2
@@ -258,7 +136,7 @@ def test_input_that_is_no_leaf(mode):
 @pytest.mark.parametrize("end", [*ENDS, *VIEWS])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_ends(end, requires_grad, chunks, mode):
-    """Of a partition, and of the model."""
+    """Each operator ends a partition, and the model."""
     layers = [
         nn.Linear(3, 3),
         Apply((ENDS | VIEWS)[end]),
@@ -274,7 +152,7 @@ def test_ends(end, requires_grad, chunks, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_views_of_one_tensor(mode):
-    """Side by side, they are passed on like others."""
+    """Partitions pass on several views of one tensor like other tensors."""
 
     def views(x):
         a, b, c = x.unbind(1)
@@ -322,7 +200,7 @@ def test_views_of_one_tensor_of_which_a_later_partition_changes_one(name, told, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_part_of_a_split(mode):
-    """The rest of it is gone, and it may be changed; torch keeps it from that, but for a copy."""
+    """PyTorch forbids to change a part of a split, but checkpointing makes a copy."""
     module = nn.Sequential(
         nn.Linear(3, 6), Apply(lambda x: x.split(3, 1)[0]), nn.ReLU(inplace=True), nn.Linear(3, 3)
     )
@@ -341,7 +219,7 @@ def test_part_of_a_split(mode):
 @CASES
 @pytest.mark.parametrize("key", [0, "x"])
 def test_part_of_a_structure(key, chunks, mode):
-    """In place, by layers that tell, and by those that do not."""
+    """Layers with and without the flag change one item in place."""
 
     def made(x):
         parts = [x.sin(), x.cos(), (x > 0).long()]
@@ -373,7 +251,7 @@ def test_part_of_a_structure(key, chunks, mode):
 
 @CASES
 def test_integers_that_are_changed(chunks, mode):
-    """As a mask that is drawn up on the way; nothing is saved of it."""
+    """A mask is an example: layers change it on the way, and autograd saves nothing of it."""
     made = Apply(lambda x: {"x": x.sin(), "mask": (x > 0).long()})
     change = Apply(lambda value: {"x": value["x"], "mask": value["mask"].bitwise_xor_(1)})
     module = nn.Sequential(
@@ -385,7 +263,7 @@ def test_integers_that_are_changed(chunks, mode):
 
 @CASES
 def test_one_tensor_in_two_places_of_a_structure(chunks, mode):
-    """Both are changed, as they are one."""
+    """Both places change, since they hold one tensor."""
     module = nn.Sequential(
         nn.Linear(3, 3),
         Apply(lambda x: {"a": x, "b": [x]}),
@@ -413,7 +291,7 @@ def test_what_every_micro_batch_gets_is_not_to_be_changed(j, mode):
 
 
 class Give(nn.Module):
-    """Returns a parameter, or a view of it."""
+    """A layer that returns a parameter, or a view of it."""
 
     def __init__(self, view):
         super().__init__()
@@ -427,7 +305,7 @@ class Give(nn.Module):
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("view", [False, True])
 def test_parameter_that_is_passed_on_is_not_changed(view, chunks, mode):
-    """The next partition changes a copy, or it is an error."""
+    """The next partition changes a copy, or the change is an error."""
     wrapped = wrap(
         nn.Sequential(Give(view), Apply(lambda x: x.mul_(2))),
         mode=mode,

@@ -1,4 +1,4 @@
-"""Long runs: steps, and steps that fail, leave nothing behind, without the garbage collector."""
+"""Long runs: no step, failed or not, leaves anything behind, without the garbage collector."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.long_runs import CASES, WAYS, Training, uncollected, verify_n
 
 @pytest.fixture(params=WAYS)
 def training(request):
-    """In each way to issue cells on the CPU."""
+    """Trainings on the CPU, for each way to issue cells."""
     return Training(WAYS[request.param])
 
 

@@ -16,9 +16,9 @@ LAYERS, WIDTH, ROWS, LENGTH, CHUNKS = some(8, 4), 32, 20, 24, 4
 
 
 class Activations(LiveStorages):
-    """Counts the bytes of all storages made by operators within it, and their peak.
+    """A mode that counts the bytes of all storages that operators make, and their peak.
 
-    Parameters' gradients are left out: they are told by their size, which no activation has.
+    Gradients of parameters do not count. Their size, which no activation has, tells them apart.
     """
 
     def __init__(self, parameters):
@@ -42,7 +42,7 @@ def transformer():
 
 
 def step(model):
-    """The peak of a training step whose loss keeps nothing of its own, which is not the model's."""
+    """Peak of a training step whose loss keeps nothing of its own."""
     input = torch.randn(ROWS, LENGTH, WIDTH)
     with Activations(model.parameters()) as activations:
         model(input).sum().backward()
@@ -50,7 +50,7 @@ def step(model):
 
 
 def test_peak_of_a_transformer():
-    """Of four micro-batches one is alive at a time, and of the others only the output."""
+    """One of four micro-batches is alive at a time, and only the output of the others."""
     whole = step(transformer())
     peaks = {
         mode: step(GPipe(transformer(), [LAYERS], devices=["cpu"], chunks=CHUNKS, checkpoint=mode))

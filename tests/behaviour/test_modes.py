@@ -1,4 +1,4 @@
-"""What the caller has set is what layers see, whichever thread runs them; on accelerators, too."""
+"""Layers see what the caller has set, whichever thread runs them; on accelerators, too."""
 
 import contextvars
 import copy
@@ -30,12 +30,12 @@ variable = contextvars.ContextVar("variable", default="unset")
 
 @pytest.fixture
 def places(device):
-    """Where two partitions sit."""
+    """Devices of two partitions."""
     return [device] * 2
 
 
 class Look(nn.Module):
-    """Takes note of what it sees, in each of its runs."""
+    """A layer that records what is set, in each of its runs."""
 
     def __init__(self, seen):
         super().__init__()
@@ -110,7 +110,7 @@ def test_autocast_of_each_type_of_device(places):
 
 
 class Custom(torch.autograd.Function):
-    """Has modes of its own in backward, where what it saved is computed again."""
+    """A function with modes of its own in backward, where its saved tensors are recomputed."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
@@ -194,7 +194,7 @@ def test_number_of_threads_follows_the_caller(places, mode):
 
 
 class Residual(nn.Module):
-    """Saves several things for backward, the last of which is no weight."""
+    """A layer that saves several tensors for backward, the last of which is no weight."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ def test_flops_are_those_of_the_plain_model_and_the_recomputation(places, mode):
 
 
 def test_flops_by_layer(places):
-    """Modes that follow layers are called in one thread, by one layer at a time."""
+    """Modes that follow layers see them in one thread, one layer at a time."""
     model = wrap(made(), places, "never")
     with FlopCounterMode(display=False) as counter:
         model(rows(model))
@@ -241,7 +241,7 @@ def test_flops_by_layer(places):
 
 
 class Packs:
-    """Hooks that note what they are given, and give it back."""
+    """Hooks that record their arguments, and return them."""
 
     def __init__(self):
         self.packed, self.unpacked = [], []
@@ -284,7 +284,7 @@ def test_hooks_see_what_they_see_in_the_plain_model(places):
 
 
 def test_hooks_see_what_checkpointing_keeps(places):
-    """It is the input of each cell, once; and all that is saved of what is not checkpointed."""
+    """Hooks see the input of each checkpointed cell once, and all saved tensors of other cells."""
     module = made()
     plain, model = Plain(copy.deepcopy(module), 3), wrap(module, places)
     x = rows(model)
@@ -333,7 +333,7 @@ def test_hooks_that_are_disabled(places):
 
 @pytest.mark.parametrize("mode", CHECKPOINT)
 def test_checkpointing_by_torch_around_the_wrapper(places, mode):
-    """Its hooks count on an order, in which saved tensors of one shape are told from each other."""
+    """PyTorch's hooks tell saved tensors of one shape apart by their order."""
     module = made()
     plain, model = Plain(copy.deepcopy(module), 3), wrap(module, places, mode)
     x = rows(model)
@@ -348,7 +348,7 @@ def test_checkpointing_by_torch_around_the_wrapper(places, mode):
 
 
 def test_wrapper_within_a_checkpointed_layer(places):
-    """Its layers are told that they run again, and what they save is dropped."""
+    """Layers of the wrapper learn that they run again, and their saved tensors are dropped."""
     seen = []
 
     class Inner(nn.Sequential):

@@ -1,4 +1,4 @@
-"""The state of an optimizer is by the order of parameters, which is that of the layers."""
+"""The state of an optimizer goes by the order of parameters, which is that of the layers."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ BALANCES = [None, [5], [2, 3], [1, 2, 2]]
 
 
 def model_of(balance, seed=0):
-    """With a weight that is shared, one that is frozen, a buffer, and a plain model for None."""
+    """A model with a shared weight, a frozen one and a buffer; plain if the balance is None."""
     torch.manual_seed(seed)
     layers = nn.Sequential(
         nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3), nn.Linear(3, 3)
@@ -87,7 +87,7 @@ def test_carried_to_any_balance(source, groups, make, tmp_path):
 
 
 def test_names_of_a_balance():
-    """They are for people: what is loaded goes by the order all the same."""
+    """Names are for people: loading goes by the order all the same."""
     one, other = model_of([2, 3]), model_of([1, 2, 2], seed=1)
     optimizer = torch.optim.AdamW(one.named_parameters())
     step(one, optimizer, 0)

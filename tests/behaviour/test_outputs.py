@@ -1,4 +1,4 @@
-"""What comes out is what comes out of the plain model: joined, of the same kind, with gradients."""
+"""Outputs are those of the plain model: joined, of the same kind, with gradients."""
 
 from types import SimpleNamespace
 
@@ -64,11 +64,11 @@ def test_other_outputs_alone():
     assert model(passed, Partial(lambda x: {"a": "b"}))(rows()) == {"a": "b"}
 
 
-# What is not differentiable.
+# Tensors that are not differentiable.
 
 
 class Mixed(nn.Module):
-    """Tensors that have no gradient before, between and behind those that have."""
+    """A layer that returns tensors without a gradient before, between and behind others."""
 
     def __init__(self, order):
         super().__init__()
@@ -141,7 +141,7 @@ def test_shapes_from_step_to_step(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_shapes_from_micro_batch_to_micro_batch(mode):
-    """Each is cut to its own longest sequence."""
+    """Each micro-batch is cut to its own longest sequence."""
 
     def cut(value):
         x, lengths = value
@@ -158,7 +158,7 @@ def test_shapes_from_micro_batch_to_micro_batch(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_structures_from_micro_batch_to_micro_batch(mode):
-    """They may differ between layers, if not at the end."""
+    """Structures of micro-batches may differ between layers, but not in the output."""
 
     def differ(x):
         return x if len(x) > 1 else [x.sin(), {"y": x.cos()}, integers(len(x))]
@@ -181,7 +181,7 @@ def test_no_rows_but_values():
     verify(model(nn.Linear(3, 2), lambda x: {"loss": x.sum(), "x": x}), torch.rand(0, 3))
 
 
-# What outputs are like.
+# Kinds of outputs.
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,7 +199,7 @@ def test_requires_grad(frozen, mode):
 
 
 class First(nn.Module):
-    """A layer for the first of several."""
+    """A layer applied to the first of several tensors."""
 
     def __init__(self, layer):
         super().__init__()
@@ -261,7 +261,7 @@ def test_channels_last_through_convolutions():
 
 
 def test_classes_that_are_no_containers():
-    """What is in them is nobody's business but the layers'."""
+    """Only layers look into objects that are no containers."""
     thing = SimpleNamespace(x=torch.rand(2))
     output = model(passed)((rows(), thing))
     assert output[1] is thing

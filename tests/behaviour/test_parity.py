@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 class Shift(nn.Module):
-    """Views and an in-place change, as attention layers have them."""
+    """A layer with views and a change in place, as layers of attention have them."""
 
     def forward(self, x):
         a, b = x.chunk(2, dim=-1)
@@ -42,7 +42,7 @@ class Shift(nn.Module):
 
 
 class Split(nn.Module):
-    """From a tensor to a tuple of which one part needs no gradient."""
+    """A layer from a tensor to a tuple, one item of which needs no gradient."""
 
     def forward(self, x):
         return x.tanh(), x.detach().abs(), x.argmax(dim=-1)
@@ -92,7 +92,7 @@ def close(a, b):
 
 
 def batch(rows, device):
-    """Far enough from where a kink or a tie would tell rounding."""
+    """A batch far enough from kinks and ties for rounding not to matter."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)).to(device)
 
 
@@ -166,7 +166,7 @@ def test_evaluation(device, model, chunks, mode, with_grad):
 @settings(max_examples=50)
 @given(models(), st.sampled_from(CHUNKS), st.sampled_from(MODES))
 def test_autograd_grad(device, model, chunks, mode):
-    """It asks for single gradients, and accumulates none."""
+    """torch.autograd.grad returns single gradients, and accumulates none."""
     module, balance = model
     module = module.to(device).eval()
     leaves = [x := batch(8, device).requires_grad_()]

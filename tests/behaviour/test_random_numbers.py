@@ -47,14 +47,14 @@ class LSTM(nn.LSTM):
 
 
 class Checkpointed(nn.Sequential):
-    """Is checkpointed by torch, too."""
+    """A layer under torch.utils.checkpoint, too."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def some(x):
-    """Takes and repeats some features."""
+    """A layer that takes and repeats some features."""
     weights = torch.ones(WIDTH, device=x.device)
     return x[..., torch.multinomial(weights, WIDTH, replacement=True)]
 
@@ -86,7 +86,7 @@ def draws_twice(name):
 
 
 def step(model, x, *, seed=1):
-    """The output, the gradients, and the caller's generator after a step that leaves it there."""
+    """The output, the gradients, and the state of the caller's generator after a step."""
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
     output = model(x)
@@ -155,7 +155,7 @@ def test_same_in_random_models(model, chunks, mode, rows, seed):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_same_in_training(chunks, mode):
-    """Step after step, each going on with the caller's generator."""
+    """Each step goes on with the caller's generator."""
     found = []
     for balance, each in (([4], "never"), ([1, 2, 1], mode)):
         module = draws_twice("dropout")
@@ -208,7 +208,7 @@ def test_first_micro_batch_draws_what_the_plain_model_draws():
 
 
 class Uniform(nn.Module):
-    """Replaces its input by random numbers."""
+    """A layer that replaces its input by random numbers."""
 
     def forward(self, x):
         return torch.rand_like(x)
@@ -216,7 +216,7 @@ class Uniform(nn.Module):
 
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
 def test_all_numbers_differ(balance):
-    """From micro-batch to micro-batch, layer to layer and step to step."""
+    """Numbers differ between micro-batches, between layers and between steps."""
     layer = Drawing(lambda x: torch.cat([x, torch.rand(len(x), 50).double()], dim=1))
     layer.linear = nn.Identity()
     model = wrap(nn.Sequential(layer, layer), mode="never", chunks=8, balance=balance)
@@ -234,7 +234,7 @@ def test_seeds_that_follow_each_other_give_other_numbers():
 
 
 class Selective(nn.Module):
-    """Draws for some rows only."""
+    """A layer that draws for some rows only."""
 
     def forward(self, x):
         return x + torch.rand_like(x) if (x > 0).all() else x
@@ -258,7 +258,7 @@ def test_generator_goes_on_when_only_a_later_micro_batch_draws(balance, mode):
 
 
 class Failing(nn.Module):
-    """Draws, and fails in the call that is asked for."""
+    """A layer that draws, and fails in one of its calls."""
 
     def __init__(self, call):
         super().__init__()
@@ -312,7 +312,7 @@ WITHOUT = {"grad": nullcontext, "no_grad": torch.no_grad, "inference_mode": torc
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", WITHOUT)
 def test_monte_carlo_dropout(name, chunks):
-    """Only the dropout layers train."""
+    """Only dropout layers are in train mode."""
     module, x = draws_twice("dropout").eval(), batch()
     for layer in module:
         layer.train(isinstance(layer, nn.Dropout))
@@ -367,7 +367,7 @@ def draws_nothing():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", ["draws", "draws nothing"])
 def test_wrappers_in_several_threads(others, mode):
-    """Those that draw share a generator, but none is told that another one has."""
+    """Wrappers that draw share a generator, but no error blames one for the draws of another."""
     made = [draws_twice("dropout") if others == "draws" else draws_nothing(), draws_nothing()]
     reference = copy.deepcopy(made[1])
     x, errors, found = batch(), [], []
@@ -414,7 +414,7 @@ def test_each_of_several_threads_draws_other_numbers():
 
 
 def test_state_of_the_generator_can_be_saved_between_steps():
-    """As a training loop does that is to go on tomorrow."""
+    """A training loop saves the state to go on tomorrow."""
     model, x = wrap(draws_twice("dropout"), mode="never", balance=[2, 2]), batch()
     model(x)
     saved = get_state(x.device)

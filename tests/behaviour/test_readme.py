@@ -9,14 +9,14 @@ from torch import nn
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.rst"
-#: What is about virtual accelerators is run in their process, and what prints in tests/schedule.
+#: tests/virtual runs the page about virtual accelerators, and tests/schedule the page that prints.
 GUIDE = {*(ROOT / "docs").glob("*.rst")}
 GUIDE = sorted(GUIDE - {ROOT / "docs/testing.rst", ROOT / "docs/schedule.rst"})
 
 
 @pytest.fixture(autouse=True)
 def no_accelerators(monkeypatch):
-    """Those of a machine may be fewer than the partitions of the examples."""
+    """Hide all accelerators, which may be fewer than the partitions of the examples."""
     monkeypatch.setattr("torchgpipe.partition.arguments.accelerators", list)
 
 

@@ -53,7 +53,7 @@ def test_note_names_the_layer_that_saves_otherwise():
 
 
 def test_layers_that_save_each_other_s_tensors_are_an_error():
-    """In number, shape and dtype nothing differs."""
+    """Saved tensors do not differ in number, shape or dtype, but in their layer."""
     layers = [Differs(saving(1, 1), saving(1), 0), Differs(saving(1), saving(1, 1), 0)]
     loss = wrap(layers, balance=[2])(numbered()).sum()
     message = "recomputation: .* by layer 1, forward: .* by layer 0"
@@ -74,7 +74,7 @@ def test_error_of_a_layer_in_its_second_run_is_named_too(mode):
 
 
 def test_a_layer_may_differ_if_it_saves_the_same():
-    """The gradient is that of the second run then: to be found out by verify_recomputation()."""
+    """The gradient is that of the second run, which only verify_recomputation() notices."""
     model = wrap([Differs(torch.sin, lambda x: (x * 1).sin(), rows=1)])
     x = numbered()
     model(x).sum().backward()
@@ -83,7 +83,7 @@ def test_a_layer_may_differ_if_it_saves_the_same():
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_error_of_an_early_layer_comes_when_later_ones_may_have_gradients(chunks):
-    """As in the plain model; those of its own partition and of earlier ones have none."""
+    """Later layers have gradients as in the plain model; the layer's partition has none."""
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     model = GPipe(layers, [2, 1, 1], devices=["cpu"] * 3, chunks=chunks, checkpoint="always")
     loss = model(torch.rand(4, 2)).sum()
@@ -100,7 +100,7 @@ def test_error_of_an_early_layer_comes_when_later_ones_may_have_gradients(chunks
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_no_backward_goes_on_after_a_recomputation_has_failed(verified):
-    """Also where all was recomputed, and only then found to be wrong."""
+    """Backward stops even if all slots are full before the error."""
     second = Apply(lambda x: x.exp() + 1) if verified else saving(1)
     model = wrap([nn.Linear(2, 2), Differs(torch.exp, lambda x: second(x).exp(), 0)])
     with verify_recomputation() if verified else nullcontext():
@@ -114,7 +114,7 @@ def test_no_backward_goes_on_after_a_recomputation_has_failed(verified):
 
 @pytest.mark.parametrize("end", ["forward", "retained", "backward"])
 def test_empty_tensors_keep_nothing_alive(end):
-    """As of a mixture of experts, of which one has nothing to do."""
+    """An expert of a mixture that gets no rows makes such tensors."""
     refs = []
 
     def function(x):
@@ -205,7 +205,7 @@ def test_graph_is_let_go_that_hooks_have_kept(mode):
 
 
 class Unused(torch.autograd.Function):
-    """Tells what gradient it got."""
+    """A function that records the number of nonzero items of its gradient."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -220,7 +220,7 @@ class Unused(torch.autograd.Function):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_output_that_the_loss_does_not_use(n):
-    """On several devices layers behind it are differentiated, but for the last micro-batch."""
+    """Backward runs behind such an output on several devices, but for the last micro-batch."""
     linear, seen = nn.Linear(2, 2), []
     layers = nn.Linear(2, 2), Apply(lambda x: (x, Unused.apply(linear(x), seen)))
     partitions = [nn.Sequential(layer) for layer in layers]

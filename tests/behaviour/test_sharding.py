@@ -1,4 +1,4 @@
-"""Layers that FSDP2 has sharded: here over one process, which exchanges parameters as several do.
+"""Layers that FSDP2 has sharded, over one process that exchanges parameters as several do.
 
 With two processes they are in ``tests/examples/test_data_parallel.py``.
 """
@@ -44,7 +44,7 @@ def sharded(module, mesh, mode="except_last", **how):
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_steps(mode, keeps, mesh):
-    """An evaluation before a step leaves the whole parameters in the layers, if they are kept."""
+    """An evaluation before a step leaves whole parameters in the layers if FSDP2 keeps them."""
     if mode != "never" and not GATHERS_AGAIN:
         pytest.skip("FSDP2 of PyTorch 2.9 does not gather what runs again in backward")
     plain = layers()
@@ -65,7 +65,7 @@ def test_steps(mode, keeps, mesh):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_on_several_devices(when, mesh):
-    """FSDP2 knows one device of each process."""
+    """FSDP2 knows one device of each process, so several are an error."""
     module = layers()
     wrap = partial(GPipe, balance=[2, 2], devices=["cpu", "meta"])
     if when == "before":

@@ -1,4 +1,4 @@
-"""The whole in one file: what a user copies from the README works."""
+"""One file for the whole package: the code that a user copies from the README works."""
 
 import torch
 from torch import nn

@@ -93,7 +93,7 @@ def test_missing_and_unexpected_keys(strict):
 
 @pytest.mark.parametrize("own_first", [False, True])
 def test_two_keys_of_one_tensor(own_first):
-    """As in a file that two others were put into: the model's own key counts."""
+    """Two files were merged into one, for example: the model's own key counts."""
     plain, own = layers(seed=1).state_dict(), wrapped([1, 3], seed=2).state_dict()
     state = {**own, **plain} if own_first else {**plain, **own}
     model = wrapped([1, 3])
@@ -201,7 +201,7 @@ def test_keys_of_compiled_layers():
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_prefix_of_a_wrapper(plain):
-    """As DistributedDataParallel saves it."""
+    """DistributedDataParallel saves keys with a prefix."""
     source = linears() if plain else GPipe(linears(), [1, 2], devices=["cpu"] * 2)
     state = nn.ModuleDict({"module": source}).state_dict()
     model = GPipe(linears(), [2, 1], devices=["cpu"] * 2)
@@ -230,7 +230,7 @@ def test_a_wrapper_twice_in_a_parent_and_one_within_another(plain):
 
 
 def test_partitions_have_the_plain_names():
-    """So a file for each of them is a part of the file of the plain model."""
+    """A file for each partition is therefore a part of the plain model's file."""
     model = wrapped([1, 3])
     keys = [list(partition.state_dict()) for partition in model.partitions]
     assert keys[0] + keys[1] == list(layers().state_dict())

@@ -62,7 +62,7 @@ VALUES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name, mode):
-    """In, between layers, and out."""
+    """Values of each kind pass into the model, between layers, and out."""
     for chunks in CHUNKS:
         verify(model(passed, passed, passed, chunks=chunks, mode=mode), VALUES[name]())
 
@@ -101,7 +101,7 @@ def test_containers_that_come_out():
     assert output["default"].default_factory is list
 
 
-# What the first layer is called with.
+# Arguments of the first layer.
 
 
 class Attention(nn.Module):
@@ -187,7 +187,7 @@ def test_what_a_layer_sees():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_may_change_containers(mode):
-    """Each run is given its own."""
+    """Each run gets containers of its own."""
 
     def change(value):
         value["x"] = value.pop("y") + value.pop("z")[0].tanh()
@@ -227,7 +227,7 @@ def test_gradient_of_what_is_not_split(mode, chunks):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_one_tensor_split_and_whole(mode, chunks):
-    """As self-attention over a whole that is a batch, too."""
+    """Attention of a batch to the whole batch uses one tensor in both ways."""
     x = rows()
 
     def attend(value):
@@ -245,7 +245,7 @@ def test_different_numbers_of_rows_are_an_error():
 
 
 def test_containers_without_names():
-    """Those of a class that was registered without them are counted."""
+    """Errors count the leaves of a class that was registered without names."""
     with pytest.raises(ValueError, match=r"'leaf 0': \(5, 3\), 'leaf 1': \(4, 3\)"):
         model(passed)(Custom([rows(5), rows(4)], "label"))
     with pytest.raises(ValueError, match="output: leaf 1, micro-batch 0: 3, micro-batch 1: 2"):
@@ -284,7 +284,7 @@ def test_nothing_to_split():
 
 
 class Scale(nn.Module):
-    """Maps over the tensors, in another way for each sort."""
+    """A layer that maps over the tensors, floating-point ones otherwise than integers."""
 
     def __init__(self):
         super().__init__()
@@ -298,7 +298,7 @@ class Scale(nn.Module):
 
 
 class Nest(nn.Module):
-    """Puts what it is given deeper, beside what it makes of it."""
+    """A layer that nests its input deeper, beside new tensors."""
 
     def forward(self, value):
         found = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.dim()]
@@ -313,7 +313,7 @@ class Stop(nn.Module):
 
 
 class Reverse(nn.Module):
-    """Of lists and tuples."""
+    """A layer that reverses lists and tuples."""
 
     def forward(self, value):
         return value[::-1] if type(value) in (list, tuple) else [value, value]

@@ -29,7 +29,7 @@ def wrap(request):
 
 
 def by_worker(*args, **options):
-    """A wrapper on the CPU whose cells its one worker issues: the generator is one, too."""
+    """Wrap layers on the CPU such that one worker issues all cells, as there is one generator."""
     model = GPipe(*args, **options)
     model._stages.workers._way = lambda: "workers"
     return model
@@ -56,7 +56,7 @@ def batch():
 
 
 def found(model, input):
-    """What a model gives, and its gradients."""
+    """The output of a model, and its gradients."""
     output = model(input)
     leaves = [input, *model.parameters()]
     return [output, *torch.autograd.grad(output.square().sum(), leaves)]
@@ -79,7 +79,7 @@ def test_wrappers_in_several_threads(wrap, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_wrapper_in_several_threads(wrap, mode):
-    """Which may run it at once, but while a backward recomputes."""
+    """Threads may run one wrapper at once, except while a backward recomputes."""
     model = wrap(layers(), checkpoint=mode)
     inputs = [batch() for _ in range(4)]
     right = [found(model, x) for x in inputs]
@@ -96,7 +96,7 @@ def test_one_wrapper_in_several_threads(wrap, mode):
 
 
 def test_nothing_runs_beside_a_recomputation_of_its_layers():
-    """Which has exchanged what they are made of."""
+    """A recomputation exchanges the buffers and flags of its layers."""
     begun, end, runs = threading.Event(), threading.Event(), []
 
     def wait(x):
@@ -201,6 +201,6 @@ def test_threads_end_with_a_wrapper_that_is_dropped():
         started = {*threading.enumerate()} - before
         assert len(started) == 4
         del model
-        # What it has given can be differentiated all the same.
+        # Backward of its output works all the same.
         output.sum().backward()
         assert eventually(lambda: not started & {*threading.enumerate()})

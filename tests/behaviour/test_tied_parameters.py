@@ -1,4 +1,4 @@
-"""Tied parameters, and modules that are used several times, are what they are without a wrapper."""
+"""Tied parameters, and modules used several times, train as without a wrapper."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ WORDS, WIDTH = 7, 4
 
 
 class Decoder(nn.Module):
-    """Computes with the weight of an embedding, which may be in another partition."""
+    """A layer that computes with the weight of an embedding, maybe of another partition."""
 
     def __init__(self, embedding):
         super().__init__()
@@ -41,7 +41,7 @@ class Buffered(nn.Module):
 
 
 def language_model():
-    """The first and the last layer are tied, as are two within, which differ in their biases."""
+    """A model whose first and last layers share a weight, as do two inner ones with own biases."""
     torch.manual_seed(0)
     embedding = nn.Embedding(WORDS, WIDTH)
     one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -76,14 +76,14 @@ def input(device):
 
 
 def divided(module, device, cuts=None, mode="except_last", **options):
-    """A wrapper of one partition, of two, or of as many as there are layers."""
+    """Wrap a model in one partition, in two, or in as many as it has layers."""
     n = len(module)
     balance = {None: [n], "two": [2, n - 2], "each": [1] * n}[cuts]
     return wrap(module, device, mode, balance=balance, **options)
 
 
 def train(model, forward, input):
-    """Three steps with an optimizer that remembers, and what comes of them."""
+    """Take three steps with an optimizer that has state; return all that the steps compute."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     found = []
     for _ in range(3):
@@ -96,7 +96,7 @@ def train(model, forward, input):
 
 
 def ties(model):
-    """The names that parameters and buffers have, those of each together."""
+    """Names of parameters and buffers, in groups that share one tensor."""
     model = getattr(model, "module", model)
     names = {}
     for name, tensor in tensors(model):
@@ -111,7 +111,7 @@ def ties(model):
 @pytest.mark.parametrize("cuts", [None, "two", "each"])
 @pytest.mark.parametrize("make", MODELS)
 def test_training(make, cuts, mode, device, input):
-    """Within a partition and across them."""
+    """Tied parameters train within a partition and across partitions."""
     reference = make().to(device)
     model = divided(make(), device, cuts=cuts, mode=mode)
     assert len(list(model.parameters())) == len(list(reference.parameters()))
@@ -151,7 +151,7 @@ def test_hook_runs_once_for_all_uses(mode, device, input):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_optimizer_in_backward(mode, device, input):
-    """Not before the last use of a parameter has been computed again."""
+    """The optimizer steps after the last use of a parameter was recomputed."""
     found = []
     module = language_model().to(device)
     model = divided(copy.deepcopy(module), device, cuts="each", mode=mode)
@@ -218,21 +218,21 @@ def proposals(message):
 
 
 def two_pairs():
-    """Ties that overlap, the one in the other."""
+    """Two ties that overlap: neither ends before the other begins."""
     a, b, c, d = (nn.Linear(2, 2) for _ in range(4))
     c.weight, d.weight = a.weight, b.weight
     return nn.Sequential(a, b, nn.ReLU(), c, d, nn.Linear(2, 2))
 
 
 def chain_of_ties():
-    """The first with the third in their weights, the third with the fifth in their biases."""
+    """The first and third layer share weights, the third and fifth share biases."""
     a, b, c = (nn.Linear(2, 2) for _ in range(3))
     b.weight, c.bias = a.weight, b.bias
     return nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), c, nn.ReLU())
 
 
 def tied_twice():
-    """The first with the second, and with the last, which is on its device already."""
+    """The first layer shares with the second, and with the last, which is on its device already."""
     a, b, c, d = (nn.Linear(2, 2) for _ in range(4))
     b.weight, d.bias = a.weight, a.bias
     return nn.Sequential(a, b, c, d)
@@ -292,7 +292,7 @@ def test_wrapper_is_not_made_and_nothing_moved():
 @pytest.mark.parametrize("source", ["own", "plain", "other balance"])
 @pytest.mark.parametrize("make", [language_model, with_a_norm])
 def test_loading(make, source, assign, device, input):
-    """All names are in the file, and what was tied is tied after loading."""
+    """The file has all names, and tied parameters are tied after loading."""
     trained = divided(make(), device, cuts="two")
     train(trained, trained, input)
     other = {

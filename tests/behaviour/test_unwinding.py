@@ -1,4 +1,4 @@
-"""Ctrl-C may come anywhere: what was set in the caller's thread is put back."""
+"""Ctrl-C may come anywhere: the caller's thread gets its settings back."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from torchgpipe.skip.tracker import use_skip_tracker
 
 @pytest.fixture
 def places(device):
-    """Where two partitions sit."""
+    """Devices of two partitions."""
     return [device] * 2
 
 
@@ -59,7 +59,7 @@ def step(model):
 
 
 def state(model):
-    """What this thread has set."""
+    """All that this thread has set."""
     streams = current_streams(model.devices)
     return (Modes.current(), autocast_nesting(), current_hooks(), thread.saved(), streams)
 
@@ -96,7 +96,7 @@ def test_interrupted_where_something_was_set(places, window, monkeypatch):
 
 
 class Interrupt(Tricky):
-    """Presses Ctrl-C in its second run of a kind."""
+    """A layer that presses Ctrl-C in its second run of a kind."""
 
     def __init__(self, where):
         super().__init__()
@@ -114,7 +114,7 @@ class Interrupt(Tricky):
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
 def test_ctrl_c(places, where):
-    """Accelerators run backward in other threads; Python hears it when that is over."""
+    """Accelerators run backward in other threads; Python raises when backward is over."""
     layer = Interrupt(where)
     model = GPipe(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), layer),

@@ -1,4 +1,4 @@
-"""verify_recomputation() finds other values than those of the forward, and no others."""
+"""verify_recomputation() reports values that differ from the forward's, and no others."""
 
 from contextlib import nullcontext
 
@@ -29,7 +29,7 @@ def test_other_values_are_found(name):
     with pytest.raises(RuntimeError, match=r"compute the same values as .*layer: 1, ") as caught:
         loss.backward()
     assert note_of(caught.value) == "raised in partition 1, micro-batch 1, layer 1 (Differs)"
-    # It is looked for where it is asked for.
+    # Values are compared only within the block.
     model(numbered()).sum().backward()
 
 
@@ -56,14 +56,14 @@ EQUAL = {
     "dropout": lambda: [nn.Dropout(0.5), nn.Linear(2, 2), nn.AlphaDropout(0.3)],
     "batch norm": lambda: [nn.BatchNorm1d(2), nn.Tanh(), nn.BatchNorm1d(2, momentum=None)],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ELU(inplace=True)],
-    "attention": lambda: [Attention(), nn.GRU(2, 2), First()],
+    "attention": lambda: [Attention(), nn.GRU(2, 2, batch_first=True), First()],
 }
 
 
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.MultiheadAttention(2, 1, dropout=0.2)
+        self.layer = nn.MultiheadAttention(2, 1, dropout=0.2, batch_first=True)
 
     def forward(self, x):
         return self.layer(x, x, x)[0]
@@ -91,9 +91,11 @@ def test_equal_values_pass(name, autocast, mode, device):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
-@pytest.mark.parametrize("make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64), First()]])
+@pytest.mark.parametrize(
+    "make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64, batch_first=True), First()]]
+)
 def test_value_that_is_written_after_it_was_saved_passes(make):
-    """As the noise of the one layer; or never, as some bytes in the workspace of the other."""
+    """One layer writes its noise late, and the other never writes some bytes of its workspace."""
     layers = make()
     model = wrap(layers, balance=[len(layers)])
     junk = [torch.full((2, 64), 7.0) for _ in range(9)]

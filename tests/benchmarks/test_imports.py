@@ -1,4 +1,4 @@
-"""Who may import whom in the benchmarks, and that the tests mirror their rooms."""
+"""Layers of the benchmarks: who may import whom, and tests that mirror their rooms."""
 
 import ast
 import re

@@ -2,9 +2,9 @@
 
 import os
 
-#: What timm, Lightning and Transformers raise where they do not load: they import torchvision if it
+#: Errors of timm, Lightning and Transformers that do not load: they import torchvision if it
 #: is there, which raises RuntimeError if it was built for another torch.
 BROKEN = (ImportError, RuntimeError)
 
-#: What a package of the extras may raise to be done without: nothing where nothing may be missing.
+#: Errors with which tests skip a package of the extras: none where no package may be missing.
 MISSING = () if os.environ.get("TORCHGPIPE_REQUIRE_VIRTUAL") == "1" else BROKEN

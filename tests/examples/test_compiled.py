@@ -1,4 +1,4 @@
-"""The example of compiled blocks, with the compiler that most use, where there is one for C++."""
+"""The example of compiled blocks, with inductor where there is a C++ compiler."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ deprecated = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 @pytest.fixture
 def inductor(tmp_path, monkeypatch):
-    """Compiles anew, so that what was compiled before is not taken for it."""
+    """Use an empty cache of compiled code, and skip without a C++ compiler."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:

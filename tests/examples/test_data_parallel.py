@@ -1,4 +1,4 @@
-"""Data parallelism: the example, and what two processes compute together."""
+"""Data parallelism: the example, and computations of two processes together."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tests.support.pairs import cases
 from tests.support.size import soak
 
 ROOT = Path(__file__).parent.parent.parent
-#: What is enough for the loss to fall to half.
+#: Options with which the loss falls to half.
 SHORT = ["--rows", "384", "--epochs", "20", "--lr", "0.02"]
 
 
@@ -28,7 +28,7 @@ def outcomes():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Simulates the devices of a machine and one of two processes; gives which one that chooses."""
+    """Simulate the devices of a machine for one of two processes; return the devices it chooses."""
 
     def machine(count, process):
         chosen = []
@@ -70,7 +70,7 @@ def test_machine_with_too_few_devices(count, process, machine):
 
 
 def test_a_difference_is_noticed(monkeypatch):
-    """Of gradients that are not exchanged: here those of the model alone, of half of the rows."""
+    """Gradients that processes do not exchange, here of half of the rows, are noticed."""
     step = data_parallel.step
 
     def halved(model, optimizer, batches):
@@ -90,7 +90,7 @@ def in_process(arguments):
 
 
 def test_example_in_two_processes():
-    """As torchrun starts them, but without two more imports of torch."""
+    """Processes run as torchrun starts them, but without two more imports of torch."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -14,7 +14,7 @@ from examples import digits
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """Some batches of images, and no second to measure the layers."""
+    """Reduce the demo to few batches, and to no time for measuring layers."""
     images = [x[: 4 * digits.BATCH] for x in digits.data()]
     monkeypatch.setattr(digits, "data", lambda: images)
     balance = partial(digits.balance_by_time, timeout=0.1)

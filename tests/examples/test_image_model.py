@@ -1,4 +1,4 @@
-"""ResNets of timm and torchvision under GPipe are these."""
+"""ResNets of timm and torchvision compute under GPipe what they compute alone."""
 
 import copy
 from collections import OrderedDict
@@ -20,7 +20,7 @@ from examples import image_model
 
 
 def inner(model):
-    """The layers of torchvision's, which flattens between two of them."""
+    """The layers of torchvision's model, which flattens between two of them."""
     children = OrderedDict(model.named_children())
     head = children.pop("fc")
     return nn.Sequential(OrderedDict(children, flatten=nn.Flatten(), fc=head))

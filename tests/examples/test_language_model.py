@@ -1,4 +1,4 @@
-"""A decoder of Transformers under GPipe is the decoder itself."""
+"""A decoder of Transformers computes under GPipe what it computes alone."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def tiny(family="llama", **config):
 
 
 def padded(lengths=(9, 9, 7, 9, 4, 1, 8)):
-    """Rows of several lengths; those of the first micro-batch have no padding."""
+    """Rows of several lengths; rows of the first micro-batch have no padding."""
     ids = torch.randint(1, 32, (len(lengths), 9))
     mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}, ids.masked_fill(mask == 0, -100)
@@ -98,7 +98,7 @@ def test_made_on_the_meta_device():
         with torch.device("meta"):
             empty = tiny()
         if complete:
-            # What is computed when it is made is in no state dict.
+            # No state dict has the buffers that a constructor computes.
             empty.model.rotary_emb = LlamaRotaryEmbedding(empty.config)
         pipe = GPipe(sequential(empty), [2, 3], devices=["cpu"] * 2, chunks=2)
         pipe.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""A model that comes shard by shard."""
+"""A model that is loaded shard by shard."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_a_tensor_that_the_model_has_not(source, tmp_path):
 
 
 def test_a_buffer_that_no_file_has(source, tmp_path):
-    """As where a layer computes it on the meta device."""
+    """A layer may compute such a buffer on the meta device."""
     model = meta([3, 11])
     model[4].inverse.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"no file has buffers .*\['partitions\.1\.4\.inverse'\]"):
@@ -91,7 +91,7 @@ def test_a_buffer_that_no_file_has(source, tmp_path):
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_files_of_torch_save(assign, source, tmp_path):
-    """Mapped into memory, so that they are read as they are copied; or not copied at all."""
+    """Files are mapped into memory, so that copies read them, or nothing copies them at all."""
     for j, part in enumerate([source[:5], source[5:]]):
         torch.save(part.state_dict(), tmp_path / f"{j}.pt")
     model = meta([3, 11])
@@ -109,7 +109,7 @@ def test_files_of_torch_save(assign, source, tmp_path):
 
 
 def test_layers_that_initialise_themselves():
-    """Where there is nothing to load: in place, and with the numbers of the plain model."""
+    """Layers initialise themselves in place, with the random numbers of the plain model."""
     torch.manual_seed(3)
     plain = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)], torch.nn.LayerNorm(3))
     with torch.device("meta"):

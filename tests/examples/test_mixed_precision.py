@@ -10,16 +10,16 @@ from torch import nn
 from examples import mixed_precision
 from examples.mixed_precision import Cast
 from tests.support.helpers import CPUS, MODES, Plain
+from tests.support.loops import BF16, FP16, backward_of_autocast, mean_square
 from torchgpipe import GPipe, verify_recomputation
 from torchgpipe.partition.arguments import CHECKPOINT_MODES
 
-BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """And no accelerators, on which bits may differ."""
+    """Reduce the example, and hide accelerators, on which bits may differ."""
     monkeypatch.setattr(mixed_precision, "BATCH", 128)
     monkeypatch.setattr(mixed_precision, "places", lambda n: [torch.device("cpu")] * n)
 
@@ -63,30 +63,15 @@ def gradients(model):
     return [p.grad for p in model.parameters()]
 
 
-def loss_of(output):
-    return output.float().square().mean()
-
-
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("where", ["outside", "within", "in the other dtype"])
 @pytest.mark.parametrize("mode", MODES)
 @DTYPES
 def test_autocast(dtype, mode, where, cache):
-    """Around forward alone, or backward too, or another one around backward."""
+    """Autocast is around forward alone, around backward too, or another one around backward."""
     models, x = pair(mode), torch.rand(10, 8)
-    other = BF16 if dtype is FP16 else FP16
     for model in models:
-        with torch.autocast("cpu", dtype, cache_enabled=cache):
-            output = model(x)
-            assert output.dtype is dtype
-            loss = loss_of(output)
-            if where == "within":
-                loss.backward()
-        if where == "outside":
-            loss.backward()
-        elif where == "in the other dtype":
-            with torch.autocast("cpu", other):
-                loss.backward()
+        backward_of_autocast(model, x, dtype, where, cache)
     verify(*map(gradients, models))
     verify(*[list(model.buffers()) for model in models])
     assert {p.grad.dtype for p in models[0].parameters()} == {torch.float32}
@@ -96,7 +81,7 @@ def test_autocast(dtype, mode, where, cache):
 def test_second_runs_cast_as_the_first(mode):
     model = pair(mode)[0]
     with verify_recomputation(), torch.autocast("cpu", BF16):
-        loss = loss_of(model(torch.rand(8, 8)))
+        loss = mean_square(model(torch.rand(8, 8)))
     loss.backward()
 
 
@@ -120,7 +105,7 @@ class Casting(torch.autograd.Function):
 
 
 class Float(torch.autograd.Function):
-    """What it is called with is cast, and autocast is off."""
+    """A function that casts its inputs, and turns autocast off."""
 
     forward = torch.amp.custom_fwd(
         Casting.forward.__wrapped__, device_type="cpu", cast_inputs=torch.float32
@@ -159,7 +144,7 @@ def test_layers_that_set_autocast_themselves(function, mode, within):
     models, x = pair(mode, module, (1, 2, 1)), torch.rand(8, 8)
     for model in models:
         with torch.autocast("cpu", BF16):
-            loss = loss_of(model(x))
+            loss = mean_square(model(x))
             if within:
                 loss.backward()
         if not within:
@@ -171,7 +156,7 @@ def test_layers_that_set_autocast_themselves(function, mode, within):
 
 
 def trained(model, dtype, bad=(), fused=False):
-    """The scales, the weights, and whether each optimizer stepped, of some steps with a scaler."""
+    """Take some steps with a scaler; return scales, norms and weights."""
     torch.manual_seed(1)
     first, *others = model.parameters()
     optimizers = [
@@ -187,7 +172,7 @@ def trained(model, dtype, bad=(), fused=False):
         for optimizer in optimizers:
             optimizer.zero_grad()
         with torch.autocast("cpu", dtype):
-            loss = loss_of(model(x))
+            loss = mean_square(model(x))
         scaler.scale(loss).backward()
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
@@ -230,7 +215,7 @@ def test_model_in_bfloat16(how, mode):
         optimizer = torch.optim.AdamW(parameters, 0.01, fused=True)
         for _ in range(3):
             optimizer.zero_grad()
-            loss = loss_of(model(x))
+            loss = mean_square(model(x))
             loss.backward()
             optimizer.step()
             found.append(loss.detach())
@@ -240,7 +225,7 @@ def test_model_in_bfloat16(how, mode):
 
 
 def mixed(before, after):
-    """The second of three partitions is in bfloat16."""
+    """A model whose second partition of three is in bfloat16."""
     return nn.Sequential(
         nn.Linear(8, 8), before, nn.Linear(8, 8, dtype=BF16), after, nn.Linear(8, 8)
     )
@@ -250,14 +235,14 @@ def mixed(before, after):
 def test_partition_in_bfloat16(mode):
     models, x = pair(mode, mixed(Cast(BF16), Cast(torch.float32)), (2, 2, 1)), torch.rand(8, 8)
     for model in models:
-        loss_of(model(x)).backward()
+        mean_square(model(x)).backward()
     verify(*map(gradients, models))
     assert [p.grad.dtype for p in models[0].parameters()][::2] == [torch.float32, BF16, torch.float]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_partition_in_bfloat16_after_wrapping(mode):
-    """Hooks of a partition cast, too."""
+    """Hooks of a partition may do the casts."""
     models = pair(mode, nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), (1, 1, 1))
     x, (model, plain) = torch.rand(8, 8), models
     for part in (model.partitions[1], plain[1]):
@@ -265,12 +250,12 @@ def test_partition_in_bfloat16_after_wrapping(mode):
         part.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(BF16),))
         part.register_forward_hook(lambda _, inputs, output: output.float())
     for each in models:
-        loss_of(each(x)).backward()
+        mean_square(each(x)).backward()
     verify(*map(gradients, models))
 
 
 def test_border_without_a_cast():
-    """Nobody casts there, as nobody does between two layers of the plain model."""
+    """A border has no cast of its own, like two layers of the plain model."""
     model, plain = pair("always", mixed(nn.Tanh(), nn.Tanh()), (2, 2, 1))
     for each in (plain, model):
         with pytest.raises(RuntimeError, match="same dtype, but got Float and BFloat16"):
@@ -282,21 +267,21 @@ def test_border_without_a_cast():
 @DTYPES
 @pytest.mark.parametrize("mode", MODES)
 def test_deferred_batch_norm_under_autocast(mode, dtype):
-    """Statistics are those of the mini-batch, in single precision."""
+    """A deferred norm has the statistics of the mini-batch, in single precision."""
     norm = nn.BatchNorm2d(4)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Conv2d(4, 2, 3))
     options = {"chunks": 4, "checkpoint": mode, "deferred_batch_norm": True}
     model = GPipe(copy.deepcopy(plain), [2, 2], devices=CPUS[:2], **options)
     x = torch.rand(8, 3, 8, 8)
     with torch.autocast("cpu", dtype):
-        loss = loss_of(model(x))
+        loss = mean_square(model(x))
         plain(x)
     loss.backward()
     torch.testing.assert_close([*model[1].buffers()], [*norm.buffers()])
 
 
 def test_rounding():
-    """With the cache, gradients of the micro-batches are added in bfloat16."""
+    """Autograd adds gradients of micro-batches in bfloat16 if autocast caches weights."""
     cached, own = ([mixed_precision.rounding(m, cache) for m in (1, 32)] for cache in (True, False))
     assert cached[0] == own[0]
     assert cached[1] > 2 * cached[0]
@@ -309,7 +294,7 @@ def test_second_order_under_autocast():
         models, x = pair(mode, module, (2, 1, 1)), torch.rand(8, 8, requires_grad=True)
         for model in models:
             with torch.autocast("cpu", BF16):
-                loss = loss_of(model(x))
+                loss = mean_square(model(x))
             with torch.autocast("cpu", BF16, enabled=within):
                 (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
                 gradient.square().sum().backward()

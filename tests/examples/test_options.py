@@ -1,4 +1,4 @@
-"""What an example cannot do with an option is told by argparse."""
+"""Options that an example cannot take are errors of argparse."""
 
 import importlib
 

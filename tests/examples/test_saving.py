@@ -1,4 +1,4 @@
-"""A training that stops and goes on elsewhere, with all that the example saves, and with less."""
+"""A training stops and goes on elsewhere, with all that the example saves, and with less."""
 
 import argparse
 import copy
@@ -72,7 +72,7 @@ def test_goes_on_bit_for_bit(way, target, whole, points, tmp_path):
 
 @pytest.mark.parametrize("lost", ["generators", "schedule", "epoch", "optimizer"])
 def test_what_is_not_saved_shows(lost, whole, points, tmp_path):
-    """So that losses are equal above because it was saved."""
+    """Losses differ without the state, so the test above needs what is saved."""
     before = saving.Training([3, 3, 2, 2], options(), seed=0)
     losses = before.run(2, *points)
     saving.save_one_file(tmp_path, before)
@@ -85,7 +85,7 @@ def test_what_is_not_saved_shows(lost, whole, points, tmp_path):
 
 
 def test_the_plain_model_goes_on(points, tmp_path):
-    """Bit for bit without micro-batches: dropout has the plain model's numbers then."""
+    """Losses are equal bit for bit without micro-batches, when dropout draws the same numbers."""
     before = saving.Training([3, 3, 2, 2], options(chunks=1), seed=0)
     before.run(2, *points)
     saving.save_one_file(tmp_path, before)
@@ -121,7 +121,7 @@ def tied():
 
 @pytest.mark.parametrize("target", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_tied_weights_in_safetensors(target, tmp_path):
-    """Which has one name of what is shared: the names have to be those of the plain model."""
+    """safetensors keeps one name of a shared tensor, which must be the plain model's."""
     from safetensors.torch import load_file, load_model, save_file, save_model
 
     source = saving.GPipe(tied(), [2, 1], devices=["cpu"] * 2)

@@ -1,16 +1,16 @@
-"""What stands around a step does what it does around the plain model."""
+"""Optimizers, schedules, clipping and averages work as around the plain model."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from examples import training_loop
 from tests.support.helpers import CPUS, MODES, Plain
+from tests.support.loops import cross_entropy, within_backward
 from torchgpipe import GPipe
 
 
@@ -47,19 +47,14 @@ def batches(count=3):
     return [(torch.randn(8, 8).double(), torch.randint(4, (8,))) for _ in range(count)]
 
 
-def loss_of(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
-
-
 def norm_of(model):
     return nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
 
 def train(model, optimizer, schedule=None, clip=None, accumulate=1, steps=4):
-    """The loss of each mini-batch, and the norm of the gradients where they are clipped."""
+    """Losses of mini-batches, and norms of gradients that are clipped."""
     for k, batch in enumerate(batches(steps)):
-        loss = loss_of(model, batch)
+        loss = cross_entropy(model, batch)
         (loss / accumulate).backward()
         yield loss.detach()
         if (k + 1) % accumulate:
@@ -77,7 +72,7 @@ def train(model, optimizer, schedule=None, clip=None, accumulate=1, steps=4):
 
 
 def by(optimizer, **options):
-    """Trains by an optimizer."""
+    """A loop that trains by an optimizer."""
     return lambda model: train(model, optimizer(model.parameters(), 0.05, **options))
 
 
@@ -113,7 +108,7 @@ def muon(model):
 
 
 def by_group(model):
-    """Weights decay, biases do not; names are those of the plain model."""
+    """Train with decay of weights and not of biases, by the plain model's names."""
     module = getattr(model, "module", model)
     named = dict(module.named_parameters())
     assert list(named)[:3] == ["0.weight", "0.bias", "1.weight"]
@@ -125,14 +120,14 @@ def by_group(model):
 
 
 def lbfgs(model):
-    """It calls the model as often as it likes."""
+    """Train by L-BFGS, which calls the model as often as it likes."""
     optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=3)
     losses = []
     for batch in batches():
 
         def closure(batch=batch):
             optimizer.zero_grad()
-            loss = loss_of(model, batch)
+            loss = cross_entropy(model, batch)
             loss.backward()
             losses.append(loss.detach())
             return loss
@@ -142,16 +137,16 @@ def lbfgs(model):
 
 
 def sam(model):
-    """Two forwards and backwards for a step, between which the weights change in place."""
+    """Train by SAM, which changes weights in place between two forwards and backwards of a step."""
     parameters, losses = list(model.parameters()), []
     optimizer = SGD(parameters, 0.1)
     for batch in batches():
-        loss_of(model, batch).backward()
+        cross_entropy(model, batch).backward()
         with torch.no_grad():
             away = [p.grad * (0.05 / norm_of(model)) for p in parameters]
             torch._foreach_add_(parameters, away)
         optimizer.zero_grad()
-        loss = loss_of(model, batch)
+        loss = cross_entropy(model, batch)
         loss.backward()
         with torch.no_grad():
             torch._foreach_sub_(parameters, away)
@@ -162,7 +157,7 @@ def sam(model):
 
 
 def pruned(model):
-    """A layer is pruned between steps, and for good after some more."""
+    """Prune a layer between steps, and for good after some more."""
     yield from by(SGD)(model)
     prune.l1_unstructured(model[3], "weight", 0.5)
     yield from by(SGD)(model)
@@ -178,7 +173,7 @@ def parametrised(model):
 
 
 def averaged(model):
-    """An average of the weights, of which a copy of the model is made."""
+    """Train with an average of the weights, which copies the model."""
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = AdamW(model.parameters(), 0.05)
     for loss in train(model, optimizer):
@@ -231,7 +226,7 @@ def test_norm_that_is_not_finite(mode):
     for model in pair(mode):
         (x, y), *_ = batches()
         x[7, 0] = torch.inf
-        loss_of(model, (x, y)).backward()
+        cross_entropy(model, (x, y)).backward()
         with pytest.raises(RuntimeError, match="non-finite"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
@@ -250,7 +245,7 @@ def test_average_has_the_keys_of_the_model():
 
 
 def test_average_on_another_device():
-    """A copy of the wrapper cannot be moved; one of the plain model can."""
+    """Copies of the wrapper cannot move; copies of the plain model can."""
     model = pair("always")[0]
     with pytest.raises(TypeError, match="must stay on their devices"):
         swa_utils.AveragedModel(model, device="cpu")
@@ -271,26 +266,6 @@ def test_update_bn_with_deferred_ones_sees_whole_mini_batches():
 # ---------------------------------------------------------------- steps within backward
 
 
-def within_backward(model, optimizer=SGD, **options):
-    """Each parameter has an optimizer, which steps when its gradient is there."""
-    optimizers = {p: optimizer([p], 0.05, **options) for p in model.parameters()}
-    counts = dict.fromkeys(optimizers, 0)
-
-    def step(parameter):
-        counts[parameter] += 1
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    for k, batch in enumerate(batches(4)):
-        loss = loss_of(model, batch)
-        loss.backward()
-        yield loss.detach()
-        assert {*counts.values()} == {k + 1}, "once for each backward, whatever chunks is"
-        assert all(p.grad is None for p in optimizers)
-
-
 def tied():
     module = layers()
     module[3] = module[0]
@@ -300,13 +275,17 @@ def tied():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("devices", [CPUS[:3], ["cpu"] * 3], ids=["three", "one"])
 def test_steps_within_backward(devices, mode):
-    verify(mode, lambda model: within_backward(model, momentum=0.9), pair(mode, devices=devices))
+    verify(
+        mode,
+        lambda model: within_backward(model, batches(4), momentum=0.9),
+        pair(mode, devices=devices),
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward_with_tied_parameters(mode):
     models = pair(mode, tied(), devices=["cpu"] * 3)
-    verify(mode, within_backward, models)
+    verify(mode, lambda model: within_backward(model, batches(4)), models)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -318,7 +297,7 @@ def test_optimizer_in_backward_of_torch(mode):
     def loop(model):
         _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.05})
         for batch in batches(4):
-            loss = loss_of(model, batch)
+            loss = cross_entropy(model, batch)
             loss.backward()
             yield loss.detach()
 
@@ -326,7 +305,7 @@ def test_optimizer_in_backward_of_torch(mode):
 
 
 class Sometimes(nn.Linear):
-    """Uses its weight for micro-batches of positive numbers."""
+    """A layer that uses its weight for micro-batches of positive numbers only."""
 
     def forward(self, x):
         return super().forward(x) if x.min() > 0 else x.exp()
@@ -334,7 +313,7 @@ class Sometimes(nn.Linear):
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_step_of_a_parameter_that_the_last_micro_batch_uses(mode):
-    """Others would be computed again with what it has become, so it is an error."""
+    """Other micro-batches would be recomputed with the changed parameter, so it is an error."""
     module = nn.Sequential(nn.Tanh(), nn.Tanh(), Sometimes(4, 4), nn.Tanh())
     model = GPipe(module, [2, 2], devices=CPUS[:2], chunks=4, checkpoint=mode)
     weight = model[2].weight

@@ -1,4 +1,4 @@
-"""Accelerate leaves a GPipe where it is, and trains it as a plain loop does."""
+"""Accelerate leaves a GPipe on its devices, and trains it as a plain loop does."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from examples import with_accelerate
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """The precision is that of the first Accelerator of a process."""
+    """Reset Accelerate, since the first Accelerator of a process sets the precision."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -68,7 +68,7 @@ def test_without_the_map(accelerator, monkeypatch):
 
 
 class Parallel(nn.Module):
-    """What DistributedDataParallel is given."""
+    """A stand-in for DistributedDataParallel that records its arguments."""
 
     def __init__(self, module, device_ids=None, **_):
         super().__init__()
@@ -76,7 +76,7 @@ class Parallel(nn.Module):
 
 
 def test_several_processes(accelerator, monkeypatch):
-    """As far as one can simulate them: Accelerate believes that each has a GPU."""
+    """Processes are simulated: Accelerate believes that each has a GPU."""
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.MULTI_GPU)
     monkeypatch.setattr(Accelerator, "multi_device", True)
     monkeypatch.delenv("ACCELERATE_BYPASS_DEVICE_MAP", raising=False)

@@ -1,4 +1,4 @@
-"""Transformers' Trainer leaves a GPipe where it is, and trains it as it trains the model."""
+"""Transformers' Trainer leaves a GPipe on its devices, and trains it as the plain model."""
 
 from argparse import Namespace
 
@@ -31,7 +31,7 @@ def quiet():
 
 
 class Pipelined(Trainer):
-    """Trains a GPipe itself, with a loss from outside."""
+    """A Trainer that trains a GPipe itself, and computes the loss outside."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -57,7 +57,7 @@ def test_more_micro_batches_than_rows(capsys):
 
 
 def other(model):
-    """Its weights are not those that were loaded."""
+    """Wrap a model after a change of its weights."""
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)
     return GPipe(sequential(model), [len(sequential(model))], devices=["cpu"])
@@ -102,7 +102,7 @@ def test_tied_weights_of_a_gpipe_itself(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("several", [True, False])
 def test_machine_with_several_gpus(several, tmp_path, monkeypatch):
-    """As far as it can be simulated: the devices are named, and nothing is computed on them."""
+    """GPUs are simulated by their names, and nothing computes on them."""
     model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=["cpu"] * 2)
     places = {"partitions.0.0": torch.device("cuda:0"), "partitions.1.1": torch.device("cuda:1")}
     if not several:
@@ -122,7 +122,7 @@ def test_machine_with_several_gpus(several, tmp_path, monkeypatch):
 
 
 def test_class_of_transformers(tmp_path):
-    """What is under GPipe is the model of Transformers in all else."""
+    """A class of Transformers keeps all other behaviour under GPipe."""
     plain = language_model(**TINY)
     model = with_transformers.PipelinedLlamaForCausalLM(plain.config)
     model.load_state_dict(plain.state_dict())

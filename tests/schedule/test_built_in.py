@@ -93,7 +93,7 @@ def test_nothing_is_faster_than_zero_bubbles(p):
 
 @pytest.mark.parametrize(("waves", "most"), [(1, 1.5), (2, 7 / 3), (3, 4)])
 def test_waves(waves, most):
-    """The docstring of wave says so, for P up to 8."""
+    """The docstring of wave gives these bounds, for P up to 8."""
     for p in some((2, 3, 4, 5, 7, 8), (2, 3, 4)):
         for m in (p, 2 * p + 1):
             schedule = named("wave", p, m, waves=waves)

@@ -80,7 +80,7 @@ def test_any_priority_fits_into_any_memory(seed, split):
 
 
 def test_a_v_in_little_memory():
-    """If a worker took every forward that fits, the first stage would fill the first worker."""
+    """A worker does not take every forward that fits, or the first stage would fill it."""
     placement = (0, 1, 2, 3, 3, 2, 1, 0)
     made = greedy(placement, 20, lambda op: op.kind != "F", split=True, capacity=3)
     assert validate(made, capacity=3) == []

@@ -1,4 +1,4 @@
-"""Which computation needs which, and an order that respects it."""
+"""Needs between computations, and an order that respects them."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Programs that end while there are wrappers, and while these are in the middle of something.
+"""Programs that end while there are wrappers, or in the middle of one of their steps.
 
 ``python -m tests.support.exits NAME...`` runs each program in a process of its own and prints how
 it ended. The processes are forked from one that has imported torch, which takes long.
@@ -27,7 +27,7 @@ HANGS, FOREVER = 15, 300
 
 
 class Endless(nn.Module):
-    """Does something again and again."""
+    """A layer that calls a function again and again."""
 
     def __init__(self, function):
         super().__init__()
@@ -47,14 +47,14 @@ def sleep(x):
 
 
 def compute(x):
-    """Stays in torch for long, and comes to Python now and then."""
+    """Compute in PyTorch for long, and come to Python now and then."""
     matrix = torch.ones(256, 256, device=x.device)
     for _ in range(10):
         matrix @ matrix
 
 
 def place(where):
-    """Devices, and what makes a wrapper there whose cells are issued by workers."""
+    """Devices of a kind, and a function that wraps layers there with workers."""
     if where == "cpu":
         return ["cpu"] * 2, Piped
     # Beside the CPU an accelerator's cells are always issued by workers.
@@ -66,9 +66,9 @@ def step(model, device):
 
 
 def live(where):
-    """Many wrappers are there, each of whose workers has started."""
+    """Make many wrappers, whose workers have all started."""
     devices, wrap = place(where)
-    # What they belong to is freed at the very end, with the module.
+    # The wrappers are freed at the very end, with the module.
     global wrappers
     wrappers = [
         wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2, devices=devices)
@@ -81,12 +81,12 @@ def live(where):
 
 
 def amid(end, function, where):
-    """The main thread ends while a cell is amid something.
+    """End the main thread in the middle of a cell.
 
     Args:
         end: "interrupted" by Ctrl-C in its step, or "left" to another thread by an exit.
-        function: what the cell does.
-        where: on what.
+        function: called by the cell, in the middle of which the thread ends.
+        where: the kind of device.
     """
     devices, wrap = place(where)
     endless = Endless(function)
@@ -110,7 +110,7 @@ def amid(end, function, where):
 
 
 def computed():
-    """Computes on virtual accelerators, and keeps what belongs to them to the very end."""
+    """Compute on virtual accelerators, and keep their tensors to the very end."""
     devices = testing.load(4)
     layers = [nn.Linear(4, 4).to(device) for device in devices]
     streams = [torch.Stream(device) for device in devices]
@@ -133,7 +133,7 @@ def fail():
 
 
 def fork():
-    """A child computes without backward, and both end."""
+    """Fork a child that computes without backward, and end both."""
     devices = computed()
     child = os.fork()
     if child == 0:
@@ -155,7 +155,7 @@ PROGRAMS |= {"fail, virtual": fail, "fork, virtual": fork}
 
 
 def endings(names):
-    """How programs end: of each, by name, its exit status, and what it has printed."""
+    """Run programs; return the exit status and the output of each, by name."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.exits", *names],
         cwd=Path(__file__).parents[2],
@@ -169,7 +169,7 @@ def endings(names):
 
 
 def main():
-    """The program to be, in a child; None in the parent, when all have ended."""
+    """Fork a child for each program; return the program in a child, and None in the parent."""
     torch.set_num_threads(1)
     ended = {}
     for name in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""Children: processes forked from this one, in which a function is run; and what is run there."""
+"""Forked processes that call a function, and functions to call there."""
 
 import os
 import pickle
@@ -21,14 +21,14 @@ WIDTH = 4
 
 
 class ChildError(Exception):
-    """What a child has raised: the name of its type, its message, and where it was."""
+    """An exception of a child: the name of its type, its message, and its traceback."""
 
 
 def in_child(function):
-    """What a function returns in a forked child.
+    """Call a function in a forked child, and return its result.
 
     Raises:
-        ChildError: what it raised there.
+        ChildError: the function raised an exception there.
         AssertionError: the child hangs, or was killed.
     """
     with tempfile.TemporaryFile() as file:
@@ -60,7 +60,7 @@ def _be_child(function, file):
 
 
 def wait(child, seconds):
-    """The exit status of a child, or None if it hangs for so long, and is killed."""
+    """Exit status of a child, or None if it hangs and is killed."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -73,7 +73,7 @@ def wait(child, seconds):
 
 
 class Pausing(nn.Module):
-    """Has a thread stop in a step, in "forward" or in "recomputation", while others go on."""
+    """A layer that makes a thread pause in "forward" or in "recomputation" while others go on."""
 
     def __init__(self, when):
         super().__init__()
@@ -89,7 +89,7 @@ class Pausing(nn.Module):
 
     @contextmanager
     def within_a_step_of(self, model, device="cpu"):
-        """Another thread is in the middle of a step of a model within a ``with`` block."""
+        """Keep another thread in the middle of a step within a ``with`` block."""
         thread = threading.Thread(target=step, args=(model, device), daemon=True)
         thread.start()
         assert self.reached.wait(60)
@@ -108,14 +108,14 @@ def layers(layer=None):
 
 
 def forward(model, device="cpu"):
-    """What a model gives without a graph."""
+    """Output of a model, without a graph."""
     torch.manual_seed(0)
     with torch.no_grad():
         return [model(torch.ones(4, WIDTH, device=device)).tolist()]
 
 
 def step(model, device="cpu"):
-    """What it gives, and its gradients."""
+    """Output of a model, and its gradients."""
     torch.manual_seed(0)
     output = model(torch.ones(4, WIDTH, device=device))
     gradients = torch.autograd.grad(output.square().sum(), [*model.parameters()])

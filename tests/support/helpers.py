@@ -1,6 +1,7 @@
-"""What several tests are made of."""
+"""Models, layers and comparisons that several tests use."""
 
 import sys
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -17,8 +18,13 @@ MODES = ("never", "except_last", "always")
 CPUS = [torch.device("cpu", k) for k in range(4)]
 
 
+def linears(*sizes):
+    """Linear layers from each size to the next."""
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
+
+
 def plain(module, input, chunks):
-    """The reference: the module itself, on the micro-batches one after another."""
+    """Run the module itself on the micro-batches one after another, as the reference."""
     return gather([batch.call(module) for batch in scatter(input, chunks)])
 
 
@@ -37,7 +43,7 @@ class Plain(nn.Module):
 
 
 def wrap(layers, devices="cpu", mode="always", chunks=3, balance=None, **options):
-    """A wrapper around layers.
+    """Wrap layers.
 
     Args:
         layers: a module, a list of layers, or for each partition a list of them.
@@ -62,7 +68,7 @@ def wrap(layers, devices="cpu", mode="always", chunks=3, balance=None, **options
 
 
 def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, workers=None):
-    """Runs a pipeline without a wrapper around it."""
+    """Run a pipeline without a wrapper around it."""
     batches = scatter(input, chunks)
     stages = Stages(partitions, devices)
     stages.workers = workers or stages.workers
@@ -70,8 +76,18 @@ def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, worker
     return gather(batches)
 
 
+def assert_same(output, expected, leaves):
+    """Compare outputs bit for bit, and the gradients of the sum of their squares."""
+    assert torch.equal(output, expected)
+    for a, b in zip(
+        torch.autograd.grad(expected.square().sum(), leaves),
+        torch.autograd.grad(output.square().sum(), leaves),
+    ):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
 def assert_no_races(seen):
-    """No two streams used the same memory in no order."""
+    """Check that no two streams used the same memory without an order."""
     assert not seen.races, "\n".join(map(str, seen.races[:3]))
 
 
@@ -87,7 +103,7 @@ class Apply(nn.Module):
 
 
 class Log(nn.Module):
-    """Logs that it was called, and that it was differentiated, and passes its input on."""
+    """A layer that logs its forward and its backward, and passes its input on."""
 
     def __init__(self, name, log):
         super().__init__()

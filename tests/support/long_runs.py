@@ -1,4 +1,4 @@
-"""What long runs, and runs in several threads, are made of; and what they leave behind."""
+"""Long runs, runs in several threads, and checks that nothing of them stays behind."""
 
 import gc
 import os
@@ -61,11 +61,11 @@ WAYS = {"caller": GPipe, "workers": Piped}
 
 
 class Error(Exception):
-    """What a layer raises that is told to."""
+    """An exception of a layer that was told to fail."""
 
 
 class Layer(nn.Module):
-    """Saves its output and its weight, and fails where it is told to.
+    """A layer that saves its output and its weight, and fails where it is told to.
 
     Args:
         refs: gets a weak reference to the memory of each output.
@@ -95,7 +95,7 @@ class Layer(nn.Module):
 
 
 class Failing(torch.autograd.Function):
-    """Passes its input on, and fails in backward if the layer is told to."""
+    """A function that passes its input on, and fails in backward if the layer is told to."""
 
     @staticmethod
     def forward(ctx, x, layer):
@@ -135,8 +135,8 @@ class Training:
     """Steps of a small model, some of which fail.
 
     Args:
-        wrap: what makes a wrapper, given layers, balance and options.
-        devices: where it is, if not on the CPU.
+        wrap: a function that wraps layers, given layers, balance and options.
+        devices: the devices of the model, if not the CPU.
     """
 
     def __init__(self, wrap, devices=("cpu",) * 3):
@@ -147,7 +147,7 @@ class Training:
         self.device = devices[0]
 
     def step(self, k, mode=None):
-        """The k-th step; each has another checkpointing than the one before."""
+        """Take the k-th step, in another checkpoint mode than the one before."""
         self.model.checkpoint = mode or MODES[k % len(MODES)]
         self.refs.clear()
         self.model.zero_grad()
@@ -159,7 +159,7 @@ class Training:
             loss.backward()
 
     def failing_step(self, k):
-        """The k-th step, which fails where the k-th case says."""
+        """Take the k-th step, which fails where the k-th case says."""
         failure, mode = CASES[k % len(CASES)]
         when, j, countdown = FAILURES[failure]
         self.model[j].fails, self.model[j].countdown = when, countdown
@@ -173,12 +173,12 @@ class Training:
 
     @property
     def alive(self):
-        """How many outputs of layers in the last step are alive."""
+        """Number of outputs of layers in the last step that are alive."""
         return sum(not ref.expired() for ref in self.refs)
 
 
 def held(allocated):
-    """What the process holds, but for memory that belongs to no tensor.
+    """Numbers of things that the process holds, without memory that belongs to no tensor.
 
     Args:
         allocated: gives the memory of the devices in bytes.
@@ -194,14 +194,14 @@ def held(allocated):
 
 
 def listed(name):
-    """What this process has of a kind, if the system tells."""
+    """Entries in a folder of this process, such as threads, if the system tells."""
     path = f"/proc/self/{name}"
     # The last one of the files is that of this list itself.
     return len(os.listdir(path)) if os.path.isdir(path) else 0
 
 
 def resident():
-    """How many bytes of memory this process has, if the system tells."""
+    """Bytes of memory of this process, if the system tells."""
     if not os.path.exists("/proc/self/statm"):
         return 0
     with open("/proc/self/statm") as file:
@@ -210,7 +210,7 @@ def resident():
 
 @contextmanager
 def uncollected():
-    """Nothing that refers to itself is freed within a ``with`` block, nor is what it holds."""
+    """Switch the garbage collector off within a ``with`` block, so that cycles stay."""
     gc.disable()
     try:
         yield
@@ -219,11 +219,11 @@ def uncollected():
 
 
 def verify_nothing_stays(step, warm_up=None, allocated=lambda: 0):
-    """Asserts that a long run holds at its end what it held after few steps.
+    """Check that a long run holds at its end what it held after few steps.
 
     Args:
-        step: what is done in each; it is given its number.
-        warm_up: what is done in the first ones instead.
+        step: a function that takes a step, given the number of the step.
+        warm_up: a function that takes the first steps instead.
         allocated: gives the memory of the devices in bytes.
     """
     with uncollected():
@@ -242,12 +242,12 @@ def verify_nothing_stays(step, warm_up=None, allocated=lambda: 0):
 
 
 def exceeding(after, before):
-    """What has become more."""
+    """List the numbers that have grown."""
     return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
 
 
 def eventually(is_so, seconds=5):
-    """Whether something comes to be so, in a time that is generous."""
+    """Whether a condition becomes true within a generous time."""
     end = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > end:
@@ -257,7 +257,7 @@ def eventually(is_so, seconds=5):
 
 
 def run_in_threads(functions, seconds=60):
-    """Runs functions at once, each in a thread; raises the first of their errors."""
+    """Run functions at once, each in a thread; raise the first of their errors."""
     errors = []
 
     def run(function):

@@ -1,16 +1,22 @@
-"""What tests of recomputations are made of."""
+"""Layers that differ in their second run, and inputs for them."""
+
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from torchgpipe import is_recomputing
+from torchgpipe.ambient.context import Context
+from torchgpipe.devices.streams import current_stream
+from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.values.microbatch import Batch
 
 CHECKPOINTED = ["except_last", "always"]
 M = 3
 
 
 class Differs(nn.Module):
-    """Computes something else the second time, in one of the micro-batches."""
+    """A layer that computes something else the second time, in one of the micro-batches."""
 
     def __init__(self, first, second, rows):
         super().__init__()
@@ -22,7 +28,7 @@ class Differs(nn.Module):
 
 
 class Add(torch.autograd.Function):
-    """Saves what it is told to."""
+    """A function that saves the tensors that it gets."""
 
     @staticmethod
     def forward(ctx, x, *saved):
@@ -40,5 +46,18 @@ def saving(*shapes, dtype=torch.float):
 
 
 def numbered():
-    """An input of which each micro-batch knows its number."""
+    """An input whose rows hold the number of their micro-batch."""
     return torch.arange(M).repeat_interleave(2)[:, None].expand(-1, 2).float().requires_grad_()
+
+
+def forked(function, input, lasting=frozenset()):
+    """Run a checkpoint as a cell does whose output leaves the device."""
+    made = Checkpoint(
+        lambda batch: batch.call(function),
+        Context(),
+        current_stream(input.device),
+        nullcontext(),
+        lasting,
+    )
+    (output,), _ = made.trigger(tuple(made.forward(Batch(input))))
+    return output

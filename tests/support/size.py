@@ -1,4 +1,4 @@
-"""How much the tests try: a part that has every value, or all with ``TORCHGPIPE_SOAK=1``."""
+"""Sizes of tests: a part with every value, or all combinations with ``TORCHGPIPE_SOAK=1``."""
 
 import os
 from collections import defaultdict
@@ -52,7 +52,7 @@ def rotate(items):
 
 
 def values(item):
-    """What a test takes from each of its axes."""
+    """Values that a test takes from each of its axes."""
     rest = {name: id(value) for name, value in item.callspec.params.items()}
     axes = []
     for mark in item.iter_markers("parametrize"):

@@ -38,7 +38,7 @@ class Unregistered:
 
 
 class Custom:
-    """Known to PyTorch, with what is no child besides."""
+    """A registered container that has a label besides its children."""
 
     def __init__(self, children, label):
         self.children, self.label = children, label
@@ -94,7 +94,7 @@ def is_whole(leaf):
 
 
 def scattered(value, chunks):
-    """The micro-batches of a value, made without the library."""
+    """Split a value into micro-batches, without the library."""
     leaves, spec = tree_flatten(value, is_whole)
     (rows,) = {len(x) for x in leaves if isinstance(x, Tensor) and x.dim()} or {1}
     parts = max(1, min(rows, chunks))
@@ -126,7 +126,7 @@ def gathered(values):
 
 
 def reference(layers, args, kwargs, chunks):
-    """What the plain layers give for the micro-batches, one after another."""
+    """Run the plain layers on the micro-batches, one after another."""
     outputs = []
     first, *rest = layers
     for some, named in scattered((args, kwargs), chunks):
@@ -159,7 +159,7 @@ def leaves_of(value):
 
 
 def verify_same(found, expected):
-    """The same containers, tensors and other objects."""
+    """Check that two values have the same containers, tensors and other objects."""
     leaves, spec = tree_flatten(found)
     others, other_spec = tree_flatten(expected)
     assert spec == other_spec
@@ -174,7 +174,7 @@ def verify_same(found, expected):
 
 
 def verify(wrapped, *args, steps=1, **kwargs):
-    """Asserts that a wrapper gives what its layers give without it, and the same gradients."""
+    """Check that a wrapper computes the outputs and gradients of its layers without it."""
     plain = copy.deepcopy(wrapped.module)
     for _ in range(steps):
         expected = reference(plain, args, kwargs, wrapped.chunks)

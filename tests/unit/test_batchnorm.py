@@ -23,7 +23,7 @@ def close(a, b):
 
 
 def batch(kind, rows, device, seed=0):
-    """Far from what a norm makes of it, so that what is lost of it shows."""
+    """A batch far from normalised values, so that lost digits show."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, *NORMS[kind], generator=generator) * 3 + 10).to(device)
 
@@ -48,7 +48,7 @@ def test_moments(sizes, offset):
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("kind", NORMS)
 def test_statistics_of_the_mini_batch(kind, affine, momentum, checkpoint, device):
-    """Over several steps, with as many micro-batches as are asked for in each."""
+    """Statistics are right over several steps, with another number of micro-batches in each."""
     plain = kind(3, affine=affine, momentum=momentum).to(device)
     model = GPipe(
         nn.Sequential(copy.deepcopy(plain), nn.Tanh()),
@@ -73,7 +73,7 @@ def test_statistics_of_the_mini_batch(kind, affine, momentum, checkpoint, device
 
 @pytest.mark.parametrize("rows", [4, 6, 7])
 def test_fewer_micro_batches_than_chunks(rows):
-    """Each of them has to have more than one row for a norm, as here of length 2."""
+    """Micro-batches of one row have length 2, since a norm needs more than one value."""
     plain = nn.BatchNorm1d(3)
     model = GPipe(
         nn.Sequential(copy.deepcopy(plain)),
@@ -227,7 +227,7 @@ class Frozen(nn.BatchNorm1d):
     ],
 )
 def test_others_are_an_error(norm):
-    """Nobody knows what they do besides."""
+    """Subclasses may do more, which a deferred norm would lose."""
     name = type(norm).__name__
     other = nn.BatchNorm1d(2)
     with pytest.raises(TypeError, match=rf"can be deferred \(layer: {name}\); replace"):
@@ -283,7 +283,7 @@ def test_copies(duplicate):
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_norm_that_some_micro_batches_bypass(checkpoint):
-    """As with stochastic depth: the statistics are of those that it has seen."""
+    """Stochastic depth does so: the statistics are of the micro-batches that the norm has seen."""
 
     class Sometimes(nn.Module):
         def __init__(self):
@@ -323,7 +323,7 @@ def test_norm_that_comes_twice_is_updated_once():
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
 def test_half_precision(dtype):
-    """The sums are larger than such numbers can be."""
+    """Sums of squares do not fit into half precision."""
     plain = nn.BatchNorm2d(2).to(dtype)
     model = GPipe(
         nn.Sequential(copy.deepcopy(plain)),
@@ -339,7 +339,7 @@ def test_half_precision(dtype):
 
 
 def test_recomputation_beside_another_forward_is_not_counted():
-    """As where a thread goes backward while another one goes forward."""
+    """One thread may run backward while another one runs forward."""
     model = GPipe(
         nn.Sequential(nn.BatchNorm1d(2)),
         [1],

@@ -1,4 +1,4 @@
-"""What the documents name is there."""
+"""Documents name files and objects that exist."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/([\w-]*\.\w+)?")
 
 
 def literals(page):
-    """What stands in double backticks, each in one line."""
+    """Literals in double backticks, each in one line."""
     found = re.findall("``(.+?)``", page.read_text("utf-8"), re.DOTALL)
     return [" ".join(x.split()) for x in found]
 

@@ -1,167 +1,25 @@
-"""The wrapper: its arguments, its attributes, and that it stays where it is."""
+"""The wrapper: its attributes, and its forward."""
 
 import copy
-import io
-import math
 import pickle
-import re
-import threading
-import weakref
 from collections import OrderedDict
-from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import CPUS, plain
+from tests.support.helpers import linears, plain
 from torchgpipe import GPipe, is_checkpointing
-from torchgpipe.ambient.context import Context
-from torchgpipe.engine.workers import Task, Workers
-from torchgpipe.partition import arguments as options
-
-
-def layers(*sizes):
-    return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
 
 
 @pytest.fixture
 def model(device):
-    return GPipe(layers(3, 4, 5, 2), [2, 1], devices=[device] * 2, chunks=2)
+    return GPipe(linears(3, 4, 5, 2), [2, 1], devices=[device] * 2, chunks=2)
 
 
 @pytest.fixture
 def input(device):
     return torch.rand(5, 3, device=device)
-
-
-# Arguments.
-
-
-def test_defaults(device):
-    model = GPipe(layers(1, 1), [1])
-    assert (model.chunks, model.checkpoint, model.balance) == (1, "except_last", [1])
-
-
-@pytest.mark.parametrize("balance", [[0, 3], [-1, 4], [1.5, 1.5], [True, 2], ["3"], [None]])
-def test_balance_of_other_numbers(balance):
-    with pytest.raises(ValueError, match=r"must be positive integers.*balance: \["):
-        GPipe(layers(1, 1, 1, 1), balance)
-
-
-@pytest.mark.parametrize("balance", [[], [1], [2, 2]])
-def test_balance_that_does_not_add_up(balance):
-    with pytest.raises(ValueError, match=rf"sum: {sum(balance)}, layers: 3.*every layer"):
-        GPipe(layers(1, 1, 1, 1), balance)
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", None, True, math.inf, math.nan, 1j, [2]])
-def test_chunks(model, chunks):
-    for change in (
-        lambda: GPipe(layers(1, 1), [1], chunks=chunks),
-        lambda: setattr(model, "chunks", chunks),
-    ):
-        shown = re.escape(repr(chunks))
-        with pytest.raises(ValueError, match=rf"positive integer.*chunks: {shown}"):
-            change()
-    assert model.chunks == 2
-
-
-@pytest.mark.parametrize("checkpoint", ["sometimes", None, True])
-def test_checkpoint(model, checkpoint):
-    for change in (
-        lambda: GPipe(layers(1, 1), [1], checkpoint=checkpoint),
-        lambda: setattr(model, "checkpoint", checkpoint),
-    ):
-        with pytest.raises(ValueError, match=rf"one of 'always'.*checkpoint: {checkpoint!r}"):
-            change()
-    assert model.checkpoint == "except_last"
-
-
-def test_too_few_devices():
-    with pytest.raises(IndexError, match=r"partitions: 2, devices: \['cpu'\].*several times"):
-        GPipe(layers(1, 1, 1), [1, 1], devices=["cpu"])
-
-
-@pytest.mark.parametrize("devices", ["cpu", torch.device("cpu"), 0])
-def test_devices_that_are_not_a_sequence(devices):
-    with pytest.raises(TypeError, match=rf"devices: .*pass \['{devices}'\] \* 2"):
-        GPipe(layers(1, 1, 1), [1, 1], devices=devices)
-
-
-def test_balance_that_is_not_a_sequence():
-    with pytest.raises(TypeError, match=r"balance: 3\); for one partition, pass \[3\]"):
-        GPipe(layers(1, 1, 1, 1), 3)
-
-
-@pytest.mark.parametrize("arguments", [(), (None,)])
-def test_missing_balance(arguments):
-    """The same class as in 0.0.7."""
-    with pytest.raises(ValueError, match=r"balance: None\).*pass \[3\], .*balance_by_time"):
-        GPipe(layers(1, 1, 1, 1), *arguments)
-
-
-@pytest.mark.parametrize("device", ["cuda:99", 99, "cpp"])
-def test_device_that_is_not_there(device):
-    with pytest.raises(ValueError, match=rf"device: {device}, there are: cpu.*several times"):
-        GPipe(layers(1, 1), [1], devices=[device])
-
-
-def test_indices_without_accelerators(monkeypatch):
-    def none(device):
-        raise RuntimeError("Cannot access accelerator device when none is available.")
-
-    monkeypatch.setattr(options, "accelerators", list)
-    monkeypatch.setattr(options, "canonical_device", none)
-    with pytest.raises(ValueError, match=r"device: 0, there are: cpu\).*several times"):
-        GPipe(layers(1, 1, 1), [1, 1], devices=[0, 1])
-
-
-def test_numbers_of_numpy():
-    np = pytest.importorskip("numpy")
-    model = GPipe(layers(1, 1, 1), np.array([1, 1]), devices=["cpu"] * 2, chunks=np.int64(2))
-    assert (model.balance, model.chunks) == ([1, 1], 2)
-    assert {type(x) for x in [*model.balance, model.chunks]} == {int}
-
-
-@pytest.mark.parametrize(
-    ("balance", "chunks"),
-    [([2.0, 1.0], 8 / 2), (torch.tensor([2, 1]), torch.tensor(4)), ([Fraction(2), 1], 4)],
-)
-def test_integral_values(balance, chunks):
-    model = GPipe(layers(1, 1, 1, 1), balance, devices=["cpu"] * 2, chunks=chunks)
-    assert (model.balance, model.chunks) == ([2, 1], 4)
-    assert {type(x) for x in [*model.balance, model.chunks]} == {int}
-    model.chunks = 6.0
-    assert type(model.chunks) is int
-
-
-def test_further_devices_are_left_alone():
-    model = GPipe(layers(1, 1), [1], devices=["cpu", "cpu", "meta"])
-    assert model.devices == [torch.device("cpu")]
-
-
-def test_default_devices(monkeypatch):
-    monkeypatch.setattr(options, "accelerators", list)
-    assert GPipe(layers(1, 1, 1), [1, 1]).devices == [torch.device("cpu")] * 2
-    monkeypatch.setattr(options, "accelerators", lambda: [torch.device("meta")] * 3)
-    assert GPipe(layers(1, 1, 1), [1, 1]).devices == [torch.device("meta")] * 2
-    with pytest.raises(IndexError):
-        GPipe(layers(1, 1, 1, 1, 1), [1] * 4)
-
-
-def test_arguments_are_checked_before_anything_is_moved():
-    module = layers(1, 1, 1)
-    module[1].weight = module[0].weight
-    with pytest.raises(ValueError, match="can be shared only"):
-        GPipe(module, [1, 1], devices=["meta", "cpu"])
-    assert not module[0].weight.is_meta
-
-
-def test_other_module():
-    with pytest.raises(TypeError, match="module: Linear"):
-        GPipe(nn.Linear(1, 1), [1])
 
 
 # Attributes.
@@ -181,7 +39,7 @@ def test_attributes_that_wrapping_decides(model, name, value):
     before = getattr(model, name)
     with pytest.raises(AttributeError, match=rf"{name}: .*; wrap the same layers anew.* {name}="):
         setattr(model, name, value)
-    # A list that a user changes is the user's.
+    # The list is the user's.
     getattr(model, name).clear()
     assert getattr(model, name) == before
     assert type(before) is list
@@ -200,7 +58,7 @@ def test_map_for_trainers(device):
 
 
 def test_layers_by_index(device):
-    module = layers(1, 2, 3, 4)
+    module = linears(1, 2, 3, 4)
     first, second, third = module
     model = GPipe(module, [2, 1], devices=[device] * 2)
     assert len(model) == 3
@@ -214,7 +72,7 @@ def test_layers_by_index(device):
 
 def test_module_is_the_plain_module(device, input):
     torch.manual_seed(0)
-    module = layers(3, 4, 2).to(device)
+    module = linears(3, 4, 2).to(device)
     keys, expected = list(module.state_dict()), module(input)
     model = GPipe(module, [1, 1], devices=[device] * 2)
     assert type(model.module) is nn.Sequential
@@ -243,10 +101,10 @@ def test_module_takes_the_arguments_of_the_wrapper(device, input):
         assert torch.equal(twin(input, input, offset=1), expected)
 
 
-def test_module_of_a_layer_that_tells_nothing():
-    scripted = nn.ReLU()
-    scripted.forward = min  # has no signature
-    assert GPipe(nn.Sequential(scripted), [1], devices=["cpu"]).module(2, 1) == 1
+def test_module_of_a_layer_without_a_signature():
+    layer = nn.ReLU()
+    layer.forward = min
+    assert GPipe(nn.Sequential(layer), [1], devices=["cpu"]).module(2, 1) == 1
 
 
 def test_module_follows_the_wrapper(model):
@@ -264,7 +122,7 @@ def test_module_follows_the_wrapper(model):
 
 
 def test_wrapped_in_eval_mode():
-    model = GPipe(layers(1, 1, 1).eval(), [1, 1])
+    model = GPipe(linears(1, 1, 1).eval(), [1, 1])
     assert not any(module.training for module in model.modules())
     assert not model.module.training
 
@@ -406,7 +264,7 @@ def test_partition_that_starts_in_place(device, checkpoint):
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_input_is_left_alone_by_a_first_layer_in_place(device, checkpoint):
-    """The micro-batches are views of it, and a change of one would count as one of all."""
+    """Micro-batches are views of the input, and a change of one would count for all."""
     layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh())
     model = GPipe(layers, [2, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
     x = torch.randn(4, 3, device=device)
@@ -418,7 +276,7 @@ def test_input_is_left_alone_by_a_first_layer_in_place(device, checkpoint):
 
 
 class Twice(nn.Module):
-    """One tensor in two places, or one and a view of it."""
+    """A layer that returns one tensor in two places, or a tensor and its view."""
 
     def __init__(self, view):
         super().__init__()
@@ -452,7 +310,7 @@ def test_one_tensor_in_two_places_stays_one(device, chunks):
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_shared_memory_that_is_changed_in_place_is_an_error(device, checkpoint):
-    """Autograd no longer knows of it, and on two devices it is no longer shared."""
+    """Autograd does not know of the shared memory, and two devices do not share it."""
     module = nn.Sequential(nn.Linear(3, 3), Twice(view=True), Double())
     model = GPipe(module, [2, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
     with pytest.raises(
@@ -468,132 +326,6 @@ def test_lazy_layers(device, checkpoint):
     model(torch.rand(4, 3, device=device)).sum().backward()
     assert model[0].weight.grad is not None
     assert model[1].num_batches_tracked.item() == 2
-
-
-# It stays where it is.
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda m: m.cuda(),
-        lambda m: m.cuda(0),
-        lambda m: m.cpu(),
-        lambda m: m.to("cpu"),
-        lambda m: m.to(0),
-        lambda m: m.to(torch.device("meta")),
-        lambda m: m.to(device="cpu", dtype=torch.float64),
-        lambda m: m.to(torch.empty(1)),
-        lambda m: m.to_empty(device="meta"),
-        lambda m: nn.Sequential(m).to("meta"),
-        lambda m: nn.ModuleDict({"x": m}).to("meta", torch.float64),
-    ],
-)
-def test_moving_is_denied(move, model, device):
-    with pytest.raises(TypeError, match="must stay on their devices"):
-        move(model)
-    for parameter in model.parameters():
-        assert (parameter.device, parameter.dtype) == (device, torch.float32)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.double(),
-        lambda m: m.to(torch.float64),
-        lambda m: m.to(dtype=torch.float64),
-        lambda m: nn.Sequential(m).to(torch.float64),
-        lambda m: nn.Sequential(m).to(m.devices[0], torch.float64),
-    ],
-)
-def test_changing_the_dtype_is_not(change, model, input):
-    change(model)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    assert model(input.double()).dtype == torch.float64
-
-
-def test_every_device_is_asked():
-    """What is no move for one partition is one for another."""
-    model = GPipe(layers(1, 1, 1), [1, 1], devices=["meta", "cpu"])
-    with pytest.raises(TypeError, match="must stay on their devices"):
-        nn.Sequential(model).to("meta")
-
-
-def test_layer_that_was_moved_is_found(model, input):
-    model[2].to("meta")
-    with pytest.raises(RuntimeError, match=r"partition 1: .*, 2\.weight: meta"):
-        model(input)
-
-
-def test_meta_model_is_made_and_loaded(device, input):
-    torch.manual_seed(0)
-    module = layers(3, 4, 2).to(device)
-    with torch.device("meta"):
-        meta = layers(3, 4, 2)
-    model = GPipe(meta, [1, 1], devices=[device] * 2)
-    assert {p.device for p in model.parameters()} == {device}
-    assert model(input).isnan().all(), "weights that were not loaded show"
-    model.load_state_dict(module.state_dict())
-    assert torch.equal(model(input), module(input))
-
-
-# Copies.
-
-
-def through_torch_save(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
-def test_copies(duplicate, stepped, model, input):
-    module = model.module
-    if stepped:
-        model(input).sum().backward()
-    twin = duplicate(model)
-    assert torch.equal(twin(input), model(input))
-    assert (twin.balance, twin.devices, twin.chunks) == (model.balance, model.devices, model.chunks)
-    assert list(twin.module.state_dict()) == list(module.state_dict())
-    # What is trained of the one is not trained of the other.
-    before = [p.clone() for p in model.parameters()]
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.add_(1)
-        twin.module[0].weight.add_(1)
-    assert torch.equal(twin.module[0].weight, twin[0].weight)
-    for a, b in zip(before, model.parameters()):
-        assert torch.equal(a, b)
-    twin(input).sum().backward()
-    twin.chunks = 1
-    assert model.chunks == 2
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_have_workers_and_streams_of_their_own(duplicate):
-    model = GPipe(layers(1, 1), [1], devices=["cpu"])
-    model._workers = Workers(CPUS)
-    model._stages.workers.run([Task(k, device, list) for k, device in enumerate(CPUS)], Context())
-    twin = duplicate(model)
-    assert twin._workers is not model._workers
-    assert twin._stages.pool is not model._stages.pool
-
-
-def test_nothing_holds_a_wrapper():
-    before = set(threading.enumerate())
-    model = GPipe(layers(1, 1, 1), [1, 1], devices=["cpu"] * 2, chunks=2)
-    model(torch.rand(2, 1)).sum().backward()
-    model.module  # noqa: B018 - is made when it is asked for
-    ref = weakref.ref(model)
-    del model
-    assert ref() is None
-    assert set(threading.enumerate()) <= before
 
 
 def test_ordered_dict_names(device):

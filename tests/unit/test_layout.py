@@ -16,25 +16,15 @@ OF_ALL = {"test_documents", "test_layout", "test_prose", "test_rooms"}
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
     "ambient/autocast": "behaviour/test_autocast.py",
-    "ambient/nesting": "unit/ambient/test_random_numbers.py",
-    "ambient/notes": "unit/engine/test_cell.py",
     "ambient/thread": "behaviour/test_unwinding.py",
     "ambient/transforms": "behaviour/test_functional.py",
-    "autograd/ends": "behaviour/test_failures.py",
     "autograd/recompute": "unit/engine/test_cell.py",
-    "autograd/versions": "unit/recompute/test_layers.py",
     "balance/storages": "behaviour/test_memory.py",
     "devices/measures": "unit/balance/test_profile.py",
     "engine/stages": "unit/engine/test_lanes.py",
     "engine/step": "unit/engine/test_pipeline.py",
-    "partition/arguments": "unit/test_gpipe.py",
     "partition/sharding": "behaviour/test_sharding.py",
-    "recompute/input": "behaviour/test_in_place.py",
-    "recompute/phase": "unit/recompute/test_checkpoint.py",
-    "recompute/slots": "behaviour/test_recomputation.py",
     "schedule": "schedule",
-    "skip/namespace": "unit/skip/test_skippable.py",
-    "skip/tracker": "unit/skip/test_skippable.py",
     "testing/build": "unit/testing/test_loading.py",
     "testing/busy": "virtual/test_clock.py",
     "testing/device_module": "virtual/test_device.py",
@@ -43,7 +33,6 @@ ELSEWHERE = {
     "testing/report": "virtual/test_races.py",
     "testing/settings": "virtual/test_clock.py",
     "testing/trace": "virtual/test_clock.py",
-    "values/structure": "behaviour/test_structures.py",
 }
 
 #: Modules as "room/name"; a package itself has the name of its room.
@@ -63,7 +52,7 @@ FILES = {
 
 
 def module_of(name):
-    """The module whose name a file has, with or without a suffix; None if there is no such."""
+    """The module whose name a file has, with or without a suffix, or None."""
     room, _, end = name.rpartition("/")
     if room == end and room in ROOMS:
         return name

@@ -11,24 +11,28 @@ import torchgpipe
 ROOT = Path(torchgpipe.__file__).resolve().parent.parent
 FILES = [
     file
-    for folder in ("torchgpipe", "benchmarks", "examples", "tools")
+    for folder in ("torchgpipe", "benchmarks", "examples", "tests", "tools")
     for file in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 #: Verbs in the third person, which would leave open who does it.
 VERBS = """
-    accepts adds applies asks balances begins branches brings builds calls carries checks chooses
-    compares compiles computes converts counts creates cuts declares defines describes does
-    draws drops enters fills finds frees gathers generates gets gives goes hands has holds installs
-    is joins keeps leaves lets lists loads looks makes marks measures merges moves observes opens
-    parses pops prepares prints profiles puts raises reads recomputes records registers releases
-    removes renders replaces restores returns runs saves scatters seeds sends sets shows simulates
-    splits stands starts stashes stops stores swaps takes tells tests trains triggers tries updates
-    uses verifies waits walks watches wraps writes yields
+    accepts adds applies asks asserts balances begins branches brings builds calls cannot carries
+    checks chooses collects communicates compares compiles computes converts counts creates
+    cuts declares defines describes does draws drops enters fails fills finds frees gathers
+    generates gets gives goes hands has holds installs is joins keeps knows leaves lets lists loads
+    logs looks makes maps marks measures merges moves normalises observes opens parses passes
+    plays pops prepares presses prints profiles puts raises reads recomputes records registers
+    releases removes renders replaces restores returns runs saves scatters seeds sees sends sets
+    shows simulates splits stands starts stashes stays stops stores swaps takes tells trains
+    triggers tries updates uses verifies waits walks watches wraps writes yields
 """
 
 #: Words behind which a noun is missing.
-PRONOUNS = "he how it its no such that them there these they those what where which who yes"
+PRONOUNS = """
+    also and as but he how if it its nor of she so such that them there these they those what
+    whatever where which who whoever whose yes
+"""
 
 DENIED = {*VERBS.split(), *PRONOUNS.split()}
 
@@ -60,6 +64,7 @@ def test_docstrings(file):
     [
         "Returns the sum.",
         "What is kept.",
+        "Also in a soak.",
         "Those that wait.",
         "Has the layers draw.",
         "Run it. Has no effect on the CPU.",

@@ -1,4 +1,4 @@
-"""Who may import whom, and that what is exported is what is said to be."""
+"""Layers of the package: who may import whom, and what is exported."""
 
 import ast
 import importlib
@@ -44,7 +44,7 @@ def name_of(file):
 
 
 def imports(node):
-    """What is imported anywhere below a syntax node."""
+    """Names of modules imported anywhere below a syntax node."""
     for child in ast.walk(node):
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
@@ -59,7 +59,7 @@ TREES = {name_of(file): ast.parse(file.read_text()) for file in FILES}
 
 
 def defined(tree):
-    """The private names that a module defines: functions, classes, variables and attributes."""
+    """Private names that a module defines: functions, classes, variables and attributes."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -80,6 +80,14 @@ def ours(name):
 
 def room(name):
     return name.split(".")[0]
+
+
+@pytest.mark.parametrize("folder", ["torchgpipe", "benchmarks", "examples", "tests", "tools"])
+def test_files_are_short(folder):
+    """A file of 450 lines or more holds several notions."""
+    files = (PACKAGE.parent / folder).rglob("*.py")
+    lengths = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert {file: lines for file, lines in lengths.items() if lines >= 450} == {}
 
 
 def test_every_room_has_a_layer():
@@ -256,7 +264,7 @@ def test_every_private_name_is_used():
 
 
 def names_in(node):
-    """The names that a syntax node defines, or asks an object for."""
+    """Names that a syntax node defines, or asks an object for."""
     if isinstance(node, ast.Attribute):
         yield node.attr
     elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""Compares virtual devices with the CPU."""
+"""Comparison of virtual devices with the CPU."""
 
 import copy
 
@@ -8,12 +8,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def name_of(x):
-    """What a layer of a table is called as a test."""
+    """Name of a layer of a table as a test."""
     return str(x).partition("\n")[0] if isinstance(x, nn.Module) else None
 
 
 def tensors(tree):
-    """All tensors of a structure."""
+    """List all tensors of a structure."""
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
@@ -23,7 +23,7 @@ def weights(output):
 
 
 def outcome(device, function, inputs, call=None):
-    """What a layer, or a function, gives on a device: outputs, gradients, and buffers."""
+    """Outputs, gradients and buffers of a layer or function on a device."""
 
     def moved(x):
         if not isinstance(x, torch.Tensor):
@@ -50,7 +50,7 @@ def outcome(device, function, inputs, call=None):
 
 
 def verify(device, function, *inputs, call=None):
-    """Compares a virtual device with the CPU."""
+    """Compare a virtual device with the CPU."""
     mine = outcome(device, function, inputs, call)
     reference = outcome(torch.device("cpu"), function, inputs, call)
     torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def issuing(request, monkeypatch):
-    """Half of the tests have threads issue cells from the first step on, as where these block."""
+    """Make threads issue cells from the first step on in half of the tests."""
     if zlib.crc32(request.node.nodeid.encode()) % 2:
         monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: False)
 

@@ -1,4 +1,4 @@
-"""Layers of all sorts: each takes a tensor or a tuple of tensors, and changes the first."""
+"""Layers of all sorts, which take a tensor or a tuple of tensors, and compute with the first."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ def first(value):
 
 
 def with_first(value, tensor):
-    """The value with another first tensor."""
+    """Replace the first tensor of a value."""
     return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
 
 
@@ -35,7 +35,7 @@ class First(nn.Module):
 
 
 class InPlace(nn.ReLU):
-    """Changes its input, and says so."""
+    """A layer that changes its input in place, and has the flag for it."""
 
     def __init__(self):
         super().__init__(inplace=True)
@@ -71,7 +71,7 @@ def layer_of_first(make):
     return lambda: First(make().double())
 
 
-#: What can follow each other in any order: each takes and gives a tensor, or a tuple.
+#: Layers in any order: each takes and returns a tensor, or a tuple.
 LAYERS = {
     "linear": layer_of_first(lambda: nn.Linear(WIDTH, WIDTH)),
     "frozen": layer_of_first(lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)),
@@ -102,7 +102,7 @@ LAYERS = {
     "reversed": lambda: Apply(lambda x: x[::-1] if isinstance(x, tuple) else x),
 }
 
-#: What may be stashed, given the input of the layer, its output, and its parameter.
+#: Skips to stash, given the input of the layer, its output, and its parameter.
 STASH = {
     "input": lambda x, y, p: x,
     "output": lambda x, y, p: y,
@@ -118,7 +118,7 @@ STASH = {
     "nested": lambda x, y, p: {"rest": [1, None, x > 0], "x": (x * p, "here")},
 }
 
-#: What may be done with a value and what is popped.
+#: Uses of a value and a popped skip.
 POP = {
     "add": lambda value, x: with_first(value, first(value) + x.double().sum()),
     "shift": lambda value, x: with_first(
@@ -134,8 +134,8 @@ def skip_layer(stashed=None, popped=None):
     """A layer that stashes and pops.
 
     Args:
-        stashed: for each name, what is stashed, of STASH.
-        popped: for each name, what is done with it, of POP.
+        stashed: for each name, a kind of skip, of STASH.
+        popped: for each name, a use of the skip, of POP.
     """
     stashed, popped = stashed or {}, popped or {}
 

@@ -1,4 +1,4 @@
-"""The package with one change in its source, to see whether the tests would notice."""
+"""Import of the package with one change in its source, which the tests should notice."""
 
 import importlib
 import importlib.abc
@@ -23,7 +23,7 @@ DROP = None
 
 @cache
 def guards():
-    """The file of each guard, by the name in its marker."""
+    """Find the file of each guard, by the name in its marker."""
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         for name in re.findall("# guard: (.+)", file.read_text(encoding="utf-8")):
@@ -32,7 +32,7 @@ def guards():
 
 
 def changed(source, name, change):
-    """The source with a change in each line below a marker of that name."""
+    """Change each line of a source below a marker of that name."""
     lines = source.split("\n")
     for k in [k for k, line in enumerate(lines) if line.strip() == f"# guard: {name}"]:
         # One line may have several markers.
@@ -50,7 +50,7 @@ def changed(source, name, change):
 
 
 class Mutant(importlib.abc.SourceLoader):
-    """Loads a module with a change in its source."""
+    """A loader of a module with a change in its source."""
 
     def __init__(self, path, name, change):
         self.path, self.name, self.change = path, name, change
@@ -70,14 +70,14 @@ def compiled(path):
 
 
 class Again(importlib.machinery.SourceFileLoader):
-    """Loads a module as often as there are mutants, and compiles it once."""
+    """A loader that compiles a module once for all mutants."""
 
     def get_code(self, name):
         return compiled(self.path)
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the one loader for one module, and the other for all others that are imported anew."""
+    """A finder of the changed module, and of all others that are imported anew."""
 
     def __init__(self, name, change):
         self.name, self.change = name, change
@@ -101,7 +101,7 @@ def _of_package(name):
 
 @contextmanager
 def mutated(name, change):
-    """Within a ``with`` block, what is imported of the package and its tests has the change."""
+    """Apply a change to imports of the package and its tests within a ``with`` block."""
     before = {key: module for key, module in sys.modules.items() if _of_package(key)}
     for key in before:
         del sys.modules[key]

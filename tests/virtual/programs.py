@@ -1,4 +1,4 @@
-"""What tests of the virtual accelerators are made of."""
+"""Steps of programs for virtual accelerators."""
 
 import torch
 
@@ -10,14 +10,14 @@ def new_streams(device, count):
 
 
 def one(device, size=4):
-    """A tensor that everything is ordered after."""
+    """Make a tensor that all later work is ordered after."""
     x = torch.ones(size, device=device)
     torch.accelerator.synchronize(device)
     return x
 
 
 def read(x, name="read", cost=0.0):
-    """Reads a tensor on the stream that is current, which takes a time."""
+    """Read a tensor on the current stream, which takes a given time."""
     torch.ops.virtual_accelerator.busy(x, cost, name)
 
 

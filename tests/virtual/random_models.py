@@ -15,7 +15,7 @@ from torchgpipe.skip.skippable import skips
 
 @dataclass
 class Pipeline:
-    """A random pipeline, and what to do with it."""
+    """A random pipeline, and the way to run it."""
 
     seed: int
     layers: list[list[str]] = field(init=False)
@@ -43,14 +43,14 @@ class Pipeline:
 
     def _layers(self):
         names = self.rng.choices(sorted(LAYERS), k=self.rng.randint(1, 3))
-        # What a layer changes in place is mostly its own, or it is an error.
+        # A change in place behind another layer is often an error, so few models have one.
         return [
             "relu" if name == "in place" and k and self.rng.random() < 0.7 else name
             for k, name in enumerate(names)
         ]
 
     def _skips(self, n):
-        """For each layer of skips, by partition and side of it, what it stashes and pops."""
+        """Draw stashes and pops of each layer of skips, by partition and side."""
         rng = self.rng
         places = [(j, side) for j in range(n) for side in (0, 1)]
         skips = {place: ({}, {}) for place in places}
@@ -101,7 +101,7 @@ class Pipeline:
         )
 
     def _reuse(self, partitions):
-        """Puts layers of a partition, or their parameters, into another on the same device, too."""
+        """Put layers of a partition, or their parameters, into another on the same device, too."""
         a, b = sorted(self.rng.choices(range(len(partitions)), k=2))
         layer = self.rng.choice(partitions[a])
         if self.devices[a] != self.devices[b] or any(skips(layer)):

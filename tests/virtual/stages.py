@@ -58,7 +58,7 @@ def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803 (the field's names)
 
 @contextmanager
 def own_streams(devices, wanted=True):
-    """The caller's own current streams, one on each device, within a ``with`` block."""
+    """Use other current streams for the caller, one on each device, within a ``with`` block."""
     if not wanted:
         yield
         return
@@ -77,7 +77,7 @@ def own_streams(devices, wanted=True):
 
 
 def makespans(model, *, rows=2, seed=None, requires_grad=False, steps=2, **observed):
-    """What each of some steps in a row takes, while nothing races."""
+    """Makespans of some steps in a row, which must not race."""
     x = torch.rand(model.chunks * rows, 4, device=model.devices[0], requires_grad=requires_grad)
     spans = [0.0]
     with observe(jitter=seed, **observed) as seen:

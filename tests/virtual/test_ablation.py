@@ -1,4 +1,4 @@
-"""Each part of the method is switched off, is missed, and nothing races without it."""
+"""Ablation: switching off a part of the method costs time or memory, and races nowhere."""
 
 import json
 from dataclasses import asdict, replace
@@ -24,7 +24,7 @@ STAGES = StageCosts([1.0] * 3, [2.0] * 3, [2, 2], [(0, 2, 4)], link=2.0)
 
 @pytest.fixture
 def measured(devices, monkeypatch):
-    """Takes steps of the stages with parts switched off."""
+    """Take steps of the stages with parts switched off."""
 
     def measured(*parts, mode="except_last"):
         return ablation.in_virtual_time(STAGES, parts, mode, devices, seeds=4)

@@ -1,4 +1,4 @@
-"""What autograd offers besides backward, on several devices: the same values, and nothing races."""
+"""Autograd's functions besides backward, on several devices: right values, and no races."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def removed(handles):
 
 
 def hooked_parameters(model, value):
-    """Hooks that change gradients, and one that uses what was accumulated."""
+    """Take a step with hooks that change gradients, and a hook that uses the accumulated ones."""
     seen = []
 
     def accumulated(parameter):
@@ -47,7 +47,7 @@ def hooked_parameters(model, value):
 
 
 def optimizer_in_backward(model, value):
-    """Each parameter is changed, and its gradient freed, as soon as it is there."""
+    """Update each parameter as soon as its gradient is there, and free the gradient."""
     optimizers = {p: torch.optim.SGD([p], lr=0.01, momentum=0.9) for p in model.parameters()}
 
     def update(parameter):
@@ -63,7 +63,7 @@ def optimizer_in_backward(model, value):
 
 
 def hooked_tensors(model, value):
-    """Of the input, of the output, and of what layers pass on."""
+    """Hook the input, the output, and tensors between layers."""
     handles = [value.register_hook(lambda grad: grad * 2)]
 
     def within(module, args, output):
@@ -79,7 +79,7 @@ def hooked_tensors(model, value):
 
 
 def hooked_modules(model, value):
-    """Each partition and each layer, once per micro-batch, and changing what it is given."""
+    """Hook each partition and each layer, once per micro-batch, with changes of values."""
     calls = {"forward": 0, "again": 0, "backward": 0}
 
     def forward(module, args, output):
@@ -120,7 +120,7 @@ def penalty_of_the_parameters(model, value):
 
 
 def some_gradients(model, value):
-    """One at a time, of each device."""
+    """Ask for gradients of each device, one at a time."""
     output = model(value)
     loss = loss_of(output)
     for leaf in [value, *[next(p.parameters()) for p in model.partitions]]:
@@ -130,7 +130,7 @@ def some_gradients(model, value):
 
 
 def auxiliary_losses(model, value):
-    """Of what is on each device, with and without a loss of the output."""
+    """Take losses of tensors on each device, with and without a loss of the output."""
     for alone in (False, True):
         kept = []
 
@@ -147,7 +147,7 @@ def auxiliary_losses(model, value):
 
 
 def accumulated_and_scaled(model, value):
-    """Some backwards, with a scaler and clipping, as the caller's loop has them."""
+    """Accumulate some backwards, with a scaler and clipping."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for k in range(3):
         output = model(value * (k + 1))
@@ -161,7 +161,7 @@ def jacobian_of_one_column(model, value):
 
 
 def called_functionally(model, value):
-    """With other parameters, computed from leaves, in place of its own on all devices."""
+    """Call with other parameters, computed from leaves, on all devices."""
     torch.manual_seed(3)
     leaves = {
         name: torch.rand(p.shape).double().to(p.device).requires_grad_()
@@ -222,7 +222,7 @@ class Tied(nn.Module):
     ids=lambda way: getattr(way, "__name__", way),
 )
 def test_tied_parameters(devices, way, place, mode):
-    """The weight of the first partition is also that of the last one, on the same device."""
+    """The first and the last partition share a weight, on one device."""
     parts = [[LAYERS["linear"](), nn.Tanh()] for _ in place]
     parts[-1].append(Tied(parts[0][0].layer.weight))
     model = GPipe(
@@ -238,7 +238,7 @@ def test_tied_parameters(devices, way, place, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
-    """With the other devices in the midst of theirs, and the next step is none the worse."""
+    """Other devices are in the midst of their recomputations, and the next step is right."""
 
     class Fails(nn.Module):
         fails = True
@@ -265,7 +265,7 @@ def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
 
 
 def test_output_is_no_view(devices):
-    """It may be detached in place, also if there is but one micro-batch."""
+    """The output can be detached in place, even with one micro-batch."""
     for chunks in (1, 2):
         for place in ([0, 1], [0, 0], [0]):
             model = made(place, devices, "never", ["linear"])

@@ -1,4 +1,4 @@
-"""Deferred batch normalisation, whose statistics are updated when the forward is over."""
+"""Deferred batch normalisation, which updates statistics when the forward is over."""
 
 import pytest
 import torch

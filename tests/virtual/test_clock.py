@@ -1,4 +1,4 @@
-"""Virtual time: what work costs, and who waits for whom."""
+"""Virtual time: costs of work, and waits between streams."""
 
 import json
 import queue
@@ -133,7 +133,7 @@ def test_wait(devices):
             read(x, "b", 1)
             t.wait_stream(s)
             read(x, "c", 2)
-        # What was done before, nobody waits for.
+        # Nobody waits for work that an earlier wait has ordered.
         s.wait_stream(t)
         t.wait_stream(s)
         with t:

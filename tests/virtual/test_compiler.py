@@ -28,7 +28,7 @@ __all__ = ["anew", "backend", "pytestmark"]
 
 
 def models(way, devices, backend, mode):
-    """A model that is compiled in one of the ways, and one that is not."""
+    """A model compiled in one of the ways, and a plain one."""
     layers = blocks()
     if way == "layers":
         layers = [torch.compile(x, backend=backend) for x in layers]
@@ -60,7 +60,7 @@ def test_parity(way, mode, devices, backend):
 
 
 def test_many_devices(devices):
-    """Each has graphs of its own, for which there is a limit, which holds in every thread."""
+    """Each device has graphs of its own, and the limit of graphs holds in every thread."""
     n, backend = some(8, 5), CompileCounterWithBackend(COUNTING)
     options = {"devices": devices[:n], "chunks": 4, "checkpoint": "always"}
     model, plain = (
@@ -78,7 +78,7 @@ def test_many_devices(devices):
 
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_nothing_of_our_own(mode, devices, backend):
-    """Also where the backward of the CPU's partitions is called by compiled code."""
+    """PyTorch compiles none of the package, even if compiled code calls backward on the CPU."""
     cpu = torch.device("cpu")
     places = [cpu, devices[0], devices[0], cpu]
     model, plain = models("plain", places, backend, mode)

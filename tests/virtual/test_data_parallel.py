@@ -37,7 +37,7 @@ CASES = [
 
 
 class Relay(distributed.ProcessGroup):
-    """Does for virtual accelerators, by way of the CPU, what gloo does for the CPU."""
+    """A process group for virtual accelerators, which passes tensors to gloo on the CPU."""
 
     def __init__(self, gloo):
         super().__init__(gloo.rank(), gloo.size())
@@ -129,6 +129,6 @@ def outcomes():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case, outcomes):
-    """They are those of one process, without races, whatever the threads of autograd do."""
+    """Gradients are those of one process, without races, whatever the threads of autograd do."""
     for found in outcomes:
         assert found.get(case, "not reached") == ""

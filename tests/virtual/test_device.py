@@ -1,4 +1,4 @@
-"""Virtual devices are what PyTorch asks of a device."""
+"""Virtual devices answer all that PyTorch asks of a device."""
 
 import threading
 
@@ -36,7 +36,7 @@ def test_accelerator(devices):
 
 
 def test_current_stream(devices):
-    """As torch.distributed.checkpoint asks for it."""
+    """torch.distributed.checkpoint asks for the current stream in this way."""
     assert torch.virtual.current_stream(3) == torch.accelerator.current_stream(devices[3])
     stream = torch.Stream(devices[0])
     with torch.virtual.stream(stream):
@@ -184,7 +184,7 @@ def test_autocast(dtype, devices):
 
 
 class Where(torch.autograd.Function):
-    """Notes the thread, the device and the stream of its backward."""
+    """A function that records the thread, the device and the stream of its backward."""
 
     @staticmethod
     def forward(ctx, x, found):

@@ -1,4 +1,4 @@
-"""The process ends promptly, as its main thread says, whatever accelerators are given."""
+"""The process ends promptly, with its main thread's status, and with work on accelerators."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a layer raises comes out as it is: the same tests on virtual accelerators, and more."""
+"""Exceptions of layers come out as they are: the same tests on virtual accelerators, and more."""
 
 import gc
 import threading
@@ -19,7 +19,7 @@ def places(request, devices):
 
 
 class Slow(nn.Module):
-    """Takes until it is told to end, where it is told to begin."""
+    """A layer that runs until `end` is set, if it is slow."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Slow(nn.Module):
 
 
 class FailBeside(nn.Module):
-    """Fails while another layer is slow."""
+    """A layer that fails while another layer is slow."""
 
     def __init__(self, slow):
         super().__init__()
@@ -48,7 +48,7 @@ class FailBeside(nn.Module):
 
 
 def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
-    """The next step does: no two threads compute one partition."""
+    """The next step waits, since no two threads compute one partition."""
     slow = Slow()
     model = GPipe(
         nn.Sequential(slow, FailBeside(slow)), [1, 1], devices=[devices[0], "cpu"], chunks=2
@@ -57,7 +57,7 @@ def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
     expected = model(x)
 
     class Second:
-        """Makes layers slow from the second micro-batch on."""
+        """A hook that makes a layer slow for the second micro-batch."""
 
         count = 0
 
@@ -77,7 +77,7 @@ def test_exception_does_not_wait_for_a_layer_that_is_slow(devices):
 
 
 class Fail(nn.Module):
-    """Raises, and keeps what it raised."""
+    """A layer that raises, and keeps the exception."""
 
     def forward(self, x):
         self.error = ValueError("x")
@@ -85,7 +85,7 @@ class Fail(nn.Module):
 
 
 def test_a_graph_holds_no_other_partitions(devices):
-    """So it is freed when it is dropped, though another partition's layer keeps the exception."""
+    """A dropped graph is freed, even if another partition's layer keeps the exception."""
     gc.collect()
     before = torch.accelerator.memory_allocated(devices[0])
     layers = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), Fail())

@@ -1,4 +1,4 @@
-"""Forked children: accelerators compute there, and where autograd cannot, it says so."""
+"""Forked children: accelerators compute there, and backward raises an error that says why."""
 
 import copy
 import os
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(params=["caller", "workers"])
 def wrap(request, devices, monkeypatch):
-    """The caller issues the cells of most steps, or workers those of all."""
+    """Wrap layers such that the caller issues the cells of most steps, or workers all."""
     monkeypatch.setattr(
         "torchgpipe.engine.workers.has_streams", lambda device: request.param == "caller"
     )
@@ -48,7 +48,7 @@ def test_backward_in_a_child(wrap, mode):
 
 @pytest.mark.parametrize("when", ["forward", "recomputation"])
 def test_child_forked_while_a_thread_is_in_a_step(wrap, when):
-    """The locks that it holds are nobody's there."""
+    """Nobody holds the thread's locks in the child."""
     pausing = Pausing(when)
     paused, other = wrap(layers(pausing), checkpoint="always"), wrap(layers())
     use = partial(forward, other, other.devices[0])

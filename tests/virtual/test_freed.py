@@ -1,4 +1,4 @@
-"""Memory: given back while it is in use, and taken by the next."""
+"""Memory that is freed while in use, and taken by the next tensor."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torchgpipe.testing import Stream, observe
 
 
 def test_memory_allocated_on_another_stream(devices):
-    # What came before on that stream may use the same memory.
+    # Earlier work on that stream may use the same memory.
     s, t = new_streams(devices[0], 2)
     with observe() as seen:
         with s:

@@ -85,7 +85,7 @@ def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_callers_streams_may_be_others_in_each_step(devices, n):
-    """They are of the pool that ours are of, and take nothing away from them."""
+    """The caller's streams come from the same pool, and slow ours down in no step."""
     model = wrap(
         [Stage() for _ in range(4)], [devices[0]] * 4 if n == 1 else devices[:4], "never", chunks=8
     )
@@ -109,7 +109,7 @@ def test_more_micro_batches_than_streams(devices, mode):
 
 
 class Lagging(Stage):
-    """Its host takes its time in backward."""
+    """A stage that makes the host slow in backward."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -122,7 +122,7 @@ class Lagging(Stage):
 @pytest.mark.parametrize("j", [0, 1])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_host_that_is_slow_takes_no_time(devices, mode, requires_grad, j):
-    """The next one gets ahead of it by as many micro-batches as there are copy streams."""
+    """The next partition gets ahead of a slow one by as many micro-batches as copy streams."""
     stages = [Stage(), Stage(), Stage()]
     stages[j] = Lagging()
     with patch.object(StreamPool, "COPIES", 4):

@@ -1,4 +1,4 @@
-"""A model of which only parts fit anywhere: what devices and the host hold while it is loaded."""
+"""A model too large for any one place: memory of devices and host while it is loaded."""
 
 import gc
 
@@ -34,7 +34,7 @@ def meta():
 
 
 class OnHost(TorchDispatchMode):
-    """At each operator, how many bytes of tensors are alive on the host that were not before."""
+    """A mode that records at each operator the bytes of new tensors alive on the host."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class OnHost(TorchDispatchMode):
             torch.zeros(1).fill_(1.0)
         self.peak = 0
         gc.collect()
-        # What is frozen is neither collected nor found.
+        # The garbage collector neither collects nor lists frozen objects.
         gc.freeze()
 
     def held(self, arguments):
@@ -161,7 +161,7 @@ def test_the_example_holds_one_file_at_a_time(devices, tmp_path):
 
 
 def test_what_saving_holds(devices, tmp_path):
-    """safetensors copies all that it is given to the host, torch.save one tensor at a time."""
+    """safetensors copies all tensors to the host at once, torch.save one after another."""
     save_file = pytest.importorskip("safetensors.torch", exc_type=MISSING).save_file
     model = GPipe(layers(), [3, 3, 2], devices=devices[:3])
 
@@ -177,7 +177,7 @@ def test_what_saving_holds(devices, tmp_path):
 
 
 def test_the_host_is_measured(devices, tmp_path):
-    """The whole model at once is seen above."""
+    """The measure above notices the whole model at once."""
     torch.save(layers().state_dict(), tmp_path / "model.pt")
     model = GPipe(meta(), [4, 4], devices=devices[:2])
     with OnHost() as host:
@@ -187,7 +187,7 @@ def test_the_host_is_measured(devices, tmp_path):
 
 @pytest.mark.parametrize("assigned", ["cpu", "its device"])
 def test_assigned_tensors(assigned, devices, tmp_path):
-    """They take the place of the parameters, and have to be where these were."""
+    """Assigned tensors replace the parameters, and must be on their devices."""
     plain = layers()
     torch.save(plain.state_dict(), tmp_path / "model.pt")
     model = GPipe(meta(), [4, 4], devices=devices[:2])
@@ -216,7 +216,7 @@ def trained(devices, balance, seed=0, **options):
 
 
 def check(source, target):
-    """Model and optimizer are those of another balance, each tensor where it belongs."""
+    """Compare model and optimizer with those of another balance, and the places of tensors."""
     (model, optimizer), (other, its_optimizer) = source, target
     assert same(model.module, other.module)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
@@ -248,7 +248,7 @@ def test_optimizer_state_follows_its_parameter(map_location, foreach, devices, t
 
 
 class Copies(TorchDispatchMode):
-    """Where from tensors were copied to the host without waiting for it."""
+    """A mode that records the devices of copies to the host that nobody waits for."""
 
     def __init__(self):
         super().__init__()
@@ -294,7 +294,7 @@ def test_distributed_checkpoint(options, devices, tmp_path):
 
 
 def test_distributed_checkpoint_copies_ahead_from_all_devices(devices, tmp_path):
-    """PyTorch's own default: it waits for the current device only. The guide says what to do."""
+    """PyTorch waits for the current device only, by default. The guide gives the remedy."""
     model, _ = trained(devices, [1, 2, 3])
     with Copies() as copies:
         dcp.save({"model": model.module}, checkpoint_id=tmp_path)

@@ -1,4 +1,4 @@
-"""How much memory each device needs, counted by its allocator.
+"""Memory of each device, counted by its allocator.
 
 The unit is an activation: what a layer makes of one micro-batch. All layers here save one each.
 """
@@ -24,7 +24,7 @@ ACTIVATION = ROWS * WIDTH * 4
 
 
 class Scale(nn.Module):
-    """Saves its input, and has a parameter of next to no size."""
+    """A layer that saves its input, and has a parameter of almost no size."""
 
     def __init__(self):
         super().__init__()
@@ -37,9 +37,9 @@ class Scale(nn.Module):
 def promise(mode, m, layers, *, first):
     """The peak of a partition, in activations.
 
-    Its first layer saves its input, the others what they give. Without checkpointing all of it is
-    kept. With it, only the inputs, and all of the micro-batch that is being differentiated. The
-    inputs of the first partition are the caller's anyway.
+    The first layer saves its input, and the others save their outputs. Without checkpointing, the
+    partition keeps all of these. With it, the partition keeps its inputs, and all tensors of one
+    micro-batch. The caller holds the inputs of the first partition anyway.
     """
     inputs = 0 if first else m
     return inputs + (layers - 1) * (m if mode == "never" else 1)
@@ -106,7 +106,7 @@ def test_what_has_left_a_device_is_not_kept_there(devices, mode):
 
 
 class Detour(nn.Module):
-    """Leaves the device, whose thread of autograd has nothing to do meanwhile."""
+    """A layer that leaves the device, whose autograd thread is idle meanwhile."""
 
     def forward(self, x):
         return x.cpu().tanh().to(x.device)
@@ -130,7 +130,7 @@ def test_one_micro_batch_is_recomputed_at_a_time(devices, n, requires_grad):
 
 
 def settled(places):
-    """What is allocated when threads of autograd have let go of what was before."""
+    """Allocated memory once threads of autograd have freed what came before."""
     found = None
     while found != (found := allocated(places)):
         gc.collect()
@@ -218,7 +218,7 @@ class PopSame(nn.Module):
 
 
 def peaks(step, devices):
-    """What a step takes, in activations, on each device, once whatever stays has been allocated."""
+    """Peak of a step on each device, in activations, after steps that allocate what stays."""
     step()
     before = settled(devices)
     for device in devices:
@@ -237,7 +237,7 @@ def test_skip_that_is_the_value_too_leaves_as_one(devices, grad):
     x = torch.rand(ROWS, WIDTH, device=devices[0])
     with getattr(torch, grad)():
         first, _ = peaks(lambda: model(x), devices[:2])
-    # What was computed, and its clone.
+    # The output of the layer, and its clone.
     assert first == 2
 
 
@@ -247,7 +247,7 @@ def test_gradients_of_a_skip_that_is_the_value_too_are_added_in_place(devices, m
     model = GPipe(nn.Sequential(*layers), [2, 1], devices=devices[:2], chunks=1, checkpoint=mode)
     x = torch.rand(ROWS, WIDTH, device=devices[0], requires_grad=True)
     first, _ = peaks(lambda: torch.autograd.grad(model(x).sum(), x), devices[:2])
-    # What the layer saved and both gradients, or the one that it takes, and what it gives.
+    # The saved tensor and both gradients; or the gradient that the layer takes and its own.
     assert first == 3
 
 

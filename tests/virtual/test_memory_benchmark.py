@@ -1,4 +1,4 @@
-"""The memory of a training step is measured, on virtual accelerators."""
+"""The benchmark of a training step's memory, on virtual accelerators."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_partitions(mode, kept, devices, known):
     training = Training(Library(GPipe, devices), MODEL, SIZE, BATCH, [4, 4], 4, mode)
     first, last = training.memory()
     assert [first["parameters"], last["parameters"]] == [ACTIVATION // BATCH, 0]
-    # What four layers save, or the input of these alone, and the output.
+    # Saved tensors of four layers, or only the input of these, and the output.
     assert last["peak"] == (kept + 1) * ACTIVATION + LOSS
     # The mini-batch, and what three layers save, of one micro-batch or of all.
     least = ACTIVATION + 3 * (ACTIVATION if mode == "never" else ACTIVATION // 4)
@@ -119,7 +119,7 @@ def test_main(tmp_path, capsys, monkeypatch):
 
 
 class Failing:
-    """A process in which nothing fits, or works."""
+    """A process in which nothing fits, or nothing works."""
 
     def __init__(self, reason):
         self.reason = reason

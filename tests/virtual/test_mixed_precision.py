@@ -1,4 +1,4 @@
-"""Mixed precision on several devices: whatever thread issues a cell casts as the caller does."""
+"""Mixed precision on several devices: each thread that issues a cell casts as the caller does."""
 
 import copy
 
@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from tests.support.helpers import MODES, Plain, assert_no_races
+from tests.support.loops import BF16, FP16, backward_of_autocast, mean_square
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
-
-BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def layers():
@@ -40,30 +39,16 @@ def verify(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def loss_of(output):
-    return output.float().square().mean()
-
-
 @pytest.mark.parametrize("where", ["outside", "within", "in the other dtype"])
 @LAYOUTS
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast(mode, layout, where, devices):
-    """Around forward alone, or backward too, or another one around backward."""
+    """Autocast is around forward alone, around backward too, or another one around backward."""
     models = pair(mode, [devices[k] for k in layout])
     x = torch.rand(8, 8, device=devices[0])
     with observe(jitter=1) as seen:
         for model in models:
-            with torch.autocast("virtual", BF16):
-                output = model(x)
-                assert output.dtype is BF16
-                loss = loss_of(output)
-                if where == "within":
-                    loss.backward()
-            if where == "outside":
-                loss.backward()
-            elif where == "in the other dtype":
-                with torch.autocast("virtual", FP16):
-                    loss.backward()
+            backward_of_autocast(model, x, BF16, where)
     assert_no_races(seen)
     verify(*[[p.grad for p in model.parameters()] for model in models])
 
@@ -75,7 +60,7 @@ def test_weights_that_a_second_run_casts_are_not_used_after_a_step(mode, devices
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
         with torch.autocast("virtual", BF16):
-            loss = loss_of(model(x))
+            loss = mean_square(model(x))
         with torch.autocast("virtual", BF16):
             loss.backward()
             optimizer.step()
@@ -88,7 +73,7 @@ def test_weights_that_a_second_run_casts_are_not_used_after_a_step(mode, devices
     [("always", {}), ("except_last", {"fused": True}), ("never", {"foreach": False})],
 )
 def test_scaler(mode, options, devices):
-    """What overflows on one device has none of them step."""
+    """An overflow on one device makes the scaler skip the step on all."""
     models, found = pair(mode, devices[:3]), []
     for model in models:
         torch.manual_seed(0)
@@ -99,7 +84,7 @@ def test_scaler(mode, options, devices):
             x = torch.randn(8, 8).to(devices[0])
             optimizer.zero_grad()
             with torch.autocast("virtual", FP16):
-                loss = loss_of(model(x))
+                loss = mean_square(model(x))
             scaler.scale(loss).backward()
             bad = {2: parameters[0], 3: parameters[-1]}.get(k)
             if bad is not None:

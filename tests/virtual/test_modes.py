@@ -1,4 +1,4 @@
-"""What the caller has set is what layers see: the same tests on virtual accelerators."""
+"""Layers see what the caller has set: the same tests on virtual accelerators."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def places(request, devices):
 
 
 def test_profiler_sees_layers_of_other_threads(devices):
-    """If the profiler is told to, as in ``docs/threads.rst``."""
+    """The profiler needs a setting for that, as in ``docs/threads.rst``."""
     model = wrap(made(), [devices[0], "cpu"], "never")
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     counts = []

@@ -4,6 +4,7 @@ import importlib
 import inspect
 
 import pytest
+import torch
 from torch import nn
 
 from tests.behaviour import test_changes
@@ -127,7 +128,7 @@ TESTS = {
         {"place": [0, 1, 2]},
     ),
     "last use": (
-        "behaviour.test_skips",
+        "behaviour.test_skips_memory",
         "test_alive_until_its_last_use",
         {"devices": CPUS[:2], "balance": [1, 4], "grad": False},
     ),
@@ -157,22 +158,22 @@ TESTS = {
         {"balance": [1, 1]},
     ),
     "one step at a time": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_one_step_at_a_time",
         {"timeout": 0.2},
     ),
     "a step within a cell": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_step_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a recomputation within a cell": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_recomputation_within_a_cell_does_not_wait",
         {"timeout": 0.2},
     ),
     "a step that does not begin": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_step_that_does_not_begin_has_nobody_wait",
         {"timeout": 0.2},
     ),
@@ -222,7 +223,7 @@ TESTS = {
         {},
     ),
     "recomputation of a step": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_nesting",
         "test_recomputation_of_a_step_within_a_cell_holds_its_locks",
         {"timeout": 0.2},
     ),
@@ -262,7 +263,12 @@ TESTS = {
         "test_interrupted_where_something_was_set",
         {"window": "a skip tracker", "places": ["cpu"] * 2},
     ),
-    "let go": ("unit.recompute.test_checkpoint", "test_input_is_let_go_by_the_recomputation", {}),
+    "noise": (
+        "behaviour.test_unwritten",
+        "test_noise_of_rrelu",
+        {"name": "module", "device": torch.device("cpu")},
+    ),
+    "let go": ("unit.recompute.test_input", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
 #: Guards: what is changed in the line below the marker `# guard: name` in the package's source,
@@ -276,7 +282,7 @@ MUTANTS = {
     "clone in backward": (("_cloned(grads, ctx.next_stream, ctx.prev_stream)", "grads"), "shifted"),
     "source's lane": (("other=prev_stream", "other=next_stream"), "limit"),
     "target's lane": (("other=ctx.prev_stream", "other=ctx.next_stream"), "limit"),
-    "one clone": (("id(tensor) not in left", "True"), "skip leaving"),
+    "one clone": (("id(tensor) not in clones", "True"), "skip leaving"),
     "hand-over in leaving": (DROP, "limit"),
     "lane of Copy": (("method.owner(lane, self.stream)", "self.stream"), "skip"),
     "lane of arriving Wait": (("batch =", "with use_stream(lane): batch ="), "shifted"),
@@ -382,7 +388,7 @@ MUTANTS = {
     "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
     "what a backward leaves": (DROP, "what a backward leaves"),
     "a partition at a time": (("self.lock, ", ""), "at a time"),
-    "what is interrupted": (("Snapshot(self.devices), ", ""), "interrupted"),
+    "what is interrupted": (("Snapshot(self._devices), ", ""), "interrupted"),
     "hooks of the forward": (("now.hooks != found.hooks", "False"), "hooks changed"),
     "leaves": (
         ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),
@@ -395,6 +401,10 @@ MUTANTS = {
         "nothing to do",
     ),
     "versions of what goes whole": (("kind is None", "False"), "what goes whole"),
+    "what is written after it was saved": (
+        ("not tensor.requires_grad and not slot.lasting", "False"),
+        "noise",
+    ),
     "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
     "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
     "versions of what is kept": (("tensor._version != slot.version", "False"), "weights changed"),
@@ -402,7 +412,7 @@ MUTANTS = {
 
 
 def judge(test, devices):
-    """Runs a test, in all checkpoint modes if it takes one."""
+    """Run a test, in all checkpoint modes if it takes one."""
     module, function, arguments = TESTS[test]
     check = getattr(importlib.import_module(f"tests.{module}"), function)
     names = inspect.signature(check).parameters
@@ -419,7 +429,7 @@ CASES = [(name, test) for name, (_, *tests) in MUTANTS.items() for test in tests
 @pytest.mark.parametrize(("name", "test"), CASES)
 def test_a_test_fails_without(devices, name, test):
     change, *_ = MUTANTS[name]
-    # Where it takes a host that stumbles in the right moment, it may take more than one attempt.
+    # A race that needs a host which stumbles at the right moment may need several attempts.
     for _ in range(20):
         try:
             with mutated(name, change):
@@ -431,7 +441,7 @@ def test_a_test_fails_without(devices, name, test):
 
 @pytest.mark.parametrize("test", ["limit", "shifted", "last use"])
 def test_what_finds_it_passes_otherwise(devices, test):
-    """The package is imported anew here, too."""
+    """A test that finds a mutant passes with the plain package, imported anew."""
     with mutated("waiting", ("", "")):
         judge(test, devices)
 

@@ -1,4 +1,4 @@
-"""Observations: where they begin and end, and what else is asked of them."""
+"""Observations: their beginning, their end, and their other properties."""
 
 import threading
 
@@ -32,7 +32,7 @@ def test_raise_on_race(devices):
 
 
 class Racy(torch.autograd.Function):
-    """Its backward writes what the caller's stream reads."""
+    """A function whose backward writes memory that the caller's stream reads."""
 
     @staticmethod
     def forward(ctx, x, y, stream):

@@ -33,14 +33,14 @@ def layers(*names):
 
 
 def chain(j, n):
-    """Each partition stashes for the next one."""
+    """Skips from each partition to the next one."""
     popped = {f"{j - 1}": "shift"} if j else {}
     stashed = {f"{j}": "output"} if j < n - 1 else {}
     return [skip_layer(stashed, popped), *layers("linear")]
 
 
 def nested(j, n):
-    """Partition j stashes for partition n - 1 - j."""
+    """Skips from partition j to partition n - 1 - j."""
     ways = {f"{min(j, n - 1 - j)}": "wide" if j % 2 else "new"}
     return (
         [skip_layer(stashed=ways), *layers("linear")]
@@ -53,7 +53,7 @@ def nested(j, n):
 
 
 def several(j, n):
-    """The first partition stashes for all others, of which the last pops two."""
+    """Skips from the first partition to all others, and two to the last."""
     every = {
         f"{k}": way for k, way in zip(range(1, n + 1), 2 * ["input", "output", "scalar", "none"])
     }
@@ -102,7 +102,7 @@ def batch(rows):
     return torch.randn(rows, WIDTH).double()
 
 
-#: What differs with the number of partitions.
+#: Properties that differ with the number of partitions.
 PAST_OTHERS = ["nested skips", "several skips", "a long skip"]
 
 
@@ -134,7 +134,7 @@ def test_parity(devices, name, n, mode):
 SHARED = [[0, 0], [0, 0, 1], [0, 1, 0], [0] * 4, [0, 0, 1, 1], [0, 1, 0, 1]]
 
 
-#: What partitions do that share some.
+#: Models for partitions that share devices.
 ON_SHARED = ["a long skip", "shifted", "batch norm"]
 
 
@@ -142,7 +142,7 @@ ON_SHARED = ["a long skip", "shifted", "batch norm"]
 @pytest.mark.parametrize("place", SHARED, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_partitions_that_share_devices(devices, place, mode, name):
-    """A gradient in two places is added to in place by whoever comes last."""
+    """Autograd adds the last of two gradients in place."""
     n, k = len(place), ON_SHARED.index(name)
     model = wrapped(
         [CASES[name](j, n) for j in range(n)],
@@ -167,14 +167,14 @@ def test_what_else_a_caller_does(devices, place, way, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_in_the_memory_of_a_copy_stream(devices, mode):
-    """The caller frees it when the next micro-batch may be about to come in that memory."""
+    """The caller frees such a gradient when the next micro-batch may be about to use its memory."""
     made = [layers("linear"), layers("stopped", "shifted"), layers("tanh"), layers("tanh")]
     model = wrapped(made, [devices[d] for d in (1, 0, 1, 0)], mode=mode)
     verify(model, batch(6), streams=True)
 
 
 def allocate(device):
-    """Takes some memory of each stream of a device's pool."""
+    """Allocate some memory on each stream of a device's pool."""
     for _ in range(32):
         with torch.Stream(device):
             torch.empty(1, device=device)
@@ -183,7 +183,7 @@ def allocate(device):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", SHARED, ids=str)
 def test_gradients_are_freed_at_the_end_of_a_step(devices, place, mode):
-    """And whoever has a stream from the same pool as the partitions gets their memory."""
+    """The memory of freed gradients may go to any stream of the partitions' pool at once."""
     places = [devices[d] for d in place]
     model = wrapped([layers("linear", "shifted") for _ in place], places, mode=mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -208,7 +208,7 @@ def test_outputs_are_freed_when_they_are_joined(devices, place):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_without_a_gradient(devices, mode):
-    """Backward reads them, and the autograd engine tells the caller's stream nothing of that."""
+    """Backward reads such weights, and autograd does not make the caller's stream wait for that."""
     made = [layers("linear"), layers("frozen"), layers("frozen", "tanh")]
     model = wrapped(made, [devices[d] for d in (0, 1, 1)], mode=mode)
     verify(model, batch(6), way="backward")
@@ -231,7 +231,7 @@ def test_partitions_that_share_layers(devices, place, mode):
     "place", [[0, "cpu"], [0, "cpu", 1], ["cpu", 0, 0], [0, 0, "cpu"]], ids=str
 )
 def test_the_cpu_among_them(devices, place, monkeypatch):
-    """What comes from there is used on other streams than it came on, which soon bring more."""
+    """Compute streams use tensors from the CPU while copy streams bring the next ones."""
     monkeypatch.setattr(StreamPool, "COPIES", 2)
     for k, mode in enumerate(MODES):
         model = wrapped(
@@ -275,7 +275,7 @@ def use(streams):
 
 
 def others(devices):
-    """Streams that come after the current ones."""
+    """New streams that wait for the current ones."""
     streams = [torch.Stream(device) for device in devices]
     for stream in streams:
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
@@ -315,7 +315,7 @@ def test_the_caller_changes_its_streams(devices, place, when):
 
 
 class Buffered(nn.Module):
-    """Returns the same memory every time."""
+    """A layer that returns the same memory every time."""
 
     def __init__(self):
         super().__init__()
@@ -336,7 +336,7 @@ def test_a_layer_that_returns_the_same_memory(devices, place):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", [[0, 1, 2], [0, 0, 1], [0, 0, 0]], ids=str)
 def test_a_layer_that_fails(devices, place, mode):
-    """In the midst of a step, when others compute; the next one is none the worse."""
+    """A layer fails in the midst of a step while others compute, and the next step is right."""
     calls = []
 
     def failing(x):
@@ -360,7 +360,7 @@ def test_a_layer_that_fails(devices, place, mode):
     verify(model, batch(6))
 
 
-#: What a layer may not change in place, or not there: some of the random ones do.
+#: Errors for changes in place that are not allowed: some random models make one.
 NOT_ALLOWED = "in.?place|refers to a single memory location"
 
 

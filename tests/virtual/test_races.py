@@ -1,4 +1,4 @@
-"""Races: what is reported, and what is not since a wait orders it."""
+"""Races: accesses that are reported, and accesses that a wait orders."""
 
 from collections import Counter
 

@@ -57,7 +57,7 @@ ALL = [[*DRAWING][:4], [*DRAWING][2:]]
 
 
 def seed(devices, home):
-    """Has all generators differ, but for that of the device where the numbers come from."""
+    """Seed all generators otherwise than that of the first device, where the numbers come from."""
     for k, device in enumerate(devices):
         generator = torch.Generator(device).manual_seed(1 if device == home else k + 2)
         set_state(device, generator.get_state())
@@ -125,7 +125,7 @@ def test_layer_that_fails_leaves_all_generators_as_found(devices, place, call):
 
 
 class Moving(nn.Module):
-    """The partitions of a wrapper, by hand."""
+    """A model that runs a wrapper's partitions by hand."""
 
     def __init__(self, model):
         super().__init__()
@@ -140,7 +140,7 @@ class Moving(nn.Module):
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("place", [["cpu", 0], [1, "cpu", 0, "cpu"], ["cpu", 2, 1, "cpu"]], ids=str)
 def test_each_type_of_device_has_numbers_of_its_own(devices, place, chunks):
-    """They go on among the devices of that type, past those of the other one."""
+    """Numbers go on from device to device of one type, past devices of the other type."""
     places = [CPU if d == "cpu" else devices[d] for d in place]
     one = [CPU if d == "cpu" else devices[5] for d in place]
     homes = [CPU, next(d for d in places if d != CPU)]
@@ -175,7 +175,7 @@ def draws_nothing():
 
 @pytest.mark.parametrize("make", [made, draws_nothing])
 def test_wrappers_in_several_threads(devices, make):
-    """They use the same devices in opposite order, and all come to an end."""
+    """Wrappers use the same devices in opposite order, and all steps end."""
     errors = []
     places = [[d if d == "cpu" else devices[d] for d in x] for x in ([0, 1], [1, 0], [0, "cpu"])]
     # A recomputation is not kept apart from what other threads draw on an accelerator.
@@ -207,7 +207,7 @@ def run_in_threads(functions):
 
 
 def test_training_of_another_wrapper_within_a_layer(devices):
-    """It recomputes on autograd's threads what draws on the CPU, where the caller is in a step."""
+    """Autograd's threads recompute layers that draw on the CPU, where the caller is in a step."""
 
     def draw(x):
         return x * torch.rand(()).item() * x.tanh()
@@ -227,7 +227,7 @@ def test_training_of_another_wrapper_within_a_layer(devices):
 
 @pytest.mark.parametrize("place", [[0, "cpu"], ["cpu", 0], [1, 0]], ids=str)
 def test_backward_of_another_wrapper_within_a_layer(devices, place):
-    """It recomputes what draws on the CPU, while the caller is in the midst of a step there."""
+    """Backward recomputes layers that draw on the CPU, in the midst of the caller's step there."""
     other = GPipe(made()[:4], [2, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
 
     def gradient(x):

@@ -1,4 +1,4 @@
-"""Random programs on random streams, held against graphs of all their steps."""
+"""Random programs on random streams, compared with graphs of all their steps."""
 
 from collections import Counter
 from functools import cache
@@ -54,7 +54,7 @@ def edges_of(program):
 
 
 def expected(program):
-    """The races of each step: a graph of all steps, and a search in it.
+    """Races of each step, by a search in a graph of all steps.
 
     Where a later access stands for earlier ones, since it is ordered after them and excludes at
     least as much, that one alone is to be reported.
@@ -169,7 +169,7 @@ def test_time_is_the_longest_path(devices, program):
     ]
     assert seen.makespan == max(map(end, work), default=0)
 
-    # What is derived from it.
+    # Values that are derived from the spans.
     path = seen.critical_path
     assert sum(span.end - span.start for span in path) == seen.makespan
     assert all(before.end == after.start for before, after in pairwise(path))

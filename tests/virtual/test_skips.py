@@ -1,4 +1,4 @@
-"""Skips go straight from device to device: those between see no copy and no byte of them."""
+"""Skips go straight from device to device; devices in between see no copy and no byte."""
 
 import copy
 from collections import Counter
@@ -84,7 +84,7 @@ def test_what_is_copied_between_devices(devices, name, mode, requires_grad):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_leave_in_the_order_in_which_they_are_needed(devices, mode):
-    """Those of skips before the value's, else they came in any order to where all of them go."""
+    """Gradients of skips leave before the value's; else they would arrive in any order."""
     n, m, skips = 4, 5, LAYOUTS["several to one"]
     model = wrap([layer(j, skips) for j in range(n)], devices[:n], mode, m)
     with observe(jitter=0, bandwidth={(3, j): 1e3 for j in range(3)}) as seen:

@@ -1,4 +1,4 @@
-"""Stand-ins take the time of a model's partitions, and copies that of what these pass on."""
+"""Stand-ins take the time of a model's partitions, and copies the time of its tensors."""
 
 from dataclasses import asdict
 

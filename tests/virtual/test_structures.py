@@ -1,4 +1,4 @@
-"""Values of any structure from device to device: right, without a race, and in no more time."""
+"""Values of any structure on several devices: right, without races, in the usual time."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ torch.export.register_dataclass(State)
 
 
 class Weighted(nn.Module):
-    """A function of the value and a weight."""
+    """A layer that calls a function of the value and a weight."""
 
     def __init__(self, function):
         super().__init__()
@@ -38,7 +38,7 @@ class Weighted(nn.Module):
 
 
 def opened(weight, x, table, ids, *, scale, options):
-    """Arguments in, everything out that a value may have."""
+    """A function from arguments to a value of all kinds of items."""
     x = x * weight + table[ids] * scale
     return {
         "state": State(x, ids > 0, options["steps"]),
@@ -50,7 +50,7 @@ def opened(weight, x, table, ids, *, scale, options):
 
 
 def passed(weight, value):
-    """What is changed is a part; one tensor is there twice, and integers come first."""
+    """Compute with one part of a value that has a tensor in two places, and put integers first."""
     state = value["state"]
     hidden = (state.hidden @ value["table"].t() @ value["table"]).tanh() * weight
     rest = [value["rest"][3] * 0.5, *value["rest"][:3]]
@@ -98,7 +98,7 @@ def to(device, value):
 
 
 def reference(model, args, kwargs):
-    """The layers, micro-batch by micro-batch, without the library."""
+    """Run the layers, micro-batch by micro-batch, without the library."""
     outputs = []
     x, table, ids = args
     first, *rest = model.module
@@ -120,7 +120,7 @@ def reference(model, args, kwargs):
 
 
 def step(run, model, args, kwargs):
-    """What comes out, whether it has a gradient, and all gradients."""
+    """Outputs, whether each has a gradient, and all gradients."""
     output = run(*args, **kwargs)
     loss = output["x"].square().sum() + output["loss"].sum()
     leaves = [x for x in [*leaves_of(args, kwargs), *model.parameters()] if x.requires_grad]
@@ -163,7 +163,7 @@ def test_values(devices, place, requires_grad, mode):
 
 
 class DictStage(Stage):
-    """Passes on a dict, of which every stage uses each tensor."""
+    """A stage that passes on a dict, and uses each tensor of the dict."""
 
     def forward(self, value):
         x = super().forward(value["x"] + value["bias"] * value["scale"])
@@ -172,7 +172,7 @@ class DictStage(Stage):
 
 
 class Called:
-    """The model, called with more than a tensor."""
+    """A model that calls the wrapper with more than a tensor."""
 
     def __init__(self, model, requires_grad):
         self.model, self.chunks, self.devices = model, model.chunks, model.devices
@@ -198,7 +198,7 @@ def test_dicts_take_no_more_time(devices, n, m, requires_grad, mode):
 
 
 class FrozenStage(nn.Module):
-    """Takes the time of a stage, saves nothing but its weight, and needs no recomputation."""
+    """A stage that saves only its weight, so that it needs no recomputation."""
 
     def __init__(self):
         super().__init__()

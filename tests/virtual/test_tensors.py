@@ -1,4 +1,4 @@
-"""Tensors of virtual devices are made, copied and saved as those of other devices, and misused."""
+"""Tensors of virtual devices: made, copied and saved like others, and misused."""
 
 import copy
 import io
@@ -114,7 +114,7 @@ def test_duplicates_stay_on_the_device(duplicate, devices):
 
 
 def through_file(x, **options):
-    """What comes back from a file."""
+    """Save an object to a file, and load it."""
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)

@@ -17,7 +17,7 @@ WIDTH = 4
 
 @pytest.fixture(params=["caller", "workers"])
 def issuer(request, monkeypatch):
-    """The caller issues the cells of most steps, or workers those of all."""
+    """Make the caller issue the cells of most steps, or workers those of all."""
     monkeypatch.setattr(
         "torchgpipe.engine.workers.has_streams", lambda device: request.param == "caller"
     )
@@ -30,7 +30,7 @@ def layers(between=None):
 
 
 class Elsewhere(nn.Module):
-    """A layer that has another model compute, wherever that is; it is none of its own layers."""
+    """A layer that calls another model on any devices, which is none of its own layers."""
 
     def __init__(self, model):
         super().__init__()
@@ -41,7 +41,7 @@ class Elsewhere(nn.Module):
 
 
 def found(model, input, parameters=None):
-    """What a model gives, and its gradients, on the CPU."""
+    """The output of a model, and its gradients, on the CPU."""
     output = model(input)
     leaves = [input, *(parameters or model.parameters())]
     gradients = torch.autograd.grad(output.square().sum(), leaves)
@@ -73,7 +73,7 @@ def test_wrappers_in_several_threads(devices, mode, places):
 @pytest.mark.parametrize("outer", ["never", "always"])
 @pytest.mark.parametrize("place", [(2, 3), (1, 0), (1, "cpu")], ids=str)
 def test_wrapper_within_a_layer(devices, place, outer, inner):
-    """It is on other devices, on the same ones, or on the one that it is called from."""
+    """The inner wrapper is on other devices, on the same ones, or on the calling layer's."""
     module, within = layers(), layers()
     parameters = [*module.parameters(), *within.parameters()]
     right = found(nn.Sequential(module[:2], within, module[2:]), batch(), parameters)
@@ -102,7 +102,7 @@ def test_wrapper_as_a_layer_on_the_same_device(devices, outer, inner):
 
 @pytest.mark.parametrize("place", [(2, 3), (1, 2), (0, 1)], ids=str)
 def test_wrapper_as_a_layer_on_other_devices(devices, place):
-    """It would have to be moved to that of its partition, or work where its layers are not."""
+    """A wrapper cannot move to the device of a partition of another one, so it is an error."""
     module, place = layers(), [devices[k] for k in place]
     module[2] = wrap(layers(), place)
     with pytest.raises(TypeError, match="must stay on their devices"):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.examples import MISSING
 from tests.support.helpers import assert_no_races
 from torchgpipe import GPipe
+from torchgpipe.balance import balance_by_time
 from torchgpipe.testing import observe
 
 
@@ -129,7 +130,7 @@ def test_lightning(remedy, devices, tmp_path):
             pass
 
     class Strategy(PipelineStrategy):
-        """What is left out is as Lightning has it."""
+        """The example's strategy, with one of its remedies left out."""
 
         if remedy == "no state":
             load_optimizer_state_dict = SingleDeviceStrategy.load_optimizer_state_dict
@@ -180,13 +181,18 @@ def test_lightning(remedy, devices, tmp_path):
 
 
 def test_transformers(devices, monkeypatch, capsys):
-    """The example itself; the first device is that of data and of the plain model."""
+    """The example runs; data and the plain model are on the first device."""
     pytest.importorskip("transformers.models.llama.modeling_llama", exc_type=MISSING)
     accelerate = pytest.importorskip("accelerate", exc_type=MISSING)
     from transformers import TrainingArguments
 
     from examples import with_transformers
 
+    def balance(*arguments, **options):
+        with observe(costs={"mm": 1.0}):
+            return balance_by_time(*arguments, **options)
+
+    monkeypatch.setattr("examples.language_model.balance_by_time", balance)
     first = property(lambda arguments: arguments._setup_devices and devices[0])
     monkeypatch.setattr(TrainingArguments, "device", first)
     monkeypatch.setattr(accelerate.Accelerator, "device", devices[0])

@@ -57,7 +57,7 @@ CPUS = [torch.device("cpu")] * 2
 
 
 def train(optimizer, places, **options):
-    """A model's parameters after four steps of training."""
+    """Train a model for four steps, and return its parameters."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3))
     model[:2].to(places[0])

@@ -1,14 +1,14 @@
-"""What stands around a step, with parameters on several devices."""
+"""Optimizers, clipping and averages around a step, with parameters on several devices."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.helpers import MODES, Plain, assert_no_races
+from tests.support.loops import cross_entropy, within_backward
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
@@ -27,7 +27,7 @@ def layers():
 
 
 def verify(loop, mode, places, module=None):
-    """Compares what a loop yields for a wrapped model with what it yields for the plain one."""
+    """Compare the values that a loop yields for a wrapped model and for the plain one."""
     module = module or layers()
     plain = Plain(copy.deepcopy(module), 4)
     model = GPipe(module, [2, 2, 2], devices=places, chunks=4, checkpoint=mode)
@@ -44,37 +44,17 @@ def batches(first, last):
         yield torch.randn(8, 8).double().to(first), torch.randint(8, (8,)).to(last)
 
 
-def loss_of(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
-def within_backward(model, first, last):
-    """Each parameter has an optimizer, which steps when its gradient is there."""
-    optimizers = {p: torch.optim.SGD([p], 0.05, momentum=0.9) for p in model.parameters()}
-    counts = dict.fromkeys(optimizers, 0)
-
-    def step(parameter):
-        counts[parameter] += 1
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-    for k, batch in enumerate(batches(first, last)):
-        loss = loss_of(model, *batch)
-        loss.backward()
-        yield loss.item()
-        assert {*counts.values()} == {k + 1}
-        assert all(p.grad is None for p in optimizers)
+def steps(model, first, last):
+    return within_backward(model, batches(first, last), momentum=0.9)
 
 
 @pytest.mark.parametrize("layout", ["three", "one", "between", "mixed"])
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward(mode, layout, devices):
-    """Once for each backward, on autograd's threads, while other partitions are differentiated."""
+    """Parameters step once per backward, on autograd's threads, while other partitions run."""
     a, b, c = devices[:3]
     places = {"three": [a, b, c], "one": [a] * 3, "between": [a, b, a], "mixed": [CPU, a, b]}
-    verify(within_backward, mode, places[layout])
+    verify(steps, mode, places[layout])
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one device", "another between"])
@@ -82,12 +62,12 @@ def test_steps_within_backward(mode, layout, devices):
 def test_steps_within_backward_with_tied_parameters(mode, shared, devices):
     module = layers()
     module[5] = module[0]
-    verify(within_backward, mode, [devices[0], devices[0 if shared else 1], devices[0]], module)
+    verify(steps, mode, [devices[0], devices[0 if shared else 1], devices[0]], module)
 
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", ""])
 def test_usual_loop(foreach, devices):
-    """Clipping and an average, here and on the CPU."""
+    """The loop clips gradients, and averages weights on their devices and on the CPU."""
 
     def loop(model, first, last):
         plain = getattr(model, "module", model)
@@ -95,7 +75,7 @@ def test_usual_loop(foreach, devices):
         averages = [AveragedModel(model, **options), AveragedModel(plain, CPU, **options)]
         optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=foreach)
         for batch in batches(first, last):
-            loss = loss_of(model, *batch)
+            loss = cross_entropy(model, batch)
             loss.backward()
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=foreach)
             yield from (loss.item(), norm.item())

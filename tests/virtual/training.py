@@ -1,4 +1,4 @@
-"""What a wrapper is put through, and its layers without it, to see whether they do the same.
+"""Trainings of a wrapper, and of its layers without it, that must give the same.
 
 In double precision, so that what is rounded otherwise is not taken for wrong.
 """
@@ -22,13 +22,13 @@ from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.testing import observe
 from torchgpipe.values.microbatch import gather, scatter
 
-# Where weights have gradients from elsewhere, too, that is so.
+# PyTorch warns of weights with gradients from elsewhere, which some of the trainings have.
 if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 
 class Tracker(SkipTracker):
-    """Moves what is popped to where it is needed."""
+    """A tracker that moves popped values to the device of the layer."""
 
     device = None
 
@@ -66,7 +66,7 @@ class Reference(nn.Module):
 
     @contextmanager
     def norms_of_the_whole(self):
-        """Has norms update their statistics once, from all that they were given."""
+        """Make norms update their statistics once, from all rows of the mini-batch."""
         norms = [x for x in self.modules() if isinstance(x, DeferredBatchNorm)]
         before = [dict(norm._buffers) for norm in norms]
         given = [[] for _ in norms]
@@ -84,7 +84,7 @@ class Reference(nn.Module):
 
 
 def loss_of(output):
-    """Of all that has a gradient, each tensor weighted otherwise."""
+    """A loss of all tensors with a gradient, each with another weight."""
     wanted = [x for x in tensors(output) if x.requires_grad]
     return sum(x.square().mean() * (k + 1) for k, x in enumerate(wanted))
 
@@ -116,14 +116,14 @@ def gradients_scaled(model, value):
 
 
 def gradients_dropped(model, value):
-    """Used once more, and then let go of, between a forward and its backward."""
+    """Use gradients once more, and drop them, between a forward and its backward."""
     used = []
     two_graphs(model, value, lambda gradient: used.append(gradient.sum()))
     return tuple(used)
 
 
 def partially(model, value):
-    """A loss of few rows, and of the first tensor alone."""
+    """Use a loss of few rows, and of the first tensor alone."""
     output = model(value)
     backward(first(output)[1:2])
     return output
@@ -166,7 +166,7 @@ def plainly(model, value):
 
 
 def regularised(model, value):
-    """Weights have gradients from elsewhere, too."""
+    """Add a loss of the weights themselves."""
     output = model(value)
     weights = [p for p in model.parameters() if p.requires_grad]
     decay = sum(p.square().sum().to(first(output).device) for p in weights)
@@ -189,7 +189,7 @@ def evaluated(model, value):
     return output
 
 
-#: What is done with a model in a step.
+#: Ways to take a step with a model.
 WAYS = {
     "backward": plainly,
     "backward twice": twice,
@@ -208,12 +208,12 @@ WAYS = {
 
 
 def train(model, value, way="backward", steps=2):
-    """Some steps as a training loop has them; what they give, in order.
+    """Take some steps of training, and return their results in order.
 
     Args:
-        model: what is trained.
+        model: the wrapper, or a reference.
         value: its input.
-        way: what is done in a step: one of WAYS, or a function like these.
+        way: a function that takes a step, one of WAYS or like them.
         steps: how many.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -241,7 +241,7 @@ def train(model, value, way="backward", steps=2):
 
 
 def differences(found, expected):
-    """What differs, by name."""
+    """Describe the differences between two results, by name."""
     assert [name for name, _ in found] == [name for name, _ in expected]
     return [name for (name, a), (_, b) in zip(found, expected) if not same(a, b)]
 
@@ -283,7 +283,7 @@ def verify(
     around=False,
     **observed,
 ):
-    """Asserts that a wrapper gives what its layers give without it, and that nothing races."""
+    """Check that a wrapper computes what its layers compute without it, without a race."""
     device, reference = model.devices[0], Reference(model)
     if around:
         model, reference = Around(model), Around(reference)

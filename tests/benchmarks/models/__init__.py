@@ -6,7 +6,7 @@ from benchmarks.models import amoebanetd, gpt, resnet, unet
 
 
 def tiny():
-    """A small one of each and an input of four rows, by name."""
+    """A small model of each kind and an input of four rows, by name."""
     return {
         "amoebanetd": (amoebanetd(10, num_layers=3, num_filters=8), torch.rand(4, 3, 33, 40)),
         "unet": (unet(2, num_convs=2, base_channels=4, dropout=0.0), torch.rand(4, 3, 16, 12)),
@@ -19,7 +19,7 @@ NAMES = ("amoebanetd", "unet", "resnet", "gpt")
 
 
 def make(name):
-    """One of them in double precision, and its input."""
+    """One of these models in double precision, and its input."""
     model, input = tiny()[name]
     return model.double(), input.double() if input.is_floating_point() else input
 

@@ -1,4 +1,4 @@
-"""The cells of AmoebaNet-D combine what they should, whatever tuple it travels in."""
+"""The cells of AmoebaNet-D combine the right tensors of the tuples that layers pass on."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The models have as many parameters as was published, and layers for published balances."""
+"""The models have the published numbers of parameters, and layers for published balances."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.size import soak
 
 
 def rounded(number, published):
-    """As many digits of a number as were published."""
+    """Round a number to as many digits as were published."""
     unit = {"M": 1e6, "B": 1e9}[published[-1]]
     digits = len(published[:-1].partition(".")[2])
     return f"{number / unit:.{digits}f}{published[-1]}"
@@ -56,7 +56,7 @@ def test_unet(size, exact, published, balance):
     assert balance is None or sum(balance) == len(model)
 
 
-# What GPT2Config of Transformers gives, with a head that has no weights of its own.
+# Numbers of GPT2Config of Transformers, with a head that shares its weights.
 @pytest.mark.parametrize(
     ("layers", "width", "heads", "tied"),
     [

@@ -1,4 +1,4 @@
-"""The decoder computes what GPT-2 does, and no place sees a later one."""
+"""The decoder computes what GPT-2 does, and no place attends to a later one."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.benchmarks.models import children, make
 
 
 def test_values():
-    """Step by step, with the whole matrix of attention."""
+    """The reference computes step by step, with the whole matrix of attention."""
     model, tokens = make("gpt")
     layers, width, heads = children(model), 8, 2
     with torch.no_grad():

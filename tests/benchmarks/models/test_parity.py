@@ -30,7 +30,7 @@ def wrap(model, balance, **options):
 
 
 def compare(model, wrapped, output, expected):
-    """Outputs, gradients and buffers."""
+    """Compare outputs, gradients and buffers."""
     torch.testing.assert_close(output, expected)
     output.square().mean().backward()
     expected.square().mean().backward()

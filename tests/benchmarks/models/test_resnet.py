@@ -61,7 +61,7 @@ def test_state_dict_is_that_of_torchvision(state):
 
 
 class Block(nn.Module):
-    """A residual block as one usually writes it."""
+    """A residual block in its usual form."""
 
     def __init__(self, inputs, inner, stride):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The results that are kept are rendered, and the page of results has their tables."""
+"""The page of results has the tables of the results that are kept."""
 
 import json
 

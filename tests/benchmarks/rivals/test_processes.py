@@ -1,4 +1,4 @@
-"""Rivals are installed apart, and answer requests; what fails is left out with a reason."""
+"""Rivals are installed apart, and answer requests; a rival that fails is left out with a reason."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A model in training takes the steps that it is asked for."""
+"""A model in training takes as many steps as asked."""
 
 import pytest
 import torch

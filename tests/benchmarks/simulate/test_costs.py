@@ -1,4 +1,4 @@
-"""Layers of known cost are counted on the meta device, forward and backward, each for itself."""
+"""Costs of layers are counted on the meta device, forward and backward apart."""
 
 from math import inf
 
@@ -27,7 +27,7 @@ class Add(nn.Module):
 
 @pytest.fixture
 def count(monkeypatch):
-    """Counts what layers cost, which are made when asked for."""
+    """Count the costs of layers, made by a function."""
 
     def count(*makers, gpu=ARITHMETIC):
         def known():

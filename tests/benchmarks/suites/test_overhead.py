@@ -1,4 +1,4 @@
-"""The overhead of a cell is measured, at tiny size."""
+"""The benchmark of a cell's overhead, at tiny size."""
 
 import json
 
@@ -16,7 +16,7 @@ TINY = ["--n", "2", "--m", "2", "--rounds", "2", "--seconds", "0.001", "--rivals
 
 @pytest.fixture
 def measured(tmp_path, capsys):
-    """Runs it, and gives the result and what was printed."""
+    """The result of the benchmark, and its output."""
 
     def measured(*options):
         path = tmp_path / "overhead.json"

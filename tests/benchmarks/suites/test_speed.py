@@ -1,4 +1,4 @@
-"""Throughput is measured side by side, at tiny size."""
+"""The benchmark of throughput side by side, at tiny size."""
 
 import io
 import json
@@ -98,7 +98,7 @@ def test_tasks(monkeypatch):
     (setting,) = settings(parser().parse_args(chosen))
     assert task("baseline", setting)[1]["batch"] == 118
     assert task("ours", setting)[1]["batch"] == 25000
-    # Which 1667 micro-batches of the same size do not make.
+    # The rival needs micro-batches of one size, so 1667 of them have some rows more.
     assert task("pipelining-gpipe", setting)[1]["batch"] == 25005
     assert task("DataParallel", setting)[0] == "benchmarks.rivals.plain:Replicas"
 

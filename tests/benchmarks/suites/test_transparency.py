@@ -1,4 +1,4 @@
-"""Training plain and under GPipe comes to the same, at tiny size."""
+"""Training plain and under GPipe gives the same results, at tiny size."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ Image = pytest.importorskip("PIL.Image")
 
 @pytest.fixture
 def fill():
-    """Makes images of one colour each, somewhat different, in a folder."""
+    """Make images of one colour each, somewhat different, in a folder."""
 
     def fill(folder, colour, number):
         folder.mkdir(parents=True)

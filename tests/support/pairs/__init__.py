@@ -1,1 +1,1 @@
-"""What two processes compute together, beside what one does."""
+"""Computations of two processes together, compared with those of one."""

@@ -1,4 +1,4 @@
-"""What two processes compute together.
+"""Computations of two processes together.
 
 ``run()`` has one pair do all of it, since torch takes long to import. A case is a function of the
 process's rank, which raises if something is not as it should be.
@@ -95,7 +95,7 @@ CASES = dict(
         *[
             _named(sharded, mode=mode, what=what, reshard_after_forward=reshard)
             for mode, (what, reshard) in rotated(
-                # What is gathered for all of the model has to stay until backward is over.
+                # Whole parameters of the model have to stay until backward is over.
                 MODES,
                 [("layers", True), ("partitions and all", None), ("parent", None)],
             )
@@ -138,7 +138,7 @@ def work(rank, names, folder):
 
 
 def run(names):
-    """Of each case the tracebacks of both processes, empty if all is as it should be."""
+    """Run all cases; return the tracebacks of both processes, empty if all is well."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(work, (names, folder), RANKS, start_method=METHOD)
         both = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(RANKS)]

@@ -1,4 +1,4 @@
-"""What pairs of processes train: models, their batches, and a step beside one process."""
+"""Models that pairs of processes train, their batches, and a step compared with one process."""
 
 import torch
 from torch import distributed, nn
@@ -49,7 +49,7 @@ class Reduced(torch.autograd.Function):
 
 
 class Centred(nn.Module):
-    """Communicates in forward and in backward, as nn.SyncBatchNorm does on accelerators."""
+    """A norm that communicates in forward and in backward, as nn.SyncBatchNorm does."""
 
     alone = False
 
@@ -121,7 +121,7 @@ def assert_gradients(model, reference, **close):
 
 
 def train(rank, model, reference, batches=1, whole=loss):
-    """Takes steps with both, and compares gradients and weights."""
+    """Take steps with both models, and compare gradients and weights."""
     optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (model, reference)]
     for _ in range(STEPS):
         for optimizer in optimizers:

@@ -50,7 +50,7 @@ def parallel(rank, make, mode, setting, cap=TINY):
 
 
 def random_numbers(rank, mode):
-    """Each process has its own; the gradients are the mean of those that each has alone."""
+    """Each process has its own numbers; gradients are the mean of those of each process alone."""
     model = DistributedDataParallel(wrap(dropout().double(), PLACES, mode), bucket_cap_mb=TINY)
     alone = copy.deepcopy(model.module)
     for k in range(STEPS):
@@ -67,7 +67,7 @@ def random_numbers(rank, mode):
 
 
 def unused_by_default(rank, mode):
-    """Is an error of the second step, as around the plain model."""
+    """An unused parameter is an error of the second step, as around the plain model."""
     for layers in (unused().double(), wrap(unused().double(), PLACES, mode)):
         model = DistributedDataParallel(layers)
         loss(model(part(batch(), rank))).backward()
@@ -76,7 +76,7 @@ def unused_by_default(rank, mode):
 
 
 def batch_norm(rank, mode, deferred):
-    """Normalises by the micro-batches of each process; the running statistics are the first's."""
+    """Norms use the micro-batches of each process; running statistics are the first process's."""
     layers = norms().double()
     reference = copy.deepcopy(layers)
     model = DistributedDataParallel(wrap(layers, PLACES, mode, 2, deferred_batch_norm=deferred))
@@ -117,7 +117,7 @@ def communicating(rank, mode):
 
 
 def uneven_shards(rank, mode):
-    """The mean over processes is that of all rows if each weighs as many rows as it has."""
+    """The mean over processes is that of all rows if each process weighs its rows."""
     layers = plain().double()
     reference = copy.deepcopy(layers)
     model = DistributedDataParallel(wrap(layers, PLACES, mode))
@@ -129,7 +129,7 @@ def uneven_shards(rank, mode):
 
 
 def uneven_batches(rank, mode):
-    """Who has no more batches takes part in the gradients of others, within Join."""
+    """A process without batches takes part in the gradients of others, within Join."""
     model = DistributedDataParallel(wrap(plain().double(), PLACES, mode))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Join([model]):
@@ -144,7 +144,7 @@ def uneven_batches(rank, mode):
 
 
 def hooked(rank, mode, hook):
-    """Hooks of the communication."""
+    """Hooks of the communication see the same gradients as around the plain model."""
     layers = plain()
     reference = copy.deepcopy(layers)
     model = DistributedDataParallel(wrap(layers, PLACES, mode), bucket_cap_mb=TINY)
@@ -186,7 +186,7 @@ class Fails(nn.Module):
 
 
 def failing(rank, mode):
-    """Who fails says where; the others wait until their time is over, and go on anew."""
+    """The error says where a process failed; others wait until a time-out, and go on anew."""
     layers = plain().double()
     layers[3] = Fails()
     reference = copy.deepcopy(layers)

@@ -18,7 +18,7 @@ from tests.support.pairs.models import PLACES, RANKS, STEPS, batch, blocks, loss
 
 
 def sharded(rank, mode, what, **how):
-    """FSDP2: gradients and weights are shards of those of one process."""
+    """Gradients and weights of FSDP2 are shards of those of one process."""
     reference = blocks().double()
     model = wrap(copy.deepcopy(reference), PLACES, mode)
     how["mesh"] = init_device_mesh("cpu", (RANKS,))

@@ -1,4 +1,4 @@
-"""The bounds of the compiler: what is told to it, and when."""
+"""The bounds of the compiler: settings and marks, and when they come."""
 
 import contextvars
 import subprocess
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the compiler was told of the order of its graphs, as if nothing had been told before."""
+    """A list of the calls that set the order of graphs, in a process that has made none yet."""
     told = []
     torch._dynamo.reset()
     monkeypatch.setattr(dynamo._preparation, "done", False)
@@ -54,7 +54,7 @@ def test_layers_that_are_not_compiled_change_nothing(told):
 
 
 def test_what_was_compiled_before_is_prepared_for(told):
-    """Nobody sees whether a layer calls it."""
+    """Layers may call compiled functions, which nobody sees."""
     compiled = torch.compile(torch.sin, backend="eager")
     compiled(torch.ones(2))
     assert told == []

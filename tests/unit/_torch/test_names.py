@@ -1,4 +1,4 @@
-"""Private names of PyTorch: a canary for each, and what is lost where one is missing."""
+"""Private names of PyTorch: a canary for each, and the features that fail without one."""
 
 import warnings
 
@@ -19,7 +19,7 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_canary(name):
-    """PyTorch has it. Where this fails, its new name goes into the table."""
+    """PyTorch has the name. If this fails, put the new name into the table."""
     assert has(name) == (SINCE.get(name, (0,)) <= VERSION)
 
 
@@ -35,7 +35,7 @@ def test_canary_of_attributes(attribute):
 
 @pytest.fixture
 def missing(monkeypatch):
-    """Makes PyTorch lack a name, for all that looks it up from then on."""
+    """Make PyTorch lack a name, for all later look-ups."""
 
     def missing(name):
         entry = NAMES[name]

@@ -1,4 +1,4 @@
-"""What is carried over from thread to thread."""
+"""Context: settings that are carried from thread to thread."""
 
 import contextvars
 import threading
@@ -34,7 +34,7 @@ def number_of_threads(count):
 
 @contextmanager
 def autocast_dtype(dtype):
-    """As it is for whoever turns autocast on without a dtype."""
+    """The dtype of an autocast without a dtype."""
     before = torch.get_autocast_dtype("cpu")
     torch.set_autocast_dtype("cpu", dtype)
     try:
@@ -132,7 +132,7 @@ def test_accelerator_is_among_the_autocast_types(device):
 
 
 def test_casts_of_weights_are_forgotten():
-    """In another thread, where nobody else leaves autocast; the weights may change then."""
+    """A context enters without old casts of weights, since weights may have changed."""
     weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         context = Context()

@@ -1,13 +1,10 @@
-"""States of random number generators."""
+"""States of random number generators, and the numbers of micro-batches."""
 
 import threading
-from functools import partial
 
 import pytest
 import torch
 
-from torchgpipe.ambient import random_numbers as rng
-from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers, _set, get_state, set_state
 
 CPU = torch.device("cpu")
@@ -66,7 +63,7 @@ def test_other_numbers_are_an_error():
 
 
 def test_numbers_of_another_thread_are_none():
-    """They were drawn during the computation, which drew none itself."""
+    """Another thread drew during the computation, which drew no numbers itself."""
     state = FirstNumbers(CPU)
     thread = threading.Thread(target=torch.rand, args=(3,))
     thread.start()
@@ -88,31 +85,6 @@ def test_within_itself():
         with inner.restored():
             assert torch.equal(first, torch.rand(3))
         torch.rand(3)
-
-
-def test_one_thread_at_a_time_turns_the_cpu_generator_back():
-    states, draws = [], {}
-    for k in range(4):
-        states.append(FirstNumbers(CPU))
-        draws[k] = [torch.rand(50)]
-        states[k].settle()
-    before = torch.get_rng_state()
-
-    def draw(k):
-        with states[k].restored():
-            draws[k].append(torch.rand(50))
-
-    def repeat(k):
-        for _ in range(20):
-            holding(states[k].locks, partial(draw, k))
-
-    threads = [threading.Thread(target=repeat, args=(k,)) for k in draws]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(first, x) for first, *rest in draws.values() for x in rest)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_state_of_a_generator(device):
@@ -211,93 +183,3 @@ def test_meta_device_has_the_generator_of_the_cpu():
     with draws:
         found = drawn(draws, 0, META), drawn(draws, 0, CPU)
     assert all(map(torch.equal, expected, [*found, torch.rand(3)]))
-
-
-@pytest.fixture
-def timeout():
-    """How many seconds to wait for what need not be waited for."""
-    return 10
-
-
-def in_a_thread(function, timeout):
-    """Whether a function comes to an end there."""
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return not thread.is_alive()
-
-
-def step(function=lambda: None):
-    """A step of one cell, which calls a function."""
-    draws = StepNumbers([CPU], 1)
-
-    def run():
-        with draws, draws.of(0, CPU):
-            return function()
-
-    return holding(draws.locks, run)
-
-
-def test_one_step_at_a_time(timeout):
-    draws = StepNumbers([CPU], 1)
-    assert not holding(draws.locks, lambda: in_a_thread(step, timeout=0.05))
-    assert in_a_thread(step, timeout)
-
-
-def test_step_within_a_cell_does_not_wait(timeout):
-    """It is computed by a worker, while the caller is in the midst of a step."""
-    draws = StepNumbers([CPU], 1)
-
-    def within():
-        with draws.of(0, CPU):
-            step()
-
-    def run():
-        with draws:
-            return in_a_thread(within, timeout)
-
-    assert holding(draws.locks, run)
-
-
-def test_recomputation_within_a_cell_does_not_wait(timeout):
-    state = FirstNumbers(CPU)
-    torch.rand(3)
-    state.settle()
-    draws = StepNumbers([CPU], 1)
-
-    def recompute():
-        with state.restored():
-            torch.rand(3)
-
-    def within():
-        with draws.of(0, CPU):
-            holding(state.locks, recompute)
-
-    def run():
-        with draws:
-            return in_a_thread(within, timeout)
-
-    assert holding(draws.locks, run)
-
-
-def test_recomputation_of_a_step_within_a_cell_holds_its_locks(timeout):
-    """It exchanges the generator's state, even if it draws nothing."""
-    states = []
-
-    def cell():
-        states.append(FirstNumbers(CPU))
-        step()
-        states[0].settle()
-
-    step(cell)
-    assert not states[0].drawn
-    assert not holding(states[0].locks, lambda: in_a_thread(step, timeout=0.05))
-    assert in_a_thread(step, timeout)
-
-
-def test_step_that_does_not_begin_has_nobody_wait(timeout, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(rng, "get_state", lambda device: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step()
-    assert in_a_thread(step, timeout)

@@ -1,4 +1,4 @@
-"""Copy and Wait."""
+"""The autograd functions Copy and Wait."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = CPUStream(torch.device("cpu"))
 
 @pytest.fixture
 def streams(device):
-    """A stream to leave from and one to arrive on, on one device."""
+    """Two streams of one device: one to leave from, and one to arrive on."""
     return new_stream(device), new_stream(device)
 
 
@@ -84,7 +84,7 @@ def test_without_grad(function, streams, device):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is asked of the streams ``'compute'``, the current one, and ``'copy'``, in order."""
+    """A log of calls of the streams ``'compute'``, which is the current one, and ``'copy'``."""
     log = []
     monkeypatch.setattr(copy, "wait_stream", lambda a, b: log.append(("wait", a, b)))
     monkeypatch.setattr(copy, "record_stream", lambda x, s: log.append(("record", x.item(), s)))
@@ -102,7 +102,7 @@ def calls(monkeypatch):
     ],
 )
 def test_copies_from_and_to_the_cpu_block(source, target, non_blocking):
-    """The host reads and writes what is on the CPU without waiting for anything."""
+    """The host reads and writes tensors on the CPU without waiting for streams."""
 
     class Fake:
         def to(self, device, **arguments):
@@ -145,7 +145,7 @@ def test_a_missing_gradient_stays_missing(calls):
 
 @pytest.mark.parametrize("departs", [False, True])
 def test_what_leaves_the_compute_stream_is_a_clone(calls, departs):
-    """It may be changed there while it is copied, and recording does not help against that."""
+    """Layers may change the tensor while it is copied, and record_stream does not prevent that."""
     streams = ("compute", "copy") if departs else ("copy", "compute")
     x = torch.ones(1, requires_grad=True) * 1
     left = []

@@ -1,4 +1,4 @@
-"""Fork and join."""
+"""The autograd functions fork and join."""
 
 import gc
 import weakref

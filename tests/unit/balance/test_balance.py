@@ -13,7 +13,7 @@ from torchgpipe.balance import balance_by_size, balance_by_time
 
 
 class Sleep(nn.Module):
-    """Takes known times, in milliseconds."""
+    """A layer that takes known times, in milliseconds."""
 
     def __init__(self, forward, backward):
         super().__init__()
@@ -80,7 +80,7 @@ def test_by_size_counts_what_is_kept():
 
 
 def test_by_size_of_a_micro_batch():
-    """Of many rows the activations matter, of a single one the parameters."""
+    """Activations decide for many rows, and parameters for a single one."""
     module = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(64, 64))
     x = torch.rand(512, 64)
     assert balance_by_size(2, module, x, chunks=1, device="cpu") == [2, 2]

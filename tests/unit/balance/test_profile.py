@@ -1,4 +1,4 @@
-"""Profiling: what is measured, that it is left as found, and the table."""
+"""Profiling: the measures, a model that is left as found, and the table."""
 
 import builtins
 import copy
@@ -127,7 +127,7 @@ def test_inference_mode():
 
 
 def test_skips_that_pass_by_cost_nothing(clock):
-    """Nor are they differentiated, which would be the work of the layer that stashed them."""
+    """The profile does not differentiate such skips, since the stashing layer does."""
 
     @skippable(stash=["y"])
     class StashSlow(nn.Module):
@@ -194,7 +194,7 @@ def test_all_is_left_as_found(device):
 
 
 def test_one_layer_at_a_time_is_on_the_device():
-    """So the model may be larger than it."""
+    """The model may therefore be larger than the device."""
     alive = []
 
     class Watched(nn.Linear):
@@ -216,7 +216,7 @@ def test_one_layer_at_a_time_is_on_the_device():
 
 
 def test_train_mode():
-    """Whatever the mode is: dropout keeps a mask in training alone."""
+    """Dropout keeps a mask in training alone."""
     module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout())).train()
     module[1].eval()
     expected = rows(copy.deepcopy(module).train(), torch.rand(10, 4))
@@ -236,7 +236,7 @@ def test_meta_model():
 
 
 class Clock:
-    """A clock on which each layer takes what it says, and nothing else takes any time."""
+    """A clock on which each layer takes the time it declares, and nothing else takes any."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -244,7 +244,7 @@ class Clock:
         monkeypatch.setattr("torchgpipe.devices.measures.perf_counter", lambda: self.now)
 
     def layer(self, *seconds):
-        """A layer that takes these times in turn, and three times as long for backward."""
+        """A layer that takes these times in turn, and three times as long in backward."""
         clock = self
         times = list(seconds)
 
@@ -290,7 +290,7 @@ def test_medians_after_a_warm_up(clock):
 
 @pytest.mark.parametrize("timeout", [0, 10, 100])
 def test_timeout_is_kept(clock, timeout):
-    """But for a warm-up of each layer, the look at its memory, and one run that is measured."""
+    """The timeout holds, but for a warm-up, a look at memory and one measured run of each layer."""
     module = nn.Sequential(*[clock.layer(cost) for cost in (1.0, 0.25, 0.5)])
     found = profile_layers(module, torch.rand(1, requires_grad=True), timeout=timeout, device="cpu")
     assert [layer.forward for layer in found.layers] == [1, 0.25, 0.5]
@@ -345,7 +345,7 @@ def test_sandbox(device):
 
 
 def test_detach():
-    """As a public project measures layers that it knows nothing about."""
+    """A public project measures layers by these two functions."""
     batch = Batch((torch.ones(2, 3, requires_grad=True), torch.ones(2, 3)))
     for layer in layerwise_sandbox(nn.Sequential(Merge(), nn.Linear(3, 3)), torch.device("cpu")):
         detach(batch)

@@ -12,14 +12,14 @@ from torchgpipe.devices.streams import CPU, CPUStream
 
 @dataclass(frozen=True)
 class FakeStream:
-    """A stream of a pool that goes round, as those of CUDA do."""
+    """A stream of a pool that goes round, as CUDA's pools do."""
 
     number: int
 
 
 @pytest.fixture
 def pool(monkeypatch):
-    """A pool of 32 streams: which one is next, and the caller's current one."""
+    """A pool of 32 streams, with the next one and the caller's current one."""
     state = {"next": 0, "current": FakeStream(99)}
 
     def new_stream(device):

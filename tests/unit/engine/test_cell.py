@@ -1,4 +1,4 @@
-"""A cell: its lanes, its copies, its checkpoint, and what it says of an error."""
+"""A cell: its lanes, its copies, its checkpoint, and its notes on errors."""
 
 import threading
 from contextlib import nullcontext
@@ -11,9 +11,7 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from torchgpipe import is_checkpointing, is_recomputing
-from torchgpipe.ambient import notes as note
 from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.notes import add_note
 from torchgpipe.autograd import copy as copy_module
 from torchgpipe.autograd.copy import Copy, Wait
 from torchgpipe.autograd.fork_join import Join, fork
@@ -32,11 +30,11 @@ CPU = torch.device("cpu")
 
 
 def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkpoint=False):
-    """The cell (1, 2), with so many of its streams as a test tells apart."""
+    """Make the cell (1, 2) with the streams that a test tells apart."""
     stream, arriving = stream or CPUStream(CPU), arriving or {}
     lanes = lanes or {VALUE: CPUStream(CPU)}
     layers = nn.Sequential(layers)
-    state = LayersState(layers) if checkpoint else None
+    state = LayersState(layers, {}) if checkpoint else None
     step = SimpleNamespace(
         stages=SimpleNamespace(
             devices=[CPU] * 3,
@@ -57,7 +55,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
 
 
 def names(tensor):
-    """The names of the autograd functions behind a tensor, the last one first."""
+    """Names of the autograd functions behind a tensor, the last one first."""
     found, node = [], tensor.grad_fn
     while node is not None:
         found.append(node.name().removesuffix("Backward"))
@@ -67,7 +65,7 @@ def names(tensor):
 
 class Double(nn.Module):
     def forward(self, x):
-        # What it saves for backward would be dropped under checkpointing.
+        # Checkpointing drops the factor, which autograd saves for backward.
         return x.mul(torch.full_like(x, 2))
 
 
@@ -182,13 +180,6 @@ def test_exception_that_takes_no_note():
     assert caught.value is error
 
 
-def test_exception_that_is_raised_again_bears_one_note():
-    error = KeyError("x")
-    for _ in range(3):
-        add_note(error, "where")
-    assert note_of(error) == "where"
-
-
 @pytest.mark.parametrize("change", ["shape", "in place"])
 def test_our_own_errors_name_the_cell(change):
     class Change(nn.Module):
@@ -204,18 +195,6 @@ def test_our_own_errors_name_the_cell(change):
     assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
 
 
-def test_note_before_python_3_11(monkeypatch):
-    monkeypatch.setattr(note.sys, "version_info", (3, 10, 0))
-    error = KeyError("x")
-    error.__cause__ = cause = ValueError("why")
-    error.__context__ = context = TypeError("while")
-    add_note(error, "where")
-    add_note(error, "where")
-    assert error.__cause__.args == ("where",)
-    assert error.__cause__.__cause__ is cause
-    assert error.__cause__.__context__ is context
-
-
 class Lane(CPUStream):
     """A stream that can be told from others, of a device that has none."""
 
@@ -225,7 +204,7 @@ class Lane(CPUStream):
 
 
 class Lanes(threading.local):
-    """Plays that the CPU has streams: which one is current, and who used which."""
+    """Names of the current streams of a thread, on a CPU that pretends to have streams."""
 
     def __init__(self):
         self.current = ["caller"]
@@ -252,7 +231,7 @@ def lanes(monkeypatch):
 
 @pytest.fixture
 def applied(lanes, monkeypatch):
-    """Which stream was current when each autograd function was applied."""
+    """A log of the current stream at each call of an autograd function."""
     log = []
 
     def spy(function):
@@ -277,7 +256,7 @@ def applied(lanes, monkeypatch):
 
 
 def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
-    """Layers may add to its gradient in place there."""
+    """Layers may add to the gradient in place on the compute stream."""
     cell = make(Double(), stream=Lane("compute"), checkpoint=True)
     phony = torch.empty(0, requires_grad=True)
     batch = cell.arrive(Batch(torch.ones(1, requires_grad=True)), [phony])
@@ -285,13 +264,14 @@ def test_what_stays_on_the_device_stays_on_its_compute_stream(lanes, applied):
     assert applied == [("Join", "compute"), ("fork", "compute")]
 
 
-def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
-    @skippable(stash=["x"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("x", x * 3)
-            return x.mul(torch.full_like(x, 2))
+@skippable(stash=["x"])
+class Stash(nn.Module):
+    def forward(self, x):
+        yield stash("x", x * 3)
+        return x.mul(torch.full_like(x, 2))
 
+
+def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
     cell = make(
         Stash(),
         stream=Lane("compute"),
@@ -307,12 +287,6 @@ def test_lanes_of_a_skip_that_stays_while_the_value_leaves(lanes, applied):
 
 
 def test_a_skip_has_a_lane_of_its_own(lanes, applied):
-    @skippable(stash=["x"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("x", x * 3)
-            return x.mul(torch.full_like(x, 2))
-
     cell = make(
         Stash(),
         stream=Lane("compute"),

@@ -1,4 +1,4 @@
-"""Lanes: which cells wait for which, so that streams are used in an order that is fixed."""
+"""Lanes: waits between cells that make the order of uses of each stream fixed."""
 
 from itertools import combinations
 
@@ -24,7 +24,7 @@ def lanes_of(places, skips, turns, monkeypatch):
 
 
 def before(lanes, places, m):
-    """For each cell, in the order of the clock cycles, all that is done when it begins."""
+    """Cells that are done when each cell begins, in the order of the clock cycles."""
     done, last = {}, {}
     for cycle in clock_cycles(m, len(places)):
         for i, j in cycle:
@@ -37,7 +37,7 @@ def before(lanes, places, m):
 
 
 def users(lanes, done, turns):
-    """The cells that put something on a copy stream, for each of them."""
+    """Cells that put work on a copy stream, for each stream."""
     found = {}
     for i, j in done:
         used = {(j, part is VALUE) for part in (*lanes.sources[j], *lanes.targets[j])}
@@ -50,7 +50,7 @@ def users(lanes, done, turns):
 @pytest.mark.parametrize("turns", [2, 3])
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_streams_are_used_in_a_fixed_order(n, turns, monkeypatch):
-    """Whatever the skips, and however long each cell takes."""
+    """Streams see their cells in one order, for any skips and any times of cells."""
     m = 2 * turns + 2
     ways = [*combinations(range(n), 2)]
     for places in (range(n), [0, *range(n - 1)], [k % 2 for k in range(n)]):
@@ -64,7 +64,7 @@ def test_streams_are_used_in_a_fixed_order(n, turns, monkeypatch):
 
 @pytest.mark.parametrize("skips", [(), [(0, 2)], [(0, 3), (1, 2)]])
 def test_nothing_is_waited_for_but_what_is_needed(skips, monkeypatch):
-    """With as many copy streams as micro-batches, that is what a cell is computed from."""
+    """With as many copy streams as micro-batches, a cell waits only for its inputs."""
     n, m = 4, 5
     done = before(lanes_of(range(n), skips, m + 1, monkeypatch), range(n), m)
     for i, j in done:
@@ -72,7 +72,7 @@ def test_nothing_is_waited_for_but_what_is_needed(skips, monkeypatch):
 
 
 def test_few_copy_streams_are_waited_for(monkeypatch):
-    """No partition is ahead of the next one by as many micro-batches as there are of them."""
+    """No partition is ahead of the next one by as many micro-batches as there are copy streams."""
     n, m, turns = 3, 9, 4
     done = before(lanes_of(range(n), (), turns, monkeypatch), range(n), m)
     for i, j in done:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.helpers import CPUS, Apply, Log, nodes, plain, reaches, run_pipeline
+from tests.support.helpers import CPUS, Apply, Log, assert_same, nodes, plain, reaches, run_pipeline
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.pipeline import clock_cycles
 from torchgpipe.engine.workers import Workers
@@ -59,7 +59,7 @@ def test_cells_of_a_cycle_run_at_once():
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_a_slow_cell_holds_up_only_those_that_need_its_output(slow, monkeypatch):
-    """It goes on when all others have been computed, as far as there are copy streams for them."""
+    """The other cells run meanwhile, as far as there are copy streams for them."""
     n, m, turns = 3, 8, 4
     monkeypatch.setattr(StreamPool, "COPIES", turns)
     others = {(i, j) for j in range(slow) for i in range((turns - 1) * (slow - j))}
@@ -107,7 +107,7 @@ def test_backward_takes_the_micro_batches_in_reverse(devices, m, checkpointed, r
 
 
 def graph_of(devices, m, checkpointed, requires_grad, partitions=None):
-    """The autograd graph of a step, and in it the node of the last layer of each cell."""
+    """The autograd graph of a step, and the node of the last layer of each cell."""
     partitions = partitions or [nn.Sequential(nn.Linear(1, 1)) for _ in devices]
     layers = {}
     for j, partition in enumerate(partitions):
@@ -124,7 +124,7 @@ def graph_of(devices, m, checkpointed, requires_grad, partitions=None):
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("checkpointed", [0, 3])
 def test_fence(checkpointed, requires_grad):
-    """The graph itself orders backward, whatever autograd would do of its own accord."""
+    """The graph itself orders backward, and does not rely on autograd's own order."""
     graph, layers = graph_of(CPUS[:2], 3, checkpointed, requires_grad)
     for i in (1, 2):
         # [1] The gradient that leaves the layers leads to the micro-batch before.
@@ -143,7 +143,7 @@ def test_fence(checkpointed, requires_grad):
 
 @pytest.mark.parametrize("checkpointed", [0, 3])
 def test_nothing_but_the_layers_on_one_device(checkpointed):
-    """There autograd takes what was recorded last first, which is the order that is wanted."""
+    """Autograd takes the node recorded last first on one device, which is the right order."""
     graph, layers = graph_of([CPU] * 2, 3, checkpointed, requires_grad=True)
     assert {node.name() for node in graph if node not in layers.values()} <= {
         "TBackward0",
@@ -188,7 +188,7 @@ def test_nor_is_one_that_pops_from_far_away(monkeypatch):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_parameter_that_is_passed_on_is_not_changed(view):
-    """On another device it is a copy; on the same one torch does not let it be changed."""
+    """Another device gets a copy; on the same device PyTorch forbids the change."""
     weight = nn.Parameter(torch.ones(2, 3))
     calls = []
 
@@ -219,12 +219,7 @@ def test_parity_on_threads(devices, chunks, checkpointed):
 
     expected = plain(nn.Sequential(*partitions), x, chunks)
     output = run_pipeline(partitions, devices, x, chunks=chunks, checkpointed=checkpointed)
-    assert torch.equal(expected, output)
-    for a, b in zip(
-        torch.autograd.grad(expected.square().sum(), leaves),
-        torch.autograd.grad(output.square().sum(), leaves),
-    ):
-        assert torch.allclose(a, b, atol=1e-6)
+    assert_same(output, expected, leaves)
 
 
 def test_frozen_partition_takes_no_part_in_backward():
@@ -236,7 +231,7 @@ def test_frozen_partition_takes_no_part_in_backward():
 
 
 class Scale(nn.Module):
-    """Saves a buffer for backward."""
+    """A layer that saves a buffer for backward."""
 
     def __init__(self):
         super().__init__()
@@ -262,14 +257,14 @@ def with_frozen_layers():
 
 
 def test_frozen_partition_is_not_recomputed():
-    """Backward needs nothing of it but its weights, which are there anyway."""
+    """Backward needs only the partition's weights, which exist anyway."""
     calls = []
     partitions = with_frozen_layers()
     partitions[1].append(Calls(calls))
     x = torch.rand(3, 2)
     output = run_pipeline(partitions, CPUS[:3], x, chunks=3, checkpointed=3)
     recomputed = [node for node in nodes(output) if node.name() == "RecomputeBackward"]
-    # Where an output stays, its recomputation waits for nobody.
+    # A recomputation waits for nobody if the output of the cell stays on its device.
     assert len(recomputed) == 3
     leaves = list(partitions[0].parameters())
     expected = torch.autograd.grad(plain(nn.Sequential(*partitions), x, 3).sum(), leaves)
@@ -281,7 +276,7 @@ def test_frozen_partition_is_not_recomputed():
 @pytest.mark.parametrize("checkpointed", [0, 3])
 @pytest.mark.parametrize("name", ["0.weight", "1.scale"])
 def test_frozen_tensor_changed_before_backward_is_an_error(name, checkpointed):
-    """As it is in plain PyTorch."""
+    """The change is an error as in plain PyTorch."""
     partitions = with_frozen_layers()
     output = run_pipeline(
         partitions, CPUS[:3], torch.rand(3, 2), chunks=3, checkpointed=checkpointed
@@ -293,7 +288,7 @@ def test_frozen_tensor_changed_before_backward_is_an_error(name, checkpointed):
 
 @pytest.mark.parametrize("devices", [[CPU] * 2, CPUS[:2]], ids=["one device", "two devices"])
 def test_exception_of_the_earliest_micro_batch(devices):
-    """Both cells of a cycle fail; the plain module would have come to micro-batch 0 first."""
+    """Both cells of a cycle fail, and the plain module would have reached micro-batch 0 first."""
     barrier = threading.Barrier(len(set(devices)), timeout=10)
 
     class Fail(nn.Module):

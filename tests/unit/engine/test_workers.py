@@ -1,4 +1,4 @@
-"""Workers: what they carry over, what comes back from them, and when they end."""
+"""Workers: their context, their results and exceptions, and their end."""
 
 import gc
 import logging
@@ -75,14 +75,14 @@ def test_devices_run_at_once_each_on_its_own_thread():
 
 
 class Clock:
-    """The host's clock, of which each way to run tasks takes what it is told."""
+    """A stand-in for the host's clock, on which each way to run tasks takes a given time."""
 
     def __init__(self, monkeypatch):
         self.passed = 0.0
         monkeypatch.setattr("torchgpipe.engine.workers.perf_counter", lambda: self.passed)
 
     def run(self, runner, /, **seconds):
-        """Runs two tasks, and tells who has."""
+        """Run two tasks, and return who ran them."""
         seen = []
         run(runner, *[(device, lambda: seen.append(self._run(seconds))) for device in (A, B)])
         (way,) = {*seen}
@@ -97,7 +97,7 @@ class Clock:
 
 @pytest.fixture
 def accelerators(monkeypatch):
-    """All devices are taken for accelerators."""
+    """Pretend that all devices are accelerators."""
     monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
 
 
@@ -123,7 +123,7 @@ def test_whoever_is_faster_and_now_and_then_the_other(clock, faster, slower):
 
 
 def test_first_round_of_the_workers_takes_longer(clock):
-    """It does not decide for good."""
+    """The first round of the workers does not decide for good."""
     workers = blocked(clock, caller=2)
     assert clock.run(workers, workers=100) == "workers"
     assert [clock.run(workers, caller=2, workers=1) for _ in range(3)] == [
@@ -142,7 +142,7 @@ def test_who_is_faster_changes(clock):
 
 
 def test_caller_runs_all_of_what_never_blocks(monkeypatch):
-    """Also if it takes long, and in every step."""
+    """The caller runs such tasks in every step, even if they take long."""
     monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
     monkeypatch.setattr("torchgpipe.engine.workers.logger.debug", pytest.fail)
     workers, seen = Workers(CPUS), []
@@ -174,7 +174,7 @@ def test_a_task_that_blocks_is_seen_and_told(accelerators, caplog):
 
 
 def test_caller_runs_nothing_beside_the_cpu(clock, monkeypatch):
-    """Its cells would hold up those of the accelerators."""
+    """Cells of the CPU would hold up those of the accelerators."""
     monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: device != B)
     workers = Workers([A, B])
     assert {clock.run(workers, workers=1) for _ in range(9)} == {"workers"}
@@ -254,7 +254,7 @@ def test_of_several_exceptions_the_first_by_name_is_raised(places):
 
 
 def test_a_task_waits_for_what_it_needs_and_for_nothing_else():
-    """Whoever is slow is waited for by those that need it; the others go on."""
+    """Tasks wait for a slow one that they need, and the others go on."""
     slow, log = threading.Event(), []
 
     def wait():
@@ -311,7 +311,7 @@ def test_nothing_starts_or_runs_after_an_exception():
 
     with pytest.raises(KeyError):
         run(workers, (A, slow), (A, partial(done.append, "late")), (B, fail))
-    # What was running has ended; what was waiting has not started, and never will.
+    # Running tasks have ended; waiting tasks have not started, and never will.
     assert done == ["slow"]
     run(workers, (A, partial(done.append, "next")))
     assert done == ["slow", "next"]

@@ -49,7 +49,7 @@ def test_complex_tensors_of_the_meta_device_are_made():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])
 def test_mask_of_the_meta_device_that_nobody_loads(dtype):
-    """Zeros would pass for it."""
+    """Zeros would pass for the mask."""
     layer = nn.Module()
     layer.register_buffer("mask", torch.ones(2, dtype=dtype, device="meta"), persistent=False)
     with pytest.raises(ValueError, match=rf"buffer: 0\.mask, {dtype}, on the meta.*on the CPU"):
@@ -62,7 +62,7 @@ def test_mask_of_the_meta_device_that_nobody_loads(dtype):
 @pytest.mark.parametrize("target", ["meta", *DEVICES], ids=str)
 @pytest.mark.parametrize("source", ["cpu", "meta"])
 def test_what_is_shared_stays_shared(source, target):
-    """Also where moving makes new tensors, as between the CPU and the meta device."""
+    """Sharing survives a move that makes new tensors, as between the CPU and the meta device."""
     one, two, three = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     two.weight = three.weight = one.weight
     two.running_mean = three.running_mean = one.running_mean
@@ -77,7 +77,7 @@ def test_what_is_shared_stays_shared(source, target):
 
 
 class Own(nn.Module):
-    """A layer that may remember anything."""
+    """A layer that remembers any attributes."""
 
 
 def test_groups_are_of_partitions_that_share_layers_or_tensors():

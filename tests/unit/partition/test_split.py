@@ -1,4 +1,4 @@
-"""Partitions: splitting, placing, and what is checked of them."""
+"""Partitions: how a module is split, and the checks of partitions."""
 
 from collections import OrderedDict
 
@@ -38,7 +38,7 @@ def test_other_modules_are_an_error(module):
 
 
 class Subclass(nn.Sequential):
-    """As libraries derive them, to fill them in the constructor."""
+    """A subclass as libraries derive it, which fills itself in the constructor."""
 
 
 class Forward(nn.Sequential):

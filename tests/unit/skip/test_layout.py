@@ -1,4 +1,4 @@
-"""Where skips lead, and the faults that are found before anything runs."""
+"""Skip layout: the partitions that skips connect, and faults found before anything runs."""
 
 import pytest
 from torch import nn
@@ -50,7 +50,7 @@ def test_layers_within_layers():
 
 
 def test_order_within_a_layer_is_its_own_affair():
-    """Which of its layers it runs first, nobody knows; these are in the order of their names."""
+    """Nobody knows in which order a layer runs its inner layers, so their order is not checked."""
     block = nn.ModuleDict({"down": layer(pop=["a"]), "up": layer(["a"])})
     verify_skippables(nn.Sequential(block))
     assert layout(block, balance=[1]).stashed == [{}]

@@ -1,4 +1,4 @@
-"""How virtual accelerators come into a process, and why they cannot.
+"""Loading of virtual accelerators into a process, and its errors.
 
 This process must not get them, for the other tests are about torch as it is. Whatever loads them
 runs in one of its own.
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def python():
-    """Runs a program that loads virtual accelerators."""
+    """Run a program that loads virtual accelerators."""
     try:
         build.build()
     except testing.UnavailableError as error:
@@ -47,7 +47,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Makes a program that takes the place of the compiler."""
+    """Make a program that takes the place of the compiler."""
 
     def program(body):
         path = tmp_path / "compiler"
@@ -221,7 +221,7 @@ def test_new_torch(version):
 
 
 def test_skipped_where_unavailable(tmp_path):
-    """By the tests of this project, and by the conftest of the guide."""
+    """Tests of this project, and the conftest of the guide, skip without a compiler."""
     text = (ROOT / "docs" / "testing.rst").read_text("utf-8")
     block = text.partition("``conftest.py`` such as:")[2].partition("The message of the error")[0]
     code = block.partition(".. code-block:: python")[2]

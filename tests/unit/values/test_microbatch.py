@@ -21,7 +21,7 @@ def beside(value, skips, shared=()):
 
 
 def skips_of(batch):
-    """The skips of a micro-batch, put together."""
+    """Skips of a micro-batch, put together."""
     return {key: x.structure.unflatten(x.tensors) for key, x in batch.skips.items()}
 
 
@@ -114,7 +114,7 @@ def test_one_tensor_in_several_places():
 
 
 def test_what_goes_whole_is_one_view_of_the_callers():
-    """Made where the caller is, so that its gradients are added up there."""
+    """The view is made on the caller's stream, where autograd then adds its gradients."""
     x = torch.rand(2, requires_grad=True)
     for whole in (NoChunk([x, x]), NoChunk((x, NoChunk))):
         values = [batch.value for batch in scatter((torch.rand(4), whole), 2)]

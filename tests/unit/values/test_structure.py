@@ -1,0 +1,77 @@
+"""Structures: values are taken apart into tensors, split into rows, and put together again."""
+
+import pytest
+import torch
+
+from tests.support.structures import Custom, Point, Registered
+from torchgpipe import NoChunk
+from torchgpipe.values.structure import ALONE, TUPLE, Arguments, arguments, flatten, names, split
+
+X, Y = torch.arange(4.0), torch.arange(8.0).view(4, 2)
+
+VALUES = {
+    "tensor": X,
+    "tuple": (X, Y),
+    "empty tuple": (),
+    "list": [X, 3, Y],
+    "dict": {"b": X, "a": None},
+    "named tuple": Point(X, "point"),
+    "dataclass": Registered(X, None, scale=2.0),
+    "nested": {"a": [X, (Y, None)], "b": Point({"x": X}, [])},
+    "no tensor": 3,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_unflatten_is_the_inverse_of_flatten(name):
+    tensors, structure = flatten(VALUES[name])
+    assert all(isinstance(x, torch.Tensor) for x in tensors)
+    again = structure.unflatten(tensors)
+    assert type(again) is type(VALUES[name])
+    assert all(a is b for (_, a), (_, b) in zip(names(again), names(VALUES[name])))
+
+
+def test_usual_structures_are_shared():
+    assert flatten(X) == ((X,), ALONE)
+    assert flatten((X, Y))[1] is TUPLE
+    assert flatten([X])[1] is not TUPLE
+
+
+def test_containers_are_new():
+    value = [X, {"y": Y}]
+    tensors, structure = flatten(value)
+    first, second = structure.unflatten(tensors), structure.unflatten(tensors)
+    first[1].clear()
+    assert second[1]["y"] is value[1]["y"] is Y
+
+
+def test_names_are_paths():
+    value = {"x": [X, NoChunk(Y)], "n": Point(1, 2)}
+    assert [name for name, _ in names(value)] == ["['x'][0]", "['x'][1]", "['n'].x", "['n'].y"]
+    assert [name for name, _ in names(X)] == ["the value"]
+    assert [name for name, _ in names(Custom([X, Y], "label"))] == ["leaf 0", "leaf 1"]
+
+
+def test_split_takes_rows_and_passes_the_rest_whole():
+    parts = list(split({"x": X, "whole": NoChunk(Y), "n": 3}, [1, 3]))
+    assert [part["x"].tolist() for part in parts] == [[0], [1, 2, 3]]
+    assert all(part["whole"] is Y and part["n"] == 3 for part in parts)
+
+
+def test_one_tensor_in_two_places_stays_one_after_a_split():
+    for a, b in split((X, X), [2, 2]):
+        assert a is b
+
+
+def test_arguments_of_a_call():
+    assert arguments((X,), {}) is X
+    assert arguments((), {"input": X}) is X
+    assert arguments((X,), {"y": Y}) == Arguments((X,), {"y": Y})
+    assert arguments((X, Y), {}) == Arguments((X, Y), {})
+
+
+def test_tensors_in_an_unknown_container_are_an_error():
+    with pytest.raises(TypeError, match=r"class: set\); call .*register_pytree_node\(set"):
+        flatten([X, {Y}])
+    with pytest.raises(TypeError, match=r"NoChunk of: Tensor\); have layers return"):
+        flatten([NoChunk(X)])
