@@ -14,7 +14,7 @@ from torchgpipe.stream import CPUStreamType
 
 
 class Old:
-    """Pickles as a wrapper of 0.0.7 does: the class, and these attributes.
+    """An object whose pickle is that of a wrapper of 0.0.7: the class, and these attributes.
 
     Args:
         streams: the copy streams, which it makes in its first step.

@@ -57,8 +57,11 @@ class Traps:
         """Warn if lists or arrays in an input have an entry for each row, and are not split."""
         if micro_batches == 1 or "whole" in self._known:
             return
+        lengths = dict(_lists(input, ""))
+        if not lengths:
+            return
         rows = next(leaf.shape[0] for _, leaf in names(input) if is_split(leaf))
-        found = list(_uncut(input, rows, ""))
+        found = [path for path, length in lengths.items() if length == rows]
         if found:
             _warn(
                 "GPipe splits tensors alone, and gives lists and arrays whole to every micro-batch "
@@ -89,8 +92,8 @@ def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
             yield f"{path}{name} ({type(child).__name__})"
 
 
-def _uncut(value: Any, rows: int, path: str) -> Iterator[str]:
-    """The paths of lists and arrays with an entry for each row."""
+def _lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    """The lists and arrays without tensors in a value: the path and the length of each."""
     if isinstance(value, Arguments):
         # The arguments of a call are no list, however many they are.
         entries = [(f"args[{k}]", x) for k, x in enumerate(value.args)]
@@ -101,10 +104,11 @@ def _uncut(value: Any, rows: int, path: str) -> Iterator[str]:
         entries = [(f"{path}[{k}]", x) for k, x in enumerate(value)]
     else:
         entries = []
-        if _is_list(value) and _length(value) == rows:
-            yield path
+        length = _length(value) if _is_list(value) else None
+        if length is not None:
+            yield path, length
     for name, entry in entries:
-        yield from _uncut(entry, rows, name)
+        yield from _lists(entry, name)
 
 
 def _is_container(value: Any) -> bool:
