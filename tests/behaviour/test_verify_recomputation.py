@@ -57,14 +57,14 @@ EQUAL = {
     "batch norm": lambda: [nn.BatchNorm1d(2), nn.Tanh(), nn.BatchNorm1d(2, momentum=None)],
     "instance norm": lambda: [Rows(nn.InstanceNorm1d(2, track_running_stats=True)), nn.Tanh()],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ELU(inplace=True)],
-    "attention": lambda: [Attention(), nn.GRU(2, 2), First()],
+    "attention": lambda: [Attention(), nn.GRU(2, 2, batch_first=True), First()],
 }
 
 
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.MultiheadAttention(2, 1, dropout=0.2)
+        self.layer = nn.MultiheadAttention(2, 1, dropout=0.2, batch_first=True)
 
     def forward(self, x):
         return self.layer(x, x, x)[0]
@@ -103,7 +103,9 @@ def test_equal_values_pass(name, autocast, mode, device):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
-@pytest.mark.parametrize("make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64), First()]])
+@pytest.mark.parametrize(
+    "make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64, batch_first=True), First()]]
+)
 def test_value_that_is_written_after_it_was_saved_passes(make):
     """One layer writes its noise late, and the other never writes some bytes of its workspace."""
     layers = make()
