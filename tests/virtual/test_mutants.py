@@ -4,6 +4,7 @@ import importlib
 import inspect
 
 import pytest
+import torch
 from torch import nn
 
 from tests.behaviour import test_changes
@@ -262,6 +263,11 @@ TESTS = {
         "test_interrupted_where_something_was_set",
         {"window": "a skip tracker", "places": ["cpu"] * 2},
     ),
+    "noise": (
+        "behaviour.test_unwritten",
+        "test_noise_of_rrelu",
+        {"name": "module", "device": torch.device("cpu")},
+    ),
     "let go": ("unit.recompute.test_input", "test_input_is_let_go_by_the_recomputation", {}),
 }
 
@@ -276,7 +282,7 @@ MUTANTS = {
     "clone in backward": (("_cloned(grads, ctx.next_stream, ctx.prev_stream)", "grads"), "shifted"),
     "source's lane": (("other=prev_stream", "other=next_stream"), "limit"),
     "target's lane": (("other=ctx.prev_stream", "other=ctx.next_stream"), "limit"),
-    "one clone": (("id(tensor) not in left", "True"), "skip leaving"),
+    "one clone": (("id(tensor) not in clones", "True"), "skip leaving"),
     "hand-over in leaving": (DROP, "limit"),
     "lane of Copy": (("method.owner(lane, self.stream)", "self.stream"), "skip"),
     "lane of arriving Wait": (("batch =", "with use_stream(lane): batch ="), "shifted"),
@@ -395,6 +401,10 @@ MUTANTS = {
         "nothing to do",
     ),
     "versions of what goes whole": (("kind is None", "False"), "what goes whole"),
+    "what is written after it was saved": (
+        ("not tensor.requires_grad and not slot.lasting", "False"),
+        "noise",
+    ),
     "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
     "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
     "versions of what is kept": (("tensor._version != slot.version", "False"), "weights changed"),

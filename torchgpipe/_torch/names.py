@@ -132,6 +132,8 @@ NAMES: dict[str, Name] = {
     "queue_callback": Name(
         "torch.autograd:Variable._execution_engine.queue_callback", "callbacks after backward"
     ),
+    # Without it, second runs of cells go to their ends.
+    "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
     # Structures.
     "tree_flatten": Name("torch.utils._pytree:tree_flatten", _TREES),

@@ -52,7 +52,7 @@ def leave(
     prev_stream: AbstractStream,
     next_stream: AbstractStream,
     *tensors: Tensor,
-    left: dict[int, Tensor] | None = None,
+    clones: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Clone tensors on the compute stream, which is the current one, for a copy stream.
 
@@ -63,21 +63,21 @@ def leave(
         prev_stream: the compute stream.
         next_stream: the copy stream.
         *tensors: the tensors that leave.
-        left: the clones so far, by the identities of their originals.
+        clones: the clones so far, by the identities of their originals.
     """
     if prev_stream == next_stream:
         return tensors
-    if left is None:
-        left = {}
+    if clones is None:
+        clones = {}
     for tensor in tensors:
         # guard: one clone
-        if id(tensor) not in left:
+        if id(tensor) not in clones:
             # guard: clone in forward
-            left[id(tensor)] = tensor.clone()
-    clones = tuple([left[id(tensor)] for tensor in tensors])
+            clones[id(tensor)] = tensor.clone()
+    leaving = tuple([clones[id(tensor)] for tensor in tensors])
     # guard: hand-over in leaving
-    hand_over(clones, prev_stream, next_stream)
-    return clones
+    hand_over(leaving, prev_stream, next_stream)
+    return leaving
 
 
 def copy(

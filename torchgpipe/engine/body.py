@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.autograd.versions import counter_of, version_of
+from torchgpipe.recompute.buffers import Copies
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -45,8 +46,13 @@ class Body:
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
 
-    def run(self, batch: Batch) -> Batch:
+    def run(self, batch: Batch, copies: Copies | None = None) -> Batch:
         """Run the layers on a micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            copies: under checkpointing, an empty list for the first run, which puts copies of
+                buffers there; the same list for the second run.
 
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
@@ -68,9 +74,8 @@ class Body:
         # From here on only the tracker holds a skip, until it is popped.
         tracker = SkipTracker.of(batch)
         value = batch.take().with_skips({})
-        again = self.state.restored() if self.state and is_recomputing() else nullcontext()
         # guard: a partition at a time
-        with self.lock, again, use_skip_tracker(tracker):
+        with self.lock, self._around(copies), use_skip_tracker(tracker):
             output = value.call(self.layers)
             if tracker.values:
                 output = output.with_skips(tracker.parts())
@@ -79,6 +84,14 @@ class Body:
         if VALUE in value.shared and output.aliases(value):
             output.shared |= {VALUE}
         return output
+
+    def _around(self, copies: Copies | None) -> AbstractContextManager[None]:
+        """A context manager for the state of the layers, in this run."""
+        if self.state and is_recomputing():
+            return self.state.restored(copies or [])
+        if self.state and copies is not None and self.state.buffers.any:
+            return self.state.buffers.first_run(copies)
+        return nullcontext()
 
 
 def starts_in_place(layer: nn.Module) -> bool:

@@ -97,10 +97,10 @@ class Cell:
                 batch = batch.map(partial(wait, lane, self.stream), parts)
             with step.numbers.of(self.i, step.stages.devices[self.j]):
                 batch = step.context.run(run, batch)
-            left: dict[int, Tensor] = {}
+            clones: dict[int, Tensor] = {}
             for lane, parts in self._by_lane(self.departing):
                 # guard: lane of leaving Wait
-                batch = batch.map(partial(leave, self.stream, lane, left=left), parts)
+                batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
         if self.departing:
             self._checkpoint = checkpoint
         return batch
@@ -152,7 +152,7 @@ class Cell:
         state = self.body.state
         assert state is not None
         return Checkpoint(
-            self.body.run,
+            partial(self.body.run, copies=[]),
             self.step.context,
             self.stream,
             self.note,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.workers import Workers
 from torchgpipe.partition.placement import groups
+from torchgpipe.recompute.buffers import Learned
 from torchgpipe.skip.layout import inspect_skip_layout
 
 __all__: list[str] = []
@@ -66,3 +68,5 @@ class Stages:
         self.skip_layout = inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)
+        #: The buffers that layers change in their forward.
+        self.learned: Learned = WeakKeyDictionary()

@@ -30,7 +30,9 @@ class Step:
         self.context = Context()
         #: The layers of each partition.
         self.bodies = [
-            Body(layers, lock, LayersState(layers) if checkpointed else None, j == 0)
+            Body(
+                layers, lock, LayersState(layers, stages.learned) if checkpointed else None, j == 0
+            )
             for j, (layers, lock) in enumerate(zip(stages.partitions, stages.locks))
         ]
         self.numbers = StepNumbers(stages.devices, m)
@@ -48,3 +50,4 @@ class Step:
         for body in self.bodies:
             if body.state is not None:
                 body.state.settle()
+                body.state.buffers.settle()

@@ -145,44 +145,44 @@ class Round:
 
     def work(self, device: torch.device) -> None:
         """Run the tasks of a device, unless the round was abandoned."""
-        left = self.tasks.pop(device, None)
-        if left is None:
+        remaining = self.tasks.pop(device, None)
+        if remaining is None:
             return
-        left.reverse()
+        remaining.reverse()
         try:
             self.context.lend_threads()
             with self.context.entered(Snapshot([device])):
-                while left:
-                    for name in left[-1].needs:
+                while remaining:
+                    for name in remaining[-1].needs:
                         with self.gates[name]:
                             pass
                     if self.stopped:
                         break
-                    left[-1].function()
-                    self._open(left.pop())
+                    remaining[-1].function()
+                    self._open(remaining.pop())
         except BaseException as error:
-            self.errors[left[-1].name] = error
+            self.errors[remaining[-1].name] = error
             self.stopped = True
         finally:
-            self._leave(device, left)
+            self._end(device, remaining)
             # The error refers to this frame.
-            del self, left
+            del self, remaining
 
     def abandon(self) -> None:
         """Make no further task start."""
         self.stopped = True
         for device in [*self.tasks]:
             # Its worker may begin at the same time.
-            left = self.tasks.pop(device, None)
-            if left is not None:
-                self._leave(device, left)
+            remaining = self.tasks.pop(device, None)
+            if remaining is not None:
+                self._end(device, remaining)
 
-    def _leave(self, device: torch.device, left: list[Task]) -> None:
+    def _end(self, device: torch.device, remaining: list[Task]) -> None:
         # Workers that wait for these tasks see that the round has stopped.
-        for task in left:
+        for task in remaining:
             self._open(task)
         # The caller goes on, and expects the tensors of these tasks to be free.
-        left.clear()
+        remaining.clear()
         self.ended.put(device)
 
     def _open(self, task: Task) -> None:

@@ -223,10 +223,10 @@ class Checkpoint:
             pass
         except Exception:
             # If all slots are full, the error came after Enough and was caused by it.
-            if filling.whole or filling.left:
+            if filling.whole or filling.unfilled:
                 raise
-        if filling.left:
-            (first, *_) = filling.left
+        if filling.unfilled:
+            (first, *_) = filling.unfilled
             raise mismatch("nothing more", described(first, first.layer))
         for slot in lasting:
             slot.settle()

@@ -2,8 +2,9 @@
 
 Between a forward and its backward a user can switch a layer to eval mode, remove its hooks, and
 freeze its parameters, replace them (``torch.func.functional_call`` puts the old ones back as soon
-as the forward is over) or change them in place. And a second run must not update the running
-statistics of a norm again.
+as the forward is over) or change them in place. And a second run must not update buffers again:
+:mod:`torchgpipe.recompute.buffers` has those whose values a layer reads. The running statistics of
+torch's own norms are only written, so one copy serves all second runs.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
+from torchgpipe.recompute.buffers import Buffers, Copies, Learned, Place, put
+from torchgpipe.recompute.slots import is_verifying
 
 __all__: list[str] = []
 
 _MISSING: Any = object()
 
-#: The buffers of torch's own norms.
+#: The buffers of torch's own norms, and the modules whose norms do not read them in training.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+NORMS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "torchgpipe.batchnorm")
 
 
 class Found(NamedTuple):
@@ -40,12 +44,13 @@ class LayersState:
 
     Args:
         layers: a partition.
+        learned: what earlier steps have learned about buffers.
 
     Raises:
         TypeError: a layer is scripted.
     """
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layers: nn.Module, learned: Learned) -> None:
         self._modules = list(layers.modules())
         self._parameters: list[Tensor] = []
         #: The tables that hold parameters and buffers, and the names there.
@@ -60,6 +65,7 @@ class LayersState:
         #: The identities of all parameters and buffers.
         self.lasting: set[int] = set()
         others = exchanged(self._modules)
+        places: list[Place] = []
         for module in self._modules:
             if not isinstance(module._parameters, dict):
                 raise TypeError(
@@ -80,8 +86,13 @@ class LayersState:
                 self._places += [(table, name) for name in table]
                 self.lasting |= {id(x) for x in table.values() if x is not None}
             self.always_calls |= bool(module._forward_hooks_always_called)
-            if isinstance(module, _torch.Norm) and module.training and module.track_running_stats:
-                self._norms.append(module)
+            if module._buffers:
+                own = _own_statistics(module)
+                if own and module.training:
+                    self._norms.append(module)
+                places += [(module, name) for name in module._buffers if name not in own]
+        self.buffers = Buffers(places, learned)
+        self.lasting -= self.buffers.not_lasting()
         self._found = self._read()
         self._versions: list[tuple[int, ...]] | None = None
 
@@ -94,20 +105,24 @@ class LayersState:
             self._hooks[:] = map(dict, self._hook_tables)
         self._versions = _identities(self._parameters)
 
-    def restored(self) -> RestoredLayers:
+    def restored(self, copies: Copies) -> RestoredLayers:
         """Restore the state within a ``with`` block, and after it what there was before the block.
 
-        Within the block norms update copies of their running statistics.
+        Within the block norms update copies of their running statistics, and layers change copies
+        of their buffers.
+
+        Args:
+            copies: what :meth:`Buffers.copied` returned before the first run.
 
         Raises:
             RuntimeError: somebody other than the layers has changed a parameter in place.
         """
         if self._versions is not None and self._versions != _identities(self._parameters):
             raise self._changed()
-        return RestoredLayers(self)
+        return RestoredLayers(self, copies)
 
-    def put_back(self) -> Found:
-        """Restore the state; return what there is now."""
+    def put_back(self, copies: Copies) -> Found:
+        """Restore the state, and what was in buffers; return what there is now."""
         now = self._read()
         try:
             self._write(self._found, now)
@@ -119,8 +134,10 @@ class LayersState:
                     for name in STATISTICS
                     if (buffer := norm._buffers.get(name)) is not None
                 ]
-            for buffers, name, copy in self._copies:
-                buffers[name] = copy
+            for table, name, copy in self._copies:
+                table[name] = copy
+            # guard: buffers of before the first run
+            put(copies)
         except BaseException:
             self._write(now, self._read())
             raise
@@ -192,14 +209,22 @@ class RestoredLayers:
     A class, as all context managers that are entered for each cell: @contextmanager takes longer.
     """
 
-    def __init__(self, state: LayersState) -> None:
-        self.state = state
+    def __init__(self, state: LayersState, copies: Copies) -> None:
+        self.state, self.copies = state, copies
 
     def __enter__(self) -> None:
-        self.found = self.state.put_back()
+        self.found = self.state.put_back(self.copies)
 
     def __exit__(self, *_: object) -> None:
         self.state.leave(self.found)
+
+
+def _own_statistics(module: nn.Module) -> Sequence[str]:
+    """The names of statistics that a norm updates, and does not read in training."""
+    # guard: norms that read their statistics
+    if is_verifying() or not isinstance(module, _torch.Norm):
+        return ()
+    return STATISTICS if type(module).forward.__module__ in NORMS else ()
 
 
 def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:

@@ -8,6 +8,7 @@ from contextlib import ContextDecorator
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.notes import layer as current
 
@@ -35,6 +36,11 @@ class verify_recomputation(ContextDecorator):
 
     def __exit__(self, *_: object) -> None:
         _verifications.remove(self)
+
+
+def is_verifying() -> bool:
+    """Whether recomputations of what is computed now will be compared."""
+    return bool(_verifications)
 
 
 class Slot:
@@ -101,7 +107,7 @@ class Slot:
 class Lasting(Slot):
     """The place of a saved tensor that exists anyway, and may be changed in place."""
 
-    __slots__ = ("left",)
+    __slots__ = ("after",)
 
     tensor: Tensor
     lasting = True
@@ -115,16 +121,16 @@ class Lasting(Slot):
 
     def close(self) -> None:
         """Take note of the number of changes when the layers have run."""
-        self.left = self.tensor._version
+        self.after = self.tensor._version
 
     @property
     def changed(self) -> bool:
         """Whether the layers changed the tensor in place after they had saved it."""
-        return self.left != self.version
+        return self.after != self.version
 
     def open(self) -> None:
         """Prepare for the second run, in which the layers may change their own tensors again."""
-        if self.tensor._version == self.left:
+        if self.tensor._version == self.after:
             self.version = -1
 
     def fill(self, tensor: Tensor) -> None:
@@ -181,13 +187,13 @@ def dropped(tensor: Tensor) -> Slot:
     Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
     which the kernel never writes.
     """
-    if _verifications and tensor.dtype != torch.uint8:
+    if is_verifying() and tensor.dtype != torch.uint8:
         return Compared(tensor)
     return Slot(tensor)
 
 
 class Enough(BaseException):
-    """The end of a second run that has filled all slots.
+    """The end of a second run that has filled all slots with tensors that are complete.
 
     It is a BaseException, since layers may catch errors. Forward hooks do not run after it.
     """
@@ -195,6 +201,11 @@ class Enough(BaseException):
 
 class Filling:
     """Hook for saved tensors that fills slots with what a second run saves.
+
+    An operator may hand a tensor to autograd before it writes to the tensor, as ``rrelu`` does with
+    its noise. Such a tensor requires no gradient: of others, an operator would hand over a copy. So
+    a second run ends within the operator that saves the last tensor only if all that this operator
+    has saved requires a gradient, and else when a later operator saves something.
 
     Args:
         slots: the slots, in the order in which the first run saved.
@@ -205,13 +216,16 @@ class Filling:
         self.slots = slots
         self.whole = whole
         self.count = 0
+        #: The number of autograd's next node when a tensor came that may not be written yet. While
+        #: it is the same number, the operator that saved the tensor may still run.
+        self.unwritten = -1
         #: The number of slots to fill. Slots behind them hold tensors that exist anyway.
         self.due = len(slots)
         while not whole and slots[self.due - 1].lasting:
             self.due -= 1
 
     @property
-    def left(self) -> Sequence[Slot]:
+    def unfilled(self) -> Sequence[Slot]:
         """The slots that were not filled yet."""
         return self.slots[self.count : self.due]
 
@@ -220,15 +234,19 @@ class Filling:
         """Fill the next slot.
 
         Raises:
-            RuntimeError: the tensor is not like the one of the forward, or there is no slot left.
-            Enough: this was the last slot.
+            RuntimeError: the tensor is not like the one of the forward, or no slot is free.
+            Enough: all slots are full, and all that is in them has been written.
         """
         if self.count < self.due:
-            self.slots[self.count].fill(tensor)
+            slot = self.slots[self.count]
+            slot.fill(tensor)
+            self.count += 1
+            # guard: what is written after it was saved
+            if not tensor.requires_grad and not slot.lasting:
+                self.unwritten = _torch.next_node()
         elif self.whole:
             raise mismatch(described(tensor, current.name), "nothing more")
-        self.count += 1
-        if self.count == self.due and not self.whole:
+        if self.count == self.due and not self.whole and self.unwritten != _torch.next_node():
             raise Enough
 
 

@@ -15,7 +15,7 @@ def test_version_of_what_has_none():
         x = torch.ones(1)
         x.add_(1)
     assert version_of(x) == -1
-    LayersState(nn.ParameterList([nn.Parameter(x, requires_grad=False)]))
+    LayersState(nn.ParameterList([nn.Parameter(x, requires_grad=False)]), {})
     assert version_of(counter_of(x)) == -1
 
 

@@ -34,7 +34,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
     stream, arriving = stream or CPUStream(CPU), arriving or {}
     lanes = lanes or {VALUE: CPUStream(CPU)}
     layers = nn.Sequential(layers)
-    state = LayersState(layers) if checkpoint else None
+    state = LayersState(layers, {}) if checkpoint else None
     step = SimpleNamespace(
         stages=SimpleNamespace(
             devices=[CPU] * 3,
