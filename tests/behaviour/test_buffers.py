@@ -58,7 +58,7 @@ def test_statistics_are_updated_once_per_micro_batch(name, momentum, mode, devic
     for step in range(1, 3):
         plain(reference, x * step, M).square().sum().backward()
         output = model(x * step)
-        # When the forward is over they are what they will be.
+        # The statistics are final when the forward is over.
         same_buffers(reference, model.module)
         output.square().sum().backward()
         same_buffers(reference, model.module)

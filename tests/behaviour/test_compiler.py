@@ -22,7 +22,7 @@ from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.recompute.phase import phase
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-# The compiler asks every input for its gradient, whatever it is an input of.
+# The compiler reads the gradient of every input, also of one that is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 #: Layers that are compiled as such, in place, a partition at a time, and in place as a partition.
@@ -135,7 +135,7 @@ def test_parity(way, mode, backend):
     for _ in range(2):
         input = input_of(8)
         torch.testing.assert_close(step(model, input), step(plain, input))
-    # Of the input, and of what requires a gradient, as there are of the plain model.
+    # One graph for the input, and one for tensors with a gradient, as for the plain model.
     assert backend.frame_count == 2
 
 

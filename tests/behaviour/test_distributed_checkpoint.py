@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from torchgpipe import GPipe
 
-# PyTorch says at each turn that there is no process group, which nobody needs here.
+# PyTorch warns each time that there is no process group, which these tests do not need.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     # Its own, in PyTorch 2.9.

@@ -162,7 +162,7 @@ def test_all_tensors_are_released_once_the_exception_is_dropped(places, mode, ki
     try:
         with suppress(ValueError):
             step(model, x, **{kind: (k, partial(ValueError, "x"))})
-        # Threads of accelerators let go of what they had in a moment.
+        # Threads of accelerators drop their tensors after a moment.
         for _ in range(100):
             if all(ref() is None for ref in refs):
                 break
@@ -185,7 +185,7 @@ def test_no_cell_starts_after_it(places, kind):
         step(model, x, **{kind: (1, partial(ValueError, "x"))})
     first = [sum(layer.runs.values()) for layer in model]
     time.sleep(0.05)
-    # In backward, but for those that autograd's threads have begun by then.
+    # In backward, each of autograd's threads may have begun one more cell by then.
     begun = kind != "forward"
     assert all(sum(layer.runs.values()) <= k + begun for k, layer in zip(first, model))
 

@@ -85,7 +85,7 @@ def test_second_run_sees_no_mode_of_backward(places, backward):
     expected = (Modes.current(), "forward", torch.ones(1).device)
     loss = model(x).sum()
     with entered(backward):
-        # Of the caller's own, which is not what is looked at.
+        # The caller's own gradient: this test does not look at how autograd makes one.
         gradient = torch.ones_like(loss, device=loss.device)
         loss.backward(gradient)
     assert len(seen) == 12
@@ -157,7 +157,7 @@ def test_nothing_of_the_caller_s_is_held_after_backward(places):
         output.sum().backward()
     del store
     gc.collect()
-    # Threads of autograd let go of what they had in a moment.
+    # Threads of autograd drop their objects after a moment.
     assert eventually(lambda: ref() is None)
     held = {}
     variable.set(held)

@@ -38,7 +38,7 @@ def test_readme(run, tmp_path):
 @pytest.mark.parametrize(
     "file", [x for x in GUIDE if "code-block" in x.read_text("utf-8")], ids=lambda file: file.stem
 )
-# PyTorch's compiler asks every input for its gradient, whatever it is an input of.
+# PyTorch's compiler reads the gradient of every input, also of one that is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_guide(run, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

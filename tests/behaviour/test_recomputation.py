@@ -37,7 +37,7 @@ def test_error_says_what_differs_and_where(name, mode):
     assert "by layer 2" in str(caught.value)
     note = note_of(caught.value)
     assert note.startswith("raised in partition 1, micro-batch 1")
-    # Of this micro-batch, and of those that come after it in backward, there is no gradient.
+    # This micro-batch has no gradient, nor have the ones that come after it in backward.
     assert x.grad is None
     assert model[0].weight.grad is None
 

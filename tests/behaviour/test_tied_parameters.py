@@ -273,7 +273,7 @@ def test_on_two_devices_is_an_error_that_proposes(make, balance, devices, found,
         on_devices(module, balance, devices)
     assert re.search(found, str(caught.value))
     assert proposals(str(caught.value)) == proposed
-    # And the proposals hold what they promise.
+    # The proposed balance and devices are right.
     on_devices(module, proposed[0], devices[: len(proposed[0])])
     on_devices(module, balance, proposed[1])
 
@@ -310,7 +310,7 @@ def test_loading(make, source, assign, device, input):
     reference.load_state_dict(trained.module.state_dict(), assign=assign)
     assert model.load_state_dict(state, assign=assign) == ([], [])
     if assign:
-        # It replaces what is there by what is in the file, name by name.
+        # Loading replaces each tensor by the file's tensor of that name, which unties some.
         assert [len(names) for names in ties(model)] == [len(names) for names in ties(reference)]
     else:
         assert ties(model) == ties(make())

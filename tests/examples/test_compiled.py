@@ -7,7 +7,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from examples import compiled
 
-# The compiler asks every input for its gradient, whatever it is an input of.
+# The compiler reads the gradient of every input, also of one that is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 #: Inductor imports what PyTorch itself calls deprecated.
 deprecated = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -15,7 +15,7 @@ pytest.importorskip("safetensors", exc_type=MISSING)
 from examples import saving
 
 BALANCES = [[10], [1, 9], [3, 3, 2, 2]]
-# PyTorch says at each turn that there is no process group, which nobody needs here.
+# PyTorch warns each time that there is no process group, which these tests do not need.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -61,7 +61,7 @@ def test_goes_on_bit_for_bit(way, target, whole, points, tmp_path):
     load(tmp_path, after)
     reference, expected = whole
     assert losses + after.run(4, *points) == expected
-    # And what no loss has shown yet.
+    # The last step has changed state that no loss shows yet.
     weights = reference.model.module.state_dict()
     for name, x in after.model.module.state_dict().items():
         assert torch.equal(x, weights[name]), name

@@ -9,7 +9,7 @@ pytest.importorskip("lightning.pytorch", exc_type=MISSING)
 from examples import with_lightning
 
 pytestmark = [
-    # Lightning's own: torch deprecated what it asks for.
+    # Lightning uses a deprecated function of PyTorch.
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),

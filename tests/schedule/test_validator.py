@@ -115,7 +115,7 @@ def test_all_kinds_at_once():
 
 
 def can_run(schedule):
-    """Run the program: start whatever can start, until nothing can."""
+    """Run the program: start any instruction that can start, until none can."""
     ops = [*operations_of(schedule.program)]
     lines, done = [[*line] for line in schedule.program], set()
     while True:

@@ -154,7 +154,7 @@ class Training:
         # Anew in each step, and required: the graph goes on beyond the model.
         input = torch.rand(ROWS, WIDTH, device=self.device, requires_grad=True)
         loss = self.model(input * 1).sum()
-        # Now and then nobody wants gradients.
+        # Some steps run without gradients.
         if mode or k % 4:
             loss.backward()
 

@@ -198,7 +198,7 @@ OURS = {x for name, tree in TREES.items() if room(name) != "_torch" for x in def
 
 
 def private(tree):
-    """The private names of PyTorch that a module names, in whatever way."""
+    """Private names of PyTorch that a module mentions in any way."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             paths = [alias.name for alias in node.names]

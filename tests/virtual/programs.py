@@ -10,7 +10,7 @@ def new_streams(device, count):
 
 
 def one(device, size=4):
-    """Make a tensor that all later work is ordered after."""
+    """Make a tensor, and order all later work after it."""
     x = torch.ones(size, device=device)
     torch.accelerator.synchronize(device)
     return x

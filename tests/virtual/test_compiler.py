@@ -55,7 +55,7 @@ def test_parity(way, mode, devices, backend):
             found = step(model, input)
         assert_no_races(seen)
         torch.testing.assert_close(found, expected)
-    # Of one size and of any, of what needs a gradient and of what does not, on each device.
+    # On each device: graphs for one size and for any, for inputs with and without a gradient.
     assert backend.frame_count <= 2 * 4
 
 

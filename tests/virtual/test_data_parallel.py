@@ -115,7 +115,7 @@ def work(rank, folder):
             outcomes[case] = ""
         except BaseException:
             outcomes[case] = traceback.format_exc()
-            break  # The other process may wait for what will not come.
+            break  # The other process may wait for a message that will not come.
     torch.save(outcomes, f"{folder}/{rank}.pt")
     os._exit(0)
 

@@ -42,7 +42,7 @@ def test_memory_freed_in_use(devices):
     assert (race.kind, race.device, race.bytes) == ("memory freed in use", 2, 16)
     assert (race.first.op, race.first.stream) == ("use", place(s))
     assert (race.second.op, race.second.stream) == ("free", Stream(2, 0))
-    # Once it is allocated again, whoever took it is to be seen instead.
+    # Once the memory is allocated again, the report names the operator that took it.
     (race,) = seen.races
     assert (race.kind, race.bytes) == ("reuse of freed memory", 16)
     assert (race.first.op, race.first.stream) == ("use", place(s))

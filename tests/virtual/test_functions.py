@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.virtual.compare import verify
 
-torch.manual_seed(0)  # For what the table has.
+torch.manual_seed(0)  # For the tensors of the table.
 
 CLASSES = torch.tensor([1, 0, 3, 2, 1])
 QUERY, KEY = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8)

@@ -20,7 +20,7 @@ from torchgpipe import GPipe
 
 WIDTH = 64
 LAYER = (WIDTH * WIDTH + WIDTH) * 4
-# PyTorch says at each turn that there is no process group, which nobody needs here.
+# PyTorch warns each time that there is no process group, which these tests do not need.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 

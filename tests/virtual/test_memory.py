@@ -1,6 +1,6 @@
 """Memory of each device, counted by its allocator.
 
-The unit is an activation: what a layer makes of one micro-batch. All layers here save one each.
+The unit is an activation: the output of a layer for one micro-batch. All layers here save one each.
 """
 
 import gc
@@ -85,7 +85,7 @@ def test_peak(devices, n, m, layers, mode, own):
             most = least + 3
             # The host of the next device may be ahead, and send its gradients early.
             most += m * (j < n - 1)
-            # The outputs, and what they are joined to.
+            # The outputs of micro-batches, and the joined output.
             most += 2 * m * (j == n - 1)
             assert least <= peak <= most, f"partition {j}"
 
@@ -125,7 +125,7 @@ def test_one_micro_batch_is_recomputed_at_a_time(devices, n, requires_grad):
     torch.accelerator.reset_peak_memory_stats(devices[n - 1])
     model(x).sum().backward()
     peak = torch.accelerator.max_memory_allocated(devices[n - 1]) - before
-    # Inputs, outputs and what they are joined to, and the layers of one micro-batch.
+    # Inputs, outputs, the joined output, and the layers of one micro-batch.
     assert peak / ACTIVATION <= 3 * m + layers + 5
 
 
@@ -258,7 +258,7 @@ def test_skip_that_is_the_value_too_is_let_go_at_its_last_use(devices, grad):
     x = torch.rand(ROWS, WIDTH, device=devices[0])
     with getattr(torch, grad)():
         _, last = peaks(lambda: model(x), devices[:2])
-    # The value, and what a layer takes and gives.
+    # The value, and the input and the output of a layer.
     assert last == 3
 
 

@@ -52,7 +52,7 @@ def test_plain(devices, known):
     (found,) = Training(Library(GPipe, devices), MODEL, SIZE, BATCH).memory()
     size = ACTIVATION // BATCH
     assert found["parameters"] == found["gradients"] == size
-    # The mini-batch, what seven layers save, and what the loss needs in backward.
+    # The mini-batch, saved tensors of seven layers, and the loss's tensors for backward.
     assert found["peak"] - size == (1 + 7) * ACTIVATION + LOSS
 
 
@@ -63,7 +63,7 @@ def test_partitions(mode, kept, devices, known):
     assert [first["parameters"], last["parameters"]] == [ACTIVATION // BATCH, 0]
     # Saved tensors of four layers, or only the input of these, and the output.
     assert last["peak"] == (kept + 1) * ACTIVATION + LOSS
-    # The mini-batch, and what three layers save, of one micro-batch or of all.
+    # The mini-batch, and saved tensors of three layers, of one micro-batch or of all.
     least = ACTIVATION + 3 * (ACTIVATION if mode == "never" else ACTIVATION // 4)
     assert least < first["peak"] < least + 2 * ACTIVATION
 

@@ -14,7 +14,7 @@ SEQUENCE, IMAGE, VOLUME = (2, 4, 9), (2, 4, 9, 8), (2, 4, 5, 6, 7)
 EIGHTS = (3, 5, 8)
 ACTIVATIONS = [nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.Softplus, nn.Tanh, nn.LogSigmoid]
 
-torch.manual_seed(0)  # For what the tables have.
+torch.manual_seed(0)  # For the tensors of the tables.
 
 #: The shape of the input, and layers for it.
 LAYERS = {

@@ -1,6 +1,6 @@
 """Trainings of a wrapper, and of its layers without it, that must give the same.
 
-In double precision, so that what is rounded otherwise is not taken for wrong.
+All models are in double precision, so that rounding does not look like an error.
 """
 
 import copy

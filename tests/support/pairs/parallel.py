@@ -1,4 +1,4 @@
-"""DistributedDataParallel around GPipe: its settings, and what goes around it."""
+"""DistributedDataParallel around GPipe: its settings, its hooks, and its errors."""
 
 import copy
 import datetime

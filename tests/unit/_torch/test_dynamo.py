@@ -13,7 +13,7 @@ from torch.autograd import graph
 from torchgpipe import GPipe, _torch
 from torchgpipe._torch import dynamo
 
-# The compiler asks every input for its gradient, whatever it is an input of.
+# The compiler reads the gradient of every input, also of one that is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 

@@ -52,7 +52,7 @@ def test_outputs_that_need_no_gradient():
 def test_failure_leaves_nothing_in_the_queue():
     def step():
         x = torch.ones(2, requires_grad=True)
-        # Autograd runs what was recorded last first, so the failure comes before the first layer.
+        # Autograd runs the node recorded last first, so the failure comes before the first layer.
         kept = x.exp()
         output = kept.sum() + Fail.apply(x).sum()
         drain_after_failure([output])

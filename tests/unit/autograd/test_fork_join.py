@@ -19,7 +19,7 @@ def test_join_is_differentiated_before_fork():
     a, phony = fork(a)
     b = join(b, phony)
     b = Log("b", log)(b)
-    # Without the phony, autograd takes what was recorded last first: the other way round.
+    # Without the phony, autograd takes the node recorded last first: the other way round.
     a = Log("a2", log)(a)
     (b + a).backward()
 

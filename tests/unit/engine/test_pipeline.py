@@ -1,4 +1,4 @@
-"""The pipeline: the order of its cells, in forward and in backward, and what they compute."""
+"""The pipeline: the order of its cells, in forward and in backward, and their results."""
 
 import threading
 from contextlib import suppress

@@ -1,7 +1,7 @@
 """Loading of virtual accelerators into a process, and its errors.
 
-This process must not get them, for the other tests are about torch as it is. Whatever loads them
-runs in one of its own.
+This process must not load them, since the other tests are about PyTorch alone. Programs that
+load them run in processes of their own.
 """
 
 import os

@@ -1,0 +1,54 @@
+"""Each guard is needed: a test fails without it."""
+
+import importlib
+import inspect
+
+import pytest
+
+from tests.virtual.guarded import MUTANTS, TESTS
+from tests.virtual.mutants import guards, mutated
+
+
+def judge(test, devices):
+    """Run a test, in all checkpoint modes if it takes one."""
+    module, function, arguments = TESTS[test]
+    check = getattr(importlib.import_module(f"tests.{module}"), function)
+    names = inspect.signature(check).parameters
+    for mode in ("never", "except_last", "always") if "mode" in names else [None]:
+        with pytest.MonkeyPatch.context() as patch:
+            given = {"devices": devices, "device": devices[0], "mode": mode, "monkeypatch": patch}
+            given |= {"places": devices[:2]} | arguments
+            check(**{name: value for name, value in given.items() if name in names})
+
+
+CASES = [(name, test) for name, (_, *tests) in MUTANTS.items() for test in tests]
+
+
+@pytest.mark.parametrize(("name", "test"), CASES)
+def test_a_test_fails_without(devices, name, test):
+    change, *_ = MUTANTS[name]
+    # A race that needs a host which stumbles at the right moment may need several attempts.
+    for _ in range(20):
+        try:
+            with mutated(name, change):
+                judge(test, devices)
+        except (AssertionError, UserWarning, pytest.fail.Exception):
+            return
+    pytest.fail(f"{test} passes")
+
+
+@pytest.mark.parametrize("test", ["limit", "shifted", "last use"])
+def test_what_finds_it_passes_otherwise(devices, test):
+    """A test that finds a mutant passes with the plain package, imported anew."""
+    with mutated("waiting", ("", "")):
+        judge(test, devices)
+
+
+def test_every_guard_has_a_mutant():
+    assert set(guards()) == set(MUTANTS)
+
+
+def test_a_marker_without_its_line_is_an_error():
+    fragment = ("nothing of the kind", "")
+    with pytest.raises(LookupError, match=fragment[0]), mutated("waiting", fragment):
+        pass
