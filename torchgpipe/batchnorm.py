@@ -31,7 +31,7 @@ from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.devices.streams import current_stream, record_stream
-from torchgpipe.partition.arguments import is_positive_int
+from torchgpipe.partition.arguments import positive_int
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.classes import picklable
 
@@ -251,12 +251,13 @@ def _obstacle(norm: nn.Module) -> str | None:
 
 
 def _checked(chunks: int) -> int:
-    if not is_positive_int(chunks):
+    number = positive_int(chunks)
+    if number is None:
         raise ValueError(
             "chunks must be a positive integer, the number of runs that are one mini-batch outside "
             f"of a wrapper (chunks: {chunks!r}); leave it out where all runs are in a wrapper"
         )
-    return int(chunks)
+    return number
 
 
 def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:

@@ -178,11 +178,11 @@ def test_skip_that_was_not_stashed(device):
 
 
 class Block(nn.Module):
-    """Stashes and pops within itself."""
+    """A layer that stashes and pops within itself."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(Own(view=False), nn.Tanh(), Sum())
+        self.layers = nn.Sequential(mix({"x": "layer"}, {}), nn.Tanh(), mix({}, {"x": "layer"}))
 
     def forward(self, x):
         return self.layers(x)
@@ -191,7 +191,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [1, 2, 1]])
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_blocks_that_stash_and_pop_within_themselves(balance, checkpoint):
-    """Repeated, copied and shared, without namespaces."""
+    """Blocks of this kind need no namespaces, even where they are repeated, copied or nested."""
     block = Block()
     module = nn.Sequential(block, Block(), nn.Sequential(Block(), Block()), copy.deepcopy(block))
     reference = copy.deepcopy(module)

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from torchgpipe.ambient.notes import layer as current
 
@@ -32,13 +33,15 @@ class Partition(nn.Sequential):
     """Some neighbouring layers, in order. The first layer takes all arguments of the call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # A compiled partition must not depend on what changes from run to run.
+        then = None if is_compiling() else current.then
         output = None
         for name, layer in self._modules.items():
             assert layer is not None
             current.name, current.kind = name, type(layer).__name__
             output = layer(*args, **kwargs)
-            if current.then is not None:
-                current.then()
+            if then is not None:
+                then()
             args, kwargs = (output,), {}
         current.name = None
         return output

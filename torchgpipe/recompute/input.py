@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.context import Hooks
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.autograd.phony import get_phony
@@ -72,6 +73,7 @@ class StoredInput:
             "out of place, or clone the tensor there"
         )
 
+    @uncompiled
     def _look(self) -> None:
         if self._changed_by[1] is None and not self.unchanged:
             self._changed_by = current.name, current.kind
