@@ -71,17 +71,17 @@ def test_statistics_of_the_mini_batch(kind, affine, momentum, checkpoint, device
     assert close(plain(x).tanh(), model(x))
 
 
+def deferring(norm, chunks):
+    """Wrap a copy of a norm alone, with deferred statistics."""
+    layers = nn.Sequential(copy.deepcopy(norm))
+    return GPipe(layers, [1], devices=["cpu"], chunks=chunks, deferred_batch_norm=True)
+
+
 @pytest.mark.parametrize("rows", [4, 6, 7])
 def test_fewer_micro_batches_than_chunks(rows):
     """Micro-batches of one row have length 2, since a norm needs more than one value."""
     plain = nn.BatchNorm1d(3)
-    model = GPipe(
-        nn.Sequential(copy.deepcopy(plain)),
-        [1],
-        devices=["cpu"],
-        chunks=64,
-        deferred_batch_norm=True,
-    )
+    model = deferring(plain, 64)
     x = torch.rand(rows, 3, 2)
     plain(x), model(x)
     assert close(plain.running_mean, model[0].running_mean)
@@ -249,13 +249,7 @@ def test_wrapped_again_without():
 
 def test_double_precision():
     plain = nn.BatchNorm1d(3).double()
-    model = GPipe(
-        nn.Sequential(copy.deepcopy(plain)),
-        [1],
-        devices=["cpu"],
-        chunks=4,
-        deferred_batch_norm=True,
-    )
+    model = deferring(plain, 4)
     x = torch.randn(32, 3, dtype=torch.double) + 1e3
     plain(x), model(x)
     for a, b in zip(plain.buffers(), model[0].buffers()):
@@ -325,13 +319,7 @@ def test_norm_that_comes_twice_is_updated_once():
 def test_half_precision(dtype):
     """Sums of squares do not fit into half precision."""
     plain = nn.BatchNorm2d(2).to(dtype)
-    model = GPipe(
-        nn.Sequential(copy.deepcopy(plain)),
-        [1],
-        devices=["cpu"],
-        chunks=4,
-        deferred_batch_norm=True,
-    )
+    model = deferring(plain, 4)
     x = (torch.randn(32, 2, 64, 64) * 4 + 1).to(dtype)
     plain(x), model(x)
     for a, b in zip(plain.buffers(), model[0].buffers()):
