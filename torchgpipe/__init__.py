@@ -2,7 +2,7 @@
 
 from torchgpipe.gpipe import GPipe
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
-from torchgpipe.recompute.slots import verify_recomputation
+from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.values.structure import NoChunk
 
 __all__ = [

@@ -18,26 +18,32 @@ computing sample variances (1979).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.devices.streams import current_stream, record_stream
+from torchgpipe.partition.arguments import is_positive_int
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.values.classes import picklable
 
 __all__ = ["DeferredBatchNorm"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
 if TYPE_CHECKING:
-    # It is combined with a batch normalisation of one to three dimensions; all have these types.
     Base = nn.BatchNorm2d
 else:
-    Base = nn.Module
+    # What all batch normalisations derive from has no public name.
+    Base = nn.BatchNorm2d.__base__
 
 
 class Moments(NamedTuple):
@@ -63,46 +69,73 @@ class DeferredBatchNorm(Base):
     """A batch normalisation that updates its running statistics once per mini-batch.
 
     :meth:`convert_deferred_batch_norm` makes it of an :class:`nn.BatchNorm1d`,
-    :class:`nn.BatchNorm2d` or :class:`nn.BatchNorm3d`. Outside of a wrapper it does what that does.
+    :class:`nn.BatchNorm2d` or :class:`nn.BatchNorm3d`. The constructor makes one for inputs of
+    shape ``(rows, features, ...)``, with any number of further dimensions.
+
+    Within any wrapper, the layer updates its statistics once per step, whatever ``chunks`` is: the
+    wrapper knows its micro-batches. Outside of a wrapper, the layer takes every ``chunks`` runs in
+    training for one mini-batch, as in 0.0.7; by default each run, as a plain layer does.
+
+    Args:
+        num_features: the number of features, or channels.
+        eps: see :class:`nn.BatchNorm2d`.
+        momentum: likewise.
+        affine: likewise.
+        chunks: the number of runs that are one mini-batch outside of a wrapper.
+
+    Raises:
+        ValueError: chunks is out of range.
     """
 
-    #: Whether a wrapper runs a step, and the moments of the micro-batches so far.
+    #: The number of runs that are one mini-batch outside of a wrapper.
+    chunks = 1
+    #: Whether a wrapper runs a step.
     _collects = False
+    #: The moments of the micro-batches so far, and the number of runs outside of a wrapper.
     _moments: Moments | None = None
+    _runs = 0
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        chunks: int = 1,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine)
+        self.chunks = _checked(chunks)
 
     @staticmethod
-    def convert_deferred_batch_norm(module: Module) -> Module:
+    def convert_deferred_batch_norm(module: Module, chunks: int = 1) -> Module:
         """Make all batch normalisations in a module that have running statistics deferred.
 
         Only their class changes: objects, parameters, buffers, names, hooks and flags stay.
 
         Args:
             module: a batch normalisation, or a module with some below it.
+            chunks: the number of runs that are one mini-batch outside of a wrapper. A wrapper knows
+                its number of micro-batches, and needs none.
 
         Returns:
             The module.
 
         Raises:
-            TypeError: a batch normalisation is not one of torch's own plain ones.
+            TypeError: a batch normalisation has a forward of its own, as
+                :class:`nn.SyncBatchNorm` has, is lazy or is parametrised.
+            ValueError: chunks is out of range.
         """
-        norms = [x for x in module.modules() if isinstance(x, _torch.BatchNorm)]
-        norms = [x for x in norms if x.track_running_stats and not isinstance(x, DeferredBatchNorm)]
-        for norm in norms:
-            if type(norm) not in DEFERRED:
-                raise TypeError(
-                    "only nn.BatchNorm1d, nn.BatchNorm2d and nn.BatchNorm3d can be deferred "
-                    f"(layer: {type(norm).__name__}); replace the layer by one of these, or wrap "
-                    "the model without deferred_batch_norm"
-                )
-        for norm in norms:
-            norm.__class__ = DEFERRED[type(norm)]
+        defer(module)
+        for norm in deferred_batch_norms(module):
+            norm.chunks = _checked(chunks)
         return module
 
     # The compiler would make one graph for each run of a cell, and for each number of rows.
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         mean = self.running_mean
-        if not (self._collects and self.training and mean is not None) or is_recomputing():
+        collects = self._collects or self.chunks > 1
+        if not (collects and self.training and mean is not None) or is_recomputing():
             return super().forward(input)
         self._check_input_dim(input)
         # With a momentum of 1, these become the mean and the variance of this micro-batch.
@@ -115,7 +148,22 @@ class DeferredBatchNorm(Base):
                 wide = torch.promote_types(mean.dtype, torch.float32)
                 moments = Moments(size, mean.to(wide), variance.to(wide) * (size - 1))
                 self._moments = moments if self._moments is None else self._moments.merged(moments)
+        if not self._collects:
+            self._runs += 1
+            if self._runs == self.chunks:
+                self._update()
+                self._forget()
         return output
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                "the input must have at least 2 dimensions "
+                f"(input: {tuple(input.shape)}); give it one with unsqueeze(0)"
+            )
+
+    def _forget(self) -> None:
+        self._moments, self._runs = None, 0
 
     def _update(self) -> None:
         if self._moments is None:
@@ -147,24 +195,68 @@ class DeferredBatchNorm(Base):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
-    """A deferred :class:`nn.BatchNorm1d`."""
+@cache
+def deferred(cls: Any) -> Any:
+    """The deferred class of a class of batch normalisations."""
+    own = {"__init__": cls.__init__, "_check_input_dim": cls._check_input_dim}
+    own |= {"__module__": cls.__module__, "__doc__": f"A deferred :class:`{cls.__name__}`."}
+    made = type(f"Deferred{cls.__name__}", (DeferredBatchNorm, cls), own)
+    return picklable(made, deferred, cls)
 
 
-class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
-    """A deferred :class:`nn.BatchNorm2d`."""
+def defer(module: nn.Module) -> None:
+    """Make all batch normalisations in a module deferred that are not yet, or none of them.
+
+    Raises:
+        TypeError: one of them cannot be deferred.
+    """
+    norms = {
+        name: norm
+        for name, norm in module.named_modules()
+        if isinstance(norm, _torch.BatchNorm)
+        and norm.track_running_stats
+        and not isinstance(norm, DeferredBatchNorm)
+    }
+    for name, norm in norms.items():
+        if why := _obstacle(norm):
+            raise TypeError(
+                "only what runs the forward of nn.BatchNorm1d, 2d or 3d can be deferred "
+                f"(layer: {name + ', ' if name else ''}{type(norm).__name__}, {why}"
+            )
+    for norm in norms.values():
+        cls: Any = type(norm)
+        norm.__class__ = deferred(cls)
 
 
-class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
-    """A deferred :class:`nn.BatchNorm3d`."""
+def _obstacle(norm: nn.Module) -> str | None:
+    """The reason why a batch normalisation cannot be deferred, and the remedy."""
+    if isinstance(norm, nn.SyncBatchNorm):
+        return (
+            "which exchanges statistics with other processes in every forward); wrap the model "
+            "without deferred_batch_norm, or keep the layer that this one was converted from"
+        )
+    if isinstance(norm, LazyModuleMixin):
+        return "whose size nobody knows yet); run the model once before"
+    if is_parametrized(norm):
+        # remove_parametrizations() takes the class below for the one from before.
+        return (
+            "whose class belongs to a parametrisation); convert it first, and parametrise it then"
+        )
+    if getattr(norm.forward, "__func__", None) is not nn.BatchNorm1d.forward:
+        return (
+            "which has a forward of its own); inherit forward from nn.BatchNorm1d, 2d or 3d, or "
+            "wrap the model without deferred_batch_norm"
+        )
+    return None
 
 
-#: The deferred class of each class.
-DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
-    nn.BatchNorm1d: DeferredBatchNorm1d,
-    nn.BatchNorm2d: DeferredBatchNorm2d,
-    nn.BatchNorm3d: DeferredBatchNorm3d,
-}
+def _checked(chunks: int) -> int:
+    if not is_positive_int(chunks):
+        raise ValueError(
+            "chunks must be a positive integer, the number of runs that are one mini-batch outside "
+            f"of a wrapper (chunks: {chunks!r}); leave it out where all runs are in a wrapper"
+        )
+    return int(chunks)
 
 
 def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
@@ -177,13 +269,19 @@ def deferred_batch_norms(module: nn.Module) -> list[DeferredBatchNorm]:
 
 
 class deferred_updates:
-    """Make norms update their statistics once, after a ``with`` block, and not if it raises."""
+    """Make norms update their statistics once, after a ``with`` block, and not if it raises.
+
+    Within a wrapper's cell, another wrapper leaves them to the outermost one.
+    """
 
     def __init__(self, norms: Sequence[DeferredBatchNorm]) -> None:
         self.norms = norms
 
     def __enter__(self) -> None:
+        if is_within_cell():
+            self.norms = [norm for norm in self.norms if not norm._collects]
         for norm in self.norms:
+            norm._forget()
             norm._collects = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -194,4 +292,4 @@ class deferred_updates:
         finally:
             for norm in self.norms:
                 norm._collects = False
-                norm._moments = None
+                norm._forget()

@@ -16,21 +16,25 @@ from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
-from torchgpipe.batchnorm import DeferredBatchNorm, deferred_batch_norms, deferred_updates
+from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
-from torchgpipe.partition.arguments import checked_balance, checked_devices, is_positive_int
+from torchgpipe.partition.arguments import (
+    checked_balance,
+    checked_chunks,
+    checked_devices,
+    checked_mode,
+)
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.sharding import verify_sharding
-from torchgpipe.partition.split import split_module, verify_module
+from torchgpipe.partition.split import plain_module, split_module, verify_module
+from torchgpipe.partition.traps import Traps
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
 
 __all__ = ["GPipe"]
-
-CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 class GPipe(nn.Module):
@@ -59,12 +63,13 @@ class GPipe(nn.Module):
             the last) or ``'never'``. In eval mode and without grad none is. The mode may be changed
             between steps.
         deferred_batch_norm: whether batch normalisations update their running statistics once
-            per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`.
+            per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
+            that are deferred already do so either way.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
-            are not stashed and popped in pairs; devices is not a sequence; or a batch
-            normalisation cannot be deferred.
+            are not stashed and popped in pairs; a layer yields and is not skippable; devices is
+            not a sequence; or a batch normalisation cannot be deferred.
         ValueError: balance, chunks or checkpoint are out of range, a parameter would be needed on
             two devices, or layers are sharded by FSDP2 while the devices are several.
         IndexError: there are fewer devices than partitions.
@@ -72,10 +77,6 @@ class GPipe(nn.Module):
     Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
     """
 
-    #: How many layers each partition has.
-    balance: list[int]
-    #: The device of each partition. Inputs go to the first, outputs come from the last.
-    devices: list[torch.device]
     #: Whether batch normalisations are deferred.
     deferred_batch_norm: bool
     #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.
@@ -84,7 +85,7 @@ class GPipe(nn.Module):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Iterable[int],
+        balance: Iterable[int] | None = None,
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
@@ -94,19 +95,21 @@ class GPipe(nn.Module):
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        self.balance = checked_balance(balance, module)
-        self.devices = checked_devices(devices, len(self.balance))
-        verify_sharding(module, self.devices)
-        self.chunks = chunks
+        self._balance = checked_balance(balance, module)
+        self._devices = checked_devices(devices, len(self._balance))
+        verify_sharding(module, self._devices)
+        self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
         self.training = module.training
-        partitions = split_module(module, self.balance)
-        place(partitions, self.devices)
+        partitions = split_module(module, self._balance)
+        place(partitions, self._devices)
         self.partitions = nn.ModuleList(partitions)
         self.deferred_batch_norm = deferred_batch_norm
         if deferred_batch_norm:
-            DeferredBatchNorm.convert_deferred_batch_norm(self.partitions)
+            defer(self.partitions)
         self.partitions.training = module.training
+        self._traps = Traps()
+        self._traps.sequence_first(partitions, self._chunks)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -114,9 +117,8 @@ class GPipe(nn.Module):
         mark_if_possible()
         self._process = os.getpid()
         partitions: Any = self.partitions
-        self._stages = Stages(partitions, self.devices)
-        # Layers that another wrapper has converted are left to that one.
-        self._norms = deferred_batch_norms(self.partitions) if self.deferred_batch_norm else []
+        self._stages = Stages(partitions, self._devices)
+        self._norms = deferred_batch_norms(self.partitions)
         # Setting an attribute would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
@@ -125,8 +127,33 @@ class GPipe(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_traps" not in state:
+            raise TypeError(
+                "a whole GPipe that torchgpipe 0.0.7 pickled cannot be loaded, since the pickle "
+                f"holds inner objects of 0.0.7 (balance: {state.get('balance')}); load it with "
+                "0.0.7, save its state_dict(), and load that into a new GPipe"
+            )
         super().__setstate__(state)
         self._prepare()
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers in each partition. To change it, wrap ``model.module`` anew."""
+        # A plain list, which torch.load takes anywhere, and a new one, so that nobody changes ours.
+        return [*self._balance]
+
+    @balance.setter
+    def balance(self, balance: object) -> NoReturn:
+        raise _read_only("balance", balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition. Inputs go to the first, outputs come from the last."""
+        return [*self._devices]
+
+    @devices.setter
+    def devices(self, devices: object) -> NoReturn:
+        raise _read_only("devices", devices)
 
     @property
     def chunks(self) -> int:
@@ -135,12 +162,8 @@ class GPipe(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        if not is_positive_int(chunks):
-            raise ValueError(
-                "chunks must be a positive integer, the number of micro-batches "
-                f"(chunks: {chunks!r}); chunks=1 does without micro-batches"
-            )
-        self._chunks = int(chunks)
+        self._chunks = checked_chunks(chunks)
+        self._traps.sequence_first(self.partitions, self._chunks)
 
     @property
     def checkpoint(self) -> str:
@@ -149,12 +172,7 @@ class GPipe(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        if checkpoint not in CHECKPOINT_MODES:
-            raise ValueError(
-                "checkpoint must be one of 'always', 'except_last' and 'never' "
-                f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
-            )
-        self._checkpoint = checkpoint
+        self._checkpoint = checked_mode(checkpoint)
 
     @property
     def module(self) -> nn.Sequential:
@@ -169,7 +187,7 @@ class GPipe(nn.Module):
         }
         plain: nn.Sequential = self.__dict__["_plain"]
         if plain._modules != layers:
-            plain = self.__dict__["_plain"] = nn.Sequential(OrderedDict(layers))  # type: ignore[arg-type]
+            plain = self.__dict__["_plain"] = plain_module(layers)
             plain.training = self.training
         return plain
 
@@ -182,7 +200,7 @@ class GPipe(nn.Module):
         """
         return {
             f"partitions.{j}.{name}": device
-            for j, (layers, device) in enumerate(zip(self.partitions, self.devices))
+            for j, (layers, device) in enumerate(zip(self.partitions, self._devices))
             for name in layers._modules
         }
 
@@ -224,7 +242,7 @@ class GPipe(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
         # The .to(device), .cuda() and the like of a parent call this, and not the methods above.
-        for device in dict.fromkeys(self.devices):
+        for device in dict.fromkeys(self._devices):
             if fn(torch.empty(0, device=device)).device != device:
                 raise _moving_denied()
         super()._apply(fn, recurse)
@@ -296,7 +314,7 @@ class GPipe(nn.Module):
                 :mod:`torch.func` transform or forward-mode differentiation is active; or a layer
                 changed in place a tensor that every micro-batch gets whole.
         """
-        if not self.devices:
+        if not self._devices:
             return self.module(*args, **kwargs)
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork, and a lock may be held for good.
@@ -304,19 +322,24 @@ class GPipe(nn.Module):
         watch(self, is_within_cell)
         verify_no_transform()
         partitions: Any = self.partitions
-        verify_sharding(self, self.devices)
-        verify_placement(partitions, self.devices)
+        verify_sharding(self, self._devices)
+        verify_placement(partitions, self._devices)
 
-        batches = microbatch.scatter(arguments(args, kwargs), self.chunks)
+        input = arguments(args, kwargs)
+        batches = microbatch.scatter(input, self.chunks)
         self._check_input(batches[0])
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
         m = len(batches)
         recorded = self.training and torch.is_grad_enabled()
+        if batches[0].others:
+            self._traps.whole(input, m)
+        if recorded:
+            self._traps.no_pipelining(len(self._devices), self.chunks)
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
         pipeline = Pipeline(self._stages, batches, checkpointed if recorded else 0)
         whole = microbatch.in_all(batches)
         # guard: what is interrupted
-        with Snapshot(self.devices), deferred_updates(self._norms), unchanged(whole):
+        with Snapshot(self._devices), deferred_updates(self._norms), unchanged(whole):
             pipeline.run()
         # The first layer to be compiled in this process may have been compiled here.
         watch(self, is_within_cell)
@@ -324,12 +347,19 @@ class GPipe(nn.Module):
 
     def _check_input(self, batch: microbatch.Batch) -> None:
         for tensor in batch:
-            if tensor.device != self.devices[0]:
+            if tensor.device != self._devices[0]:
                 raise ValueError(
                     "the input must be on the device of the first partition "
-                    f"(first partition: {self.devices[0]}, input: {tensor.device}); "
+                    f"(first partition: {self._devices[0]}, input: {tensor.device}); "
                     "pass input.to(model.devices[0])"
                 )
+
+
+def _read_only(name: str, value: object) -> AttributeError:
+    return AttributeError(
+        f"{name} is decided when a module is wrapped, so it cannot be set later ({name}: "
+        f"{value!r}); wrap the same layers anew, as GPipe(model.module, ..., {name}=...)"
+    )
 
 
 def _moving_denied() -> TypeError:

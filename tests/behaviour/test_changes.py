@@ -166,13 +166,13 @@ def test_values_put_elsewhere_between_forward_and_backward(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_buffer_that_the_layer_changes_after_its_use_is_an_error(mode):
+def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode):
     """The change is an error even behind the last tensor to be recomputed."""
 
     class Grow(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("scale", torch.ones(2))
+            self.scale = nn.Parameter(torch.ones(2), requires_grad=False)
 
         def forward(self, x):
             y = x * (x.exp() * self.scale).tanh()

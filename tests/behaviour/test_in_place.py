@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, Apply, plain, wrap
+from tests.support.helpers import MODES, Apply, note_of, plain, wrap
 from tests.support.in_place import (
     CASES,
     CHANGED_INPUT,
@@ -333,3 +333,18 @@ def test_output_that_the_caller_changes(mode):
             gradients.append(torch.autograd.grad(output.sum(), [x, weight]))
         for a, b in zip(*gradients):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3]])
+def test_error_names_the_layer_that_changes_the_input(balance):
+    """Views of the input may go through several layers first."""
+    layers = [nn.Identity(), nn.Flatten(), Apply(torch.exp_), nn.Linear(2, 2)]
+    layers[0] = nn.Identity() if len(balance) == 1 else nn.Linear(2, 2)
+    model = wrap(layers, balance=balance)
+    x = torch.rand(6, 2)
+    with pytest.raises(RuntimeError, match=r"in place.*\(layer: 2\)") as caught:
+        model(x)
+    assert (
+        note_of(caught.value)
+        == f"raised in partition {len(balance) - 1}, micro-batch 0, layer 2 (Apply)"
+    )

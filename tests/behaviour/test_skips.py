@@ -177,6 +177,34 @@ def test_skip_that_was_not_stashed(device):
     assert note_of(caught.value) == "raised in partition 1, micro-batch 0"
 
 
+class Block(nn.Module):
+    """Stashes and pops within itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Own(view=False), nn.Tanh(), Sum())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [1, 2, 1]])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_blocks_that_stash_and_pop_within_themselves(balance, checkpoint):
+    """Repeated, copied and shared, without namespaces."""
+    block = Block()
+    module = nn.Sequential(block, Block(), nn.Sequential(Block(), Block()), copy.deepcopy(block))
+    reference = copy.deepcopy(module)
+    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
+    x = torch.rand(6, WIDTH)
+    output = model(x)
+    assert torch.equal(output, plain(reference, x, 3))
+    output.sum().backward()
+    plain(reference, x, 3).sum().backward()
+    for p, q in zip(reference.parameters(), model.parameters()):
+        assert torch.allclose(p.grad, q.grad, atol=1e-6)
+
+
 def test_layers_of_one_class():
     """Layers of a U-Net are so: the skip stashed last is popped first."""
     spaces = [Namespace() for _ in range(3)]

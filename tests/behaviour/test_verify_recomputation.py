@@ -55,18 +55,30 @@ EQUAL = {
     "NaN": lambda: [NaN(), nn.Linear(2, 2)],
     "dropout": lambda: [nn.Dropout(0.5), nn.Linear(2, 2), nn.AlphaDropout(0.3)],
     "batch norm": lambda: [nn.BatchNorm1d(2), nn.Tanh(), nn.BatchNorm1d(2, momentum=None)],
+    "instance norm": lambda: [Rows(nn.InstanceNorm1d(2, track_running_stats=True)), nn.Tanh()],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ELU(inplace=True)],
-    "attention": lambda: [Attention(), nn.GRU(2, 2), First()],
+    "attention": lambda: [Attention(), nn.GRU(2, 2, batch_first=True), First()],
 }
 
 
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.MultiheadAttention(2, 1, dropout=0.2)
+        self.layer = nn.MultiheadAttention(2, 1, dropout=0.2, batch_first=True)
 
     def forward(self, x):
         return self.layer(x, x, x)[0]
+
+
+class Rows(nn.Module):
+    """A layer for sequences, applied to rows, each of which becomes a sequence of two values."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.unsqueeze(2) * torch.ones(2, device=x.device))[..., 0]
 
 
 class First(nn.Module):
@@ -91,7 +103,9 @@ def test_equal_values_pass(name, autocast, mode, device):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
-@pytest.mark.parametrize("make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64), First()]])
+@pytest.mark.parametrize(
+    "make", [lambda: [nn.RReLU()], lambda: [nn.LSTM(64, 64, batch_first=True), First()]]
+)
 def test_value_that_is_written_after_it_was_saved_passes(make):
     """One layer writes its noise late, and the other never writes some bytes of its workspace."""
     layers = make()
@@ -100,6 +114,51 @@ def test_value_that_is_written_after_it_was_saved_passes(make):
     del junk
     with verify_recomputation():
         model(torch.randn(6, 64, requires_grad=True)).sum().backward()
+
+
+class Transcribe(nn.Module):
+    """A layer that saves memory to which its kernel writes only in part."""
+
+    def forward(self, x):
+        logits = x.unflatten(1, (8, -1)).transpose(0, 1).log_softmax(2)
+        lengths = torch.arange(1, len(x) + 1)
+        targets = torch.ones(len(x), 4, dtype=torch.long)
+        return nn.functional.ctc_loss(logits, targets, lengths + 4, lengths % 4 + 1)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_value_that_is_never_written_passes(outside):
+    layers = [nn.Linear(64, 64), Transcribe(), nn.Tanh()]
+    model = wrap(layers, balance=[3])
+    for _ in range(3):
+        with verify_recomputation():
+            loss = model(torch.randn(6, 64)).sum()
+            if not outside:
+                loss.backward()
+        if outside:
+            loss.backward()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_settings_of_determinism_stay():
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, x):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return x.exp()
+
+    model = wrap([Look()])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with verify_recomputation():
+            model(numbered()).sum().backward()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(seen) == 6
+    assert all(seen)
 
 
 def test_value_that_is_changed_after_the_forward_passes():

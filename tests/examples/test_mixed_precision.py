@@ -12,7 +12,7 @@ from examples.mixed_precision import Cast
 from tests.support.helpers import CPUS, MODES, Plain
 from tests.support.loops import BF16, FP16, backward_of_autocast, mean_square
 from torchgpipe import GPipe, verify_recomputation
-from torchgpipe.gpipe import CHECKPOINT_MODES
+from torchgpipe.partition.arguments import CHECKPOINT_MODES
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 

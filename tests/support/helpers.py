@@ -86,6 +86,18 @@ def assert_same(output, expected, leaves):
         assert torch.allclose(a, b, atol=1e-6)
 
 
+def same_buffers(a, b):
+    """Check that two modules have the same buffers."""
+    for (name, x), y in zip(a.named_buffers(), b.buffers(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def same_gradients(a, b):
+    """Check that the parameters of two modules have the same gradients."""
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def assert_no_races(seen):
     """Check that no two streams used the same memory without an order."""
     assert not seen.races, "\n".join(map(str, seen.races[:3]))

@@ -1,6 +1,7 @@
 """The wrapper: its attributes, and its forward."""
 
 import copy
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -30,6 +31,18 @@ def test_attributes(model, device):
     assert isinstance(model.partitions, nn.ModuleList)
     assert all(isinstance(partition, nn.Sequential) for partition in model.partitions)
     assert [len(partition) for partition in model.partitions] == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["balance", "devices"])
+@pytest.mark.parametrize("value", [[1, 2], torch.tensor([1, 2]), None])
+def test_attributes_that_wrapping_decides(model, name, value):
+    before = getattr(model, name)
+    with pytest.raises(AttributeError, match=rf"{name}: .*; wrap the same layers anew.* {name}="):
+        setattr(model, name, value)
+    # The list is the user's.
+    getattr(model, name).clear()
+    assert getattr(model, name) == before
+    assert type(before) is list
 
 
 def test_map_for_trainers(device):
@@ -68,6 +81,30 @@ def test_module_is_the_plain_module(device, input):
     assert torch.equal(model.module(input), expected)
     assert set(model._modules) == {"partitions"}
     assert len(list(model.parameters())) == 4
+
+
+class Scale(nn.Module):
+    def forward(self, x, scale, *, offset=0):
+        return x * scale + offset
+
+
+def test_module_takes_the_arguments_of_the_wrapper(device, input):
+    model = GPipe(nn.Sequential(Scale(), nn.Linear(3, 2)), [1, 1], devices=[device] * 2, chunks=2)
+    expected = model(input, input, offset=1)
+    assert torch.equal(model.module(input, input, offset=1), expected)
+    assert torch.equal(model.module(x=input, scale=input, offset=1), expected)
+    assert isinstance(model.module, nn.Sequential)
+    assert list(model.module.state_dict()) == ["1.weight", "1.bias"]
+    again = GPipe(model.module, [1, 1], devices=[device] * 2, chunks=2)
+    assert torch.equal(again(input, input, offset=1), expected)
+    for twin in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
+        assert torch.equal(twin(input, input, offset=1), expected)
+
+
+def test_module_of_a_layer_without_a_signature():
+    layer = nn.ReLU()
+    layer.forward = min
+    assert GPipe(nn.Sequential(layer), [1], devices=["cpu"]).module(2, 1) == 1
 
 
 def test_module_follows_the_wrapper(model):

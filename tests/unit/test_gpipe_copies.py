@@ -33,6 +33,7 @@ def input(device):
         lambda m: m.cuda(0),
         lambda m: m.cpu(),
         lambda m: m.to("cpu"),
+        lambda m: m.to(0),
         lambda m: m.to(torch.device("meta")),
         lambda m: m.to(device="cpu", dtype=torch.float64),
         lambda m: m.to(torch.empty(1)),

@@ -15,6 +15,7 @@ OF_ALL = {"test_documents", "test_layout", "test_prose", "test_rooms"}
 
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
+    "recompute/verification": "behaviour/test_verify_recomputation.py",
     "ambient/autocast": "behaviour/test_autocast.py",
     "ambient/thread": "behaviour/test_unwinding.py",
     "ambient/transforms": "behaviour/test_functional.py",

@@ -23,7 +23,7 @@ LAYERS = [
     {"partition"},
     {"skip", "recompute"},
     {"engine", "batchnorm"},
-    {"gpipe", "balance"},
+    {"gpipe", "balance", "stream"},
     {""},
 ]
 
@@ -181,7 +181,8 @@ def test_names_that_other_code_reaches_for():
     """Public projects that use torchgpipe 0.0.7 import these."""
     names = """
         balance.balance_by_size balance.balance_by_time balance.blockpartition.solve
-        balance.profile.layerwise_sandbox batchnorm.DeferredBatchNorm gpipe.verify_module
+        balance.profile.detach balance.profile.layerwise_sandbox
+        batchnorm.DeferredBatchNorm gpipe.verify_module
         skip.Namespace skip.pop skip.skippable skip.stash skip.verify_skippables
     """
     for name in names.split():

@@ -193,9 +193,9 @@ TESTS = {
         "test_parameter_that_is_passed_on_is_not_changed",
         {"view": False},
     ),
-    "buffer changed": (
+    "parameter changed": (
         "behaviour.test_changes",
-        "test_buffer_that_the_layer_changes_after_its_use_is_an_error",
+        "test_parameter_that_the_layer_changes_after_its_use_is_an_error",
         {"mode": "always"},
     ),
     "nothing to do": (
@@ -258,6 +258,16 @@ TESTS = {
         "behaviour.test_unwinding",
         "test_interrupted_where_something_was_set",
         {"window": "a skip tracker", "places": ["cpu"] * 2},
+    ),
+    "changing buffers": (
+        "behaviour.test_changing_buffers",
+        "test_gradients_and_buffers_are_those_of_the_plain_model",
+        {"name": "codebook", "device": torch.device("cpu"), "rows": torch.randn(6, 4)},
+    ),
+    "norm": (
+        "behaviour.test_changing_buffers",
+        "test_gradients_and_buffers_are_those_of_the_plain_model",
+        {"name": "norm", "device": torch.device("cpu"), "rows": torch.ones(6, 4).cumsum(1)},
     ),
     "noise": (
         "behaviour.test_unwritten",
@@ -384,13 +394,13 @@ MUTANTS = {
     "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
     "what a backward leaves": (DROP, "what a backward leaves"),
     "a partition at a time": (("self.lock, ", ""), "at a time"),
-    "what is interrupted": (("Snapshot(self.devices), ", ""), "interrupted"),
+    "what is interrupted": (("Snapshot(self._devices), ", ""), "interrupted"),
     "hooks of the forward": (("now.hooks != found.hooks", "False"), "hooks changed"),
     "leaves": (
         ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),
         "parameters passed on",
     ),
-    "to the end after a change": ((" or changed", ""), "buffer changed"),
+    "to the end after a change": ((" or changed", ""), "parameter changed"),
     "to the end for hooks": (("self.whole or ", ""), "always called"),
     "kept without its graph": (
         (" if isinstance(tensor, nn.Parameter) else tensor.detach()", ""),
@@ -400,6 +410,11 @@ MUTANTS = {
     "what is written after it was saved": (
         ("not tensor.requires_grad and not slot.lasting", "False"),
         "noise",
+    ),
+    "buffers of before the first run": (DROP, "changing buffers"),
+    "norms that read their statistics": (
+        (" if type(module).forward.__module__ in NORMS else ()", ""),
+        "norm",
     ),
     "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
     "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -19,6 +20,8 @@ class Layer(threading.local):
     name: str | None = None
     #: The name of the layer's class.
     kind: str | None = None
+    #: A function to call when a layer has run.
+    then: Callable[[], None] | None = None
 
 
 layer = registered(Layer())

@@ -8,12 +8,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from torchgpipe.ambient.notes import add_note
 from torchgpipe.balance import blockpartition
-from torchgpipe.balance.profile import profile_layers
+from torchgpipe.balance.profile import MISSING, profile_layers
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.split import verify_module
 
@@ -23,8 +26,10 @@ __all__ = ["balance_by_time", "balance_by_size"]
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
-    sample: Any,
+    sample: Any = MISSING,
     *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
     timeout: float = 1.0,
     device: Device | None = None,
     progress: bool = False,
@@ -32,15 +37,18 @@ def balance_by_time(
     """Balance by the time that each layer takes for forward and backward.
 
     The slowest partition sets the pace of a pipeline. With this balance the slowest partition is as
-    fast as it can be. All layers are measured on one device, so the devices should be alike.
+    fast as it can be. All layers are measured on one device, so the devices should be alike, and in
+    train mode, whatever the mode of the module.
 
     Args:
         partitions: how many partitions to make.
         module: the layers.
-        sample: an input of the size of a micro-batch, on any device: what the first layer takes as
-            its one argument.
+        sample: an input of the size of a micro-batch, on any device: the argument of the first
+            layer.
 
     Keyword Args:
+        args: the arguments of the first layer behind the sample, or all of them without a sample.
+        kwargs: the keyword arguments of the first layer.
         timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
             once at least.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
@@ -50,20 +58,38 @@ def balance_by_time(
         How many layers each partition takes, for ``GPipe(module, balance)``.
 
     Raises:
-        TypeError: the module could not be wrapped.
-        ValueError: there are fewer layers than partitions.
+        TypeError: the module could not be wrapped, or there is no input.
+        ValueError: there are fewer layers than partitions, or no layer takes any time.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
     _verify(partitions, module)
-    found = profile_layers(module, sample, timeout=timeout, device=device, progress=progress)
-    return _balance([layer.forward + layer.backward for layer in found.layers], partitions)
+    found = profile_layers(
+        module,
+        sample,
+        args=args,
+        kwargs=kwargs,
+        timeout=timeout,
+        device=device,
+        progress=progress,
+    )
+    times = [layer.forward + layer.backward for layer in found.layers]
+    if not any(times):
+        raise ValueError(
+            "layers must take time to be balanced by it, and on virtual accelerators only what has "
+            f"a cost does (device: {found.device}, times: 0 for all {len(times)} layers); measure "
+            "on another device, as with device='cpu', or within torchgpipe.testing.observe(costs={"
+            "'addmm': 1.0, ...})"
+        )
+    return _balance(times, partitions)
 
 
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
-    input: Any,
+    input: Any = MISSING,
     *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
     chunks: int = 1,
     param_scale: float = 2.0,
     device: Device | None = None,
@@ -72,16 +98,19 @@ def balance_by_size(
     """Balance by the memory that each layer takes in training.
 
     The cost of a layer is the memory of its parameters times ``param_scale``, plus the memory that
-    it keeps of one micro-batch for backward, the output included.
+    it keeps of one micro-batch for backward, the output included. Layers are measured in train
+    mode, whatever the mode of the module.
 
     Args:
         partitions: how many partitions to make.
         module: the layers.
-        input: an input of the size of a mini-batch, on any device: what the first layer takes as
-            its one argument.
+        input: an input of the size of a mini-batch, on any device: the argument of the first layer.
 
     Keyword Args:
-        chunks: how many micro-batches are made of the mini-batch.
+        args: the arguments of the first layer behind the input, or all of them without one.
+        kwargs: the keyword arguments of the first layer.
+        chunks: how many micro-batches are made of the mini-batch. Layers run one of them; with the
+            default they run the whole mini-batch, for which a device may lack the memory.
         param_scale: how many times the memory of a parameter it takes to train it, itself and its
             gradient included: 2 for SGD, 3 with momentum, 4 for Adam.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
@@ -91,7 +120,7 @@ def balance_by_size(
         How many layers each partition takes, for ``GPipe(module, balance)``.
 
     Raises:
-        TypeError: the module could not be wrapped.
+        TypeError: the module could not be wrapped, or there is no input.
         ValueError: there are fewer layers than partitions.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
@@ -101,9 +130,27 @@ def balance_by_size(
             "param_scale must not be negative, since it is how many times its own memory a "
             f"parameter takes in training (param_scale: {param_scale}); 2 is for SGD, 4 for Adam"
         )
-    found = profile_layers(
-        module, input, chunks=chunks, timeout=0, device=device, progress=progress
-    )
+    try:
+        found = profile_layers(
+            module,
+            input,
+            args=args,
+            kwargs=kwargs,
+            chunks=chunks,
+            timeout=0,
+            device=device,
+            progress=progress,
+        )
+    except RuntimeError as error:
+        # On the CPU there is no class of its own for it.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            rows = "the whole mini-batch" if chunks == 1 else "one micro-batch"
+            add_note(
+                error,
+                f"balance_by_size ran {rows} through each layer (chunks: {chunks}); pass the "
+                "chunks that you will train with, or more of them",
+            )
+        raise
     return _balance(
         [layer.activations + layer.parameters * param_scale for layer in found.layers], partitions
     )

@@ -1,14 +1,14 @@
 """Profiling: the time and the memory that each layer of a sequential module takes.
 
-One layer at a time is copied to the device and run there, so the model may be larger than the
-device. The model itself, its buffers and its gradients stay as they are, and so do the random
-numbers that the caller draws next.
+One layer at a time is copied to the device, put into train mode and run there, so the model may be
+larger than the device. The model itself, its modes, its buffers and its gradients stay as they are,
+and so do the random numbers that the caller draws next.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -35,8 +35,12 @@ from torchgpipe.partition.split import verify_module
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
+from torchgpipe.values.structure import arguments
 
-__all__ = ["LayerProfile", "Profile", "layerwise_sandbox", "profile_layers"]
+__all__ = ["LayerProfile", "Profile", "detach", "layerwise_sandbox", "profile_layers"]
+
+#: Stands for a sample that is not given, since None is a value.
+MISSING: Any = object()
 
 
 @dataclass(frozen=True)
@@ -94,32 +98,39 @@ class Profile:
         return cls(found["device"], tuple([LayerProfile(**layer) for layer in found["layers"]]))
 
 
-def layerwise_sandbox(
-    module: nn.Sequential, device: torch.device
-) -> Iterator[tuple[str, nn.Module]]:
-    """Generate the name of each layer and a copy of it on a device, to be used one at a time."""
-    for name, layer in module._modules.items():
+def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
+    """Generate a copy of each layer, on a device and in train mode, to be used one at a time."""
+    for layer in module._modules.values():
         assert layer is not None
         # The copy is in no variable here, so that it is freed before the next one is made.
-        yield name, _sandbox(layer, device)
+        yield _sandbox(layer, device)
+
+
+def detach(batch: Batch) -> None:
+    """Detach the tensors of a micro-batch from what they were computed from."""
+    batch.parts = _leaves(batch).parts
 
 
 def profile_layers(
     module: nn.Sequential,
-    sample: Any,
+    sample: Any = MISSING,
     *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
     chunks: int = 1,
     timeout: float = 1.0,
     device: Device | None = None,
     progress: bool = False,
 ) -> Profile:
-    """Measure the time and the memory of each layer.
+    """Measure the time and the memory of each layer, in train mode.
 
     Args:
         module: the layers.
-        sample: an input on any device: the one argument of the first layer.
+        sample: an input on any device: the argument of the first layer.
 
     Keyword Args:
+        args: the arguments of the first layer behind the sample, or all of them without a sample.
+        kwargs: the keyword arguments of the first layer.
         chunks: the number of micro-batches to make of the sample; by default the sample is one.
         timeout: the seconds to measure. A warm-up comes on top, and each layer is measured
             once at least.
@@ -130,18 +141,24 @@ def profile_layers(
         A row for each layer. Print it, or keep it with :meth:`Profile.to_json`.
 
     Raises:
-        TypeError: the module could not be wrapped.
+        TypeError: the module could not be wrapped, or there is no input.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
     verify_module(module)
     verify_skippables(module)
+    args = args if sample is MISSING else (sample, *args)
+    if not (args or kwargs):
+        raise TypeError(
+            "there must be an input of the first layer to measure with (sample: missing, args: (), "
+            "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
+        )
     where = canonical_device(device) if device is not None else default_device()
     end = monotonic() + timeout
     numbers = FirstNumbers(where)
 
     def rows() -> list[LayerProfile]:
         found = []
-        batch = scatter(sample, chunks)[0]
+        batch = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
         batch = _leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
         layers = module._modules.items()
         for k, (name, layer) in enumerate(_with_bar(layers, len(module)) if progress else layers):
@@ -186,6 +203,7 @@ def _profile_layer(
 
 def _sandbox(layer: nn.Module, device: torch.device) -> nn.Module:
     sandbox = deepcopy(layer)
+    sandbox.train()
     place([sandbox], [device])
     return sandbox
 

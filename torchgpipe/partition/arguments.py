@@ -1,9 +1,9 @@
-"""The balance and the devices of a wrapper, checked before anything is moved."""
+"""The balance, the devices and the settings of a wrapper, checked before anything is moved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from numbers import Integral
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,29 +13,75 @@ from torchgpipe.devices.streams import Device, accelerators, canonical_device
 __all__: list[str] = []
 
 
-def is_positive_int(value: object) -> bool:
-    """Whether a value is a positive number of things, which True is not."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
+CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
-def checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
+def positive_int(value: Any) -> int | None:
+    """A positive number of things as an integer; None for anything else, such as True or 1.5.
+
+    8 / 2 is such a number, and so is an element of a tensor or of an array.
+    """
+    try:
+        number = int(value)
+        return number if number > 0 and number == value and not isinstance(value, bool) else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
+def checked_chunks(chunks: Any) -> int:
+    """Check a number of micro-batches, and return it as an integer.
+
+    Raises:
+        ValueError: the number is no positive integer.
+    """
+    number = positive_int(chunks)
+    if number is None:
+        raise ValueError(
+            "chunks must be a positive integer, the number of micro-batches "
+            f"(chunks: {chunks!r}); chunks=1 does without micro-batches"
+        )
+    return number
+
+
+def checked_mode(checkpoint: str) -> str:
+    """Check a checkpoint mode, and return it.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    if checkpoint not in CHECKPOINT_MODES:
+        raise ValueError(
+            "checkpoint must be one of 'always', 'except_last' and 'never' "
+            f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
+        )
+    return checkpoint
+
+
+def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> list[int]:
     """Check a balance, and return it as a list.
 
     Raises:
         TypeError: the balance is no sequence.
-        ValueError: the balance has something else than positive integers, or does not add up to the
-            number of layers.
+        ValueError: the balance is missing, has something else than positive integers, or does not
+            add up to the number of layers.
     """
+    if balance is None:
+        raise ValueError(
+            "balance must be given, the number of layers of each partition (balance: None); for "
+            f"one partition, pass [{len(module)}], and for several ask "
+            "torchgpipe.balance.balance_by_time"
+        )
     if not isinstance(balance, Iterable):
         raise TypeError(
             "balance must be a sequence with the number of layers of each partition "
             f"(balance: {balance!r}); for one partition, pass [{len(module)}]"
         )
-    sizes = list(balance)
-    if not all(is_positive_int(size) for size in sizes):
+    given = list(balance)
+    sizes = [size for size in map(positive_int, given) if size is not None]
+    if len(sizes) < len(given):
         raise ValueError(
             "balance must be positive integers, the number of layers in each partition "
-            f"(balance: {sizes}); leave a partition without layers out"
+            f"(balance: {given}); leave a partition without layers out"
         )
     if sum(sizes) != len(module):
         raise ValueError(
@@ -43,7 +89,7 @@ def checked_balance(balance: Iterable[int], module: nn.Sequential) -> list[int]:
             f"(balance: {sizes}, sum: {sum(sizes)}, layers: {len(module)}); "
             "give every layer to one partition"
         )
-    return [int(size) for size in sizes]
+    return sizes
 
 
 def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[torch.device]:
@@ -75,13 +121,21 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
             f"(partitions: {partitions}, devices: {[str(device) for device in found]}); "
             "use fewer partitions, or name a device several times"
         )
-    chosen = [canonical_device(device) for device in found[:partitions]]
+    return [_known_device(device) for device in found[:partitions]]
+
+
+def _known_device(device: Device) -> torch.device:
     known = [torch.device("cpu"), *accelerators()]
-    for device in chosen:
-        if device not in known and device.type != "meta":
-            raise ValueError(
-                "devices must be the CPU or accelerators of this machine "
-                f"(device: {device}, there are: {', '.join(map(str, known))}); name one that is "
-                "there, several times if need be"
-            )
+    try:
+        chosen = canonical_device(device)
+        there = chosen in known or chosen.type == "meta"
+    except RuntimeError:
+        # PyTorch knows no such name, or there is no accelerator that an index could be of.
+        there = False
+    if not there:
+        raise ValueError(
+            "devices must be the CPU or accelerators of this machine "
+            f"(device: {device}, there are: {', '.join(map(str, known))}); name one that is "
+            "there, several times if need be"
+        )
     return chosen

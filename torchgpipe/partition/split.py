@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,20 @@ from torch import nn
 from torchgpipe.ambient.notes import layer as current
 
 __all__: list[str] = []
+
+
+class Sequential(nn.Sequential):
+    """An :class:`nn.Sequential` whose first layer takes all arguments of the call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.keys() == {"input"}:
+            # The name that an nn.Sequential has for its argument.
+            args, kwargs = (kwargs["input"],), {}
+        output = None
+        for layer in self:
+            output = layer(*args, **kwargs)
+            args, kwargs = (output,), {}
+        return output
 
 
 class Partition(nn.Sequential):
@@ -22,6 +37,8 @@ class Partition(nn.Sequential):
             assert layer is not None
             current.name, current.kind = name, type(layer).__name__
             output = layer(*args, **kwargs)
+            if current.then is not None:
+                current.then()
             args, kwargs = (output,), {}
         current.name = None
         return output
@@ -40,8 +57,9 @@ def verify_module(module: nn.Module) -> None:
             f"partitions (module: {type(module).__name__}); pass nn.Sequential(*layers) with "
             "the layers in the order in which forward calls them"
         )
+    forwards = (nn.Sequential.forward, Sequential.forward)
     own = {
-        "a forward": getattr(module.forward, "__func__", None) is not nn.Sequential.forward,
+        "a forward": getattr(module.forward, "__func__", None) not in forwards,
         "parameters": module._parameters,
         "buffers": module._buffers,
         "hooks": any(value for key, value in vars(module).items() if key.endswith("_hooks")),
@@ -72,3 +90,23 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partitio
         partition.training = module.training
         partitions.append(partition)
     return partitions
+
+
+def plain_module(layers: Mapping[str, Any]) -> nn.Sequential:
+    """The plain module of layers, by their names.
+
+    That is an :class:`nn.Sequential`, which tools know. It passes on one argument, so a first layer
+    that takes several gets a :class:`Sequential` of ours.
+    """
+    first = next(iter(layers.values()), None)
+    kind = nn.Sequential if first is None or _takes_one(first) else Sequential
+    return kind(OrderedDict(layers))
+
+
+def _takes_one(layer: nn.Module) -> bool:
+    try:
+        (parameter,) = signature(layer.forward).parameters.values()
+    except ValueError:
+        # There are several parameters, or nobody knows.
+        return False
+    return parameter.kind is parameter.POSITIONAL_OR_KEYWORD

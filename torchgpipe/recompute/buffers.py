@@ -179,10 +179,10 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _warn(place: Place) -> None:
     module, name = place
     warnings.warn(
-        "under checkpointing, a layer that changes a buffer in its forward must do so in its first "
-        f"step (layer: {type(module).__name__}, buffer: {name}): this step computes gradients with "
-        "the values of after the change, and from the next step on with the right ones; assign a "
-        "new tensor to the buffer instead of changing it in place, or use checkpoint='never'",
+        "under checkpointing, a layer that changes a buffer in its forward must do so from its "
+        f"first step on (layer: {type(module).__name__}, buffer: {name}); do without the gradients "
+        "of this step, which come from other values of the buffer than its outputs, or use "
+        "checkpoint='never'. Later steps are right",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -59,16 +59,8 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.recompute.input import StoredInput
 from torchgpipe.recompute.phase import checkpointing, recomputing
-from torchgpipe.recompute.slots import (
-    Compared,
-    Enough,
-    Filling,
-    Lasting,
-    Slot,
-    described,
-    dropped,
-    mismatch,
-)
+from torchgpipe.recompute.slots import Enough, Filling, Lasting, Slot, described, mismatch
+from torchgpipe.recompute.verification import Compared, dropped, filled_memory, is_verifying
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -120,18 +112,13 @@ class Checkpoint:
             inputs = [x for tensor in batch for x in (tensor, tensor._base)]
             self.inputs = {id(x) for x in inputs if x is not None}
         numbers = FirstNumbers(get_device(self.stream))
-        with checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
+        memory = filled_memory if is_verifying() else nullcontext()
+        with stored, memory, checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
             output = self.function(batch.copy())
         self.inputs.clear()
         for slot in self.slots:
             if isinstance(slot, (Lasting, Compared)):
                 slot.close()
-        if not stored.unchanged:
-            raise RuntimeError(
-                "under checkpointing, a partition must not change its input in place, nor what it "
-                "pops, since it is computed again from these; have the layer compute out of "
-                "place, or clone the tensor there"
-            )
         if all(slot.lasting for slot in self.slots):
             # Nothing was dropped, so there will be no second run.
             self.slots = []
@@ -214,9 +201,10 @@ class Checkpoint:
         for slot in lasting:
             slot.open()
         hooks = saved_tensors_hooks(filling.next, _not_saved)
+        memory = filled_memory if compared else nullcontext()
         try:
             # guard: random numbers
-            with numbers.restored(), recomputing(), hooks:
+            with numbers.restored(), recomputing(), hooks, memory:
                 # guard: context variables
                 self.context.run(self.function, again)
         except Enough:

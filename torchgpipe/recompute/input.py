@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.ambient.context import Hooks
+from torchgpipe.ambient.notes import layer as current
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.autograd.recompute import Unpack
 from torchgpipe.autograd.versions import version_of
@@ -24,17 +25,21 @@ __all__: list[str] = []
 class StoredInput:
     """The input of a cell, as it was before the cell was computed.
 
+    The first run is a ``with`` block, which watches that no layer changes the input in place.
+
     Args:
         batch: the input.
         hooks: the caller's hooks for saved tensors.
     """
 
-    __slots__ = ("_batch", "_packed", "_versions", "hooks")
+    __slots__ = ("_batch", "_changed_by", "_outer", "_packed", "_versions", "hooks")
 
     def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self._batch = batch
         self._versions = [version_of(tensor) for tensor in batch]
+        #: The name and the class of the layer that changed the input in place.
+        self._changed_by: tuple[str | None, str | None] = None, None
         #: With hooks: for each tensor what they packed, and whether it required a gradient.
         self._packed: Sequence[tuple[Any, bool]] = ()
 
@@ -45,6 +50,31 @@ class StoredInput:
         After :meth:`pack` has handed them to hooks, this compares placeholders.
         """
         return self._versions == [version_of(tensor) for tensor in self._batch]
+
+    def __enter__(self) -> None:
+        self._outer, current.then = current.then, self._look
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the first run.
+
+        Raises:
+            RuntimeError: a layer changed the input in place.
+        """
+        current.then = self._outer
+        if kind is not None or self.unchanged:
+            return
+        # The note on the error names the layer.
+        name, current.kind = self._changed_by
+        current.name = name
+        raise RuntimeError(
+            "under checkpointing, a partition must not change its input in place, nor what it "
+            f"pops, since it is computed again from these (layer: {name}); have the layer compute "
+            "out of place, or clone the tensor there"
+        )
+
+    def _look(self) -> None:
+        if self._changed_by[1] is None and not self.unchanged:
+            self._changed_by = current.name, current.kind
 
     def pack(self) -> None:
         """Hand the tensors to the caller's hooks, if there are any."""

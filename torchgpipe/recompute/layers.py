@@ -19,7 +19,7 @@ from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
 from torchgpipe.recompute.buffers import Buffers, Copies, Learned, Place, put
-from torchgpipe.recompute.slots import is_verifying
+from torchgpipe.recompute.verification import is_verifying
 
 __all__: list[str] = []
 
@@ -221,9 +221,9 @@ class RestoredLayers:
 
 def _own_statistics(module: nn.Module) -> Sequence[str]:
     """The names of statistics that a norm updates, and does not read in training."""
-    # guard: norms that read their statistics
     if is_verifying() or not isinstance(module, _torch.Norm):
         return ()
+    # guard: norms that read their statistics
     return STATISTICS if type(module).forward.__module__ in NORMS else ()
 
 

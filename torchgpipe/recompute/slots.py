@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ContextDecorator
 
-import torch
 from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.notes import layer as current
 
-__all__ = ["verify_recomputation"]
-
-
-#: The ``with`` blocks of :class:`verify_recomputation` that the process is in.
-_verifications: list[verify_recomputation] = []
-
-
-class verify_recomputation(ContextDecorator):
-    """Compare the values that a recomputation saves for backward with those of the forward.
-
-    That finds layers that do not compute the same from the same input::
-
-        with verify_recomputation():
-            model(input).sum().backward()
-
-    The block applies to forwards that run within it, and takes the memory that checkpointing saves.
-    Without it, a recomputation compares only the number, shapes and dtypes of saved tensors.
-    """
-
-    def __enter__(self) -> None:
-        _verifications.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        _verifications.remove(self)
-
-
-def is_verifying() -> bool:
-    """Whether recomputations of what is computed now will be compared."""
-    return bool(_verifications)
+__all__: list[str] = []
 
 
 class Slot:
@@ -145,51 +115,6 @@ class Lasting(Slot):
 
     def empty(self) -> None:
         """Keep the tensor, which exists anyway."""
-
-
-class Compared(Slot):
-    """A slot whose recomputed value is compared with the forward's."""
-
-    __slots__ = ("expected", "kind")
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self.kind = current.kind
-        self.expected: Tensor | None = tensor.detach()
-
-    def close(self) -> None:
-        """Take note of the value when the layers have run, since only then all of it is written."""
-        assert self.expected is not None
-        self.expected = self.expected.clone()
-
-    def compare(self) -> None:
-        """Compare the recomputed value with the forward's.
-
-        Raises:
-            RuntimeError: they differ.
-        """
-        expected, self.expected = self.expected, None
-        try:
-            torch.testing.assert_close(self.tensor, expected, equal_nan=True)
-        except AssertionError as error:
-            # The note on the error must name the layer that saved the tensor, which ran long ago.
-            current.name, current.kind = self.layer, self.kind
-            raise RuntimeError(
-                "a recomputation must compute the same values as the forward "
-                f"(layer: {self.layer}, shape: {tuple(self.shape)}); make the layer compute the "
-                f"same from the same input whenever it runs\n{error}"
-            ) from None
-
-
-def dropped(tensor: Tensor) -> Slot:
-    """A slot for a tensor that is dropped.
-
-    Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
-    which the kernel never writes.
-    """
-    if is_verifying() and tensor.dtype != torch.uint8:
-        return Compared(tensor)
-    return Slot(tensor)
 
 
 class Enough(BaseException):

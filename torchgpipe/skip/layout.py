@@ -5,7 +5,9 @@ The layers declare what they stash and pop, so the layout is known before anythi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from inspect import isgeneratorfunction
+from itertools import pairwise
 
 from torch import nn
 
@@ -49,31 +51,37 @@ def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip is stashed once, and popped once by a later layer.
 
+    A skip that a layer both stashes and pops, within itself, may repeat in other such layers.
+
     Args:
         module: the layers, with skippable ones anywhere within them. A layer may run the layers
             within it in any order.
 
     Raises:
-        TypeError: some skip is not; the message lists every fault.
+        TypeError: some skip is not, or a layer yields and is not skippable; the message lists
+            every fault.
     """
     faults: list[str] = []
     stashed: dict[Skip, str] = {}
     popped: dict[Skip, str] = {}
+    closed: set[Skip] = set()
     for child, layer in module._modules.items():
-        found = [
-            (path, *skips(submodule))
-            for path, submodule in ([] if layer is None else layer.named_modules(prefix=child))
-        ]
+        if layer is None:
+            continue
+        faults += _undecorated(child, layer)
+        found = [(path, *skips(submodule)) for path, submodule in layer.named_modules(prefix=child)]
+        here = _closed(found)
         for path, stashes, _ in found:
             for skip in stashes:
-                if skip in stashed:
+                if skip in stashed and not (skip in here and skip in closed):
                     faults.append(
                         f"{path} stashes {describe(skip)}, which {stashed[skip]} has stashed before"
                     )
                 stashed.setdefault(skip, path)
+                closed |= here & {skip}
         for path, _, pops in found:
             for skip in pops:
-                if skip in popped:
+                if skip in popped and not (skip in here and skip in closed):
                     faults.append(
                         f"{path} pops {describe(skip)}, which {popped[skip]} has popped before"
                     )
@@ -87,8 +95,40 @@ def verify_skippables(module: nn.Sequential) -> None:
     ]
     if faults:
         raise TypeError(
-            "every skip must be stashed by one layer and popped by one that comes later "
-            f"(faults: {len(faults)}); declare both ends with @skippable, and put layers of one "
-            "class into namespaces with isolate(Namespace()):\n"
+            "every skip must be stashed by one layer and popped by one that comes later, or by "
+            f"turns within one layer (faults: {len(faults)}); declare both ends with @skippable, "
+            "and put layers of one class into namespaces with isolate(Namespace()):\n"
             + "\n".join(f"- {fault}" for fault in faults)
         )
+
+
+def _closed(layers: Sequence[tuple[str, list[Skip], list[Skip]]]) -> set[Skip]:
+    """The skips that one layer both stashes and pops, by turns: none is stashed over another.
+
+    Args:
+        layers: the path of the layer, and of each layer within it, and what it stashes and pops.
+    """
+    ends: dict[Skip, list[str]] = {}
+    for _, stashes, pops in layers:
+        for kind, skips_of_kind in (("stash", stashes), ("pop", pops)):
+            for skip in skips_of_kind:
+                ends.setdefault(skip, []).append(kind)
+    return {
+        skip
+        for skip, kinds in ends.items()
+        if len(kinds) % 2 == 0 and all(a != b for a, b in pairwise(kinds))
+    }
+
+
+def _undecorated(path: str, layer: nn.Module) -> Iterator[str]:
+    """The faults of layers that yield to nobody: the next layer would get a generator."""
+    if isgeneratorfunction(layer.forward):
+        yield (
+            f"{path} ({type(layer).__name__}) yields in forward, and its class is not decorated "
+            "with @skippable"
+        )
+    elif getattr(layer.forward, "__func__", None) is nn.Sequential.forward:
+        # Other layers may run the generators of the layers within them.
+        for child, inner in layer._modules.items():
+            if inner is not None:
+                yield from _undecorated(f"{path}.{child}", inner)

@@ -21,13 +21,14 @@ Such layers are used like any other, in a plain :class:`nn.Sequential` as well a
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
 from torchgpipe.skip.namespace import Namespace, Skip
 from torchgpipe.skip.tracker import current_skip_tracker
+from torchgpipe.values.classes import picklable
 
 __all__ = ["skippable", "stash", "pop"]
 
@@ -72,7 +73,8 @@ class Declared(NamedTuple):
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
     """Declare what layers of a class stash and pop, so that ``forward`` may be a generator.
 
-    The class stays the same one, with the same parameters, and gets a method ``isolate``.
+    The class stays the same one, with the same parameters, and gets a method ``isolate``. If it is
+    decorated again, with other names, it stays as it is, and the result is a class derived from it.
 
     Args:
         stash: the names that every run of the layer stashes, once each.
@@ -91,33 +93,79 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         )
 
     def decorate(cls: Layer) -> Layer:
-        forward = cls.forward
-
-        @wraps(forward)
-        def drive(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _drive(self, declared, forward(self, *args, **kwargs))
-
-        load = cls._load_from_state_dict
-
-        @wraps(load)
-        def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-            # torchgpipe 0.0.7 put the layer into another one, by the name of "module".
-            if "module" not in self._modules:
-                for key in [key for key in state if key.startswith(f"{prefix}module.")]:
-                    state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
-            load(self, state, prefix, *args)
-
-        added = {
-            "forward": drive,
-            "isolate": isolate,
-            "skips_declared": declared,
-            "_load_from_state_dict": load_either,
-        }
-        for name, value in added.items():
-            setattr(cls, name, value)
-        return cls
+        # Not a new class the first time: pickle, and super(Class, self), find a class by its name.
+        if "skips_declared" not in vars(cls):
+            return _declare(cls, declared, cls)
+        first: Any = cls.skips_class  # type: ignore[attr-defined]
+        if first.skips_declared == declared:
+            return cast(Layer, first)
+        return cast(Layer, _declared_again(first, declared))
 
     return decorate
+
+
+def _declare(cls: Layer, declared: Declared, first: Layer) -> Layer:
+    """Make a class skippable.
+
+    Args:
+        cls: the class.
+        declared: the names.
+        first: the class that was decorated for the first time: the same, or the one below it.
+    """
+    forward = cls.forward
+    driven = getattr(cls, "skips_driven", None)
+    if driven and forward is driven[0]:
+        # A generator that another class, below this one, was decorated for.
+        forward = driven[1]
+
+    @wraps(forward)
+    def drive(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _drive(self, declared, forward(self, *args, **kwargs))
+
+    load = cls._load_from_state_dict
+
+    @wraps(load)
+    def load_either(self: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        # torchgpipe 0.0.7 put the layer into another one, by the name of "module". The layer may
+        # have a child of this name itself. So the keys are those that lead further.
+        old = [key for key in state if key.startswith(f"{prefix}module.")]
+        own = [key.removeprefix(prefix) for key in old]
+        new = [key.removeprefix("module.") for key in own]
+        if sum(_unknown(self, key) for key in new) < sum(_unknown(self, key) for key in own):
+            values = [state.pop(key) for key in old]
+            state.update({prefix + key: value for key, value in zip(new, values)})
+        load(self, state, prefix, *args)
+
+    added = {
+        "forward": drive,
+        "isolate": isolate,
+        "skips_class": first,
+        "skips_declared": declared,
+        "skips_driven": (drive, forward),
+        "_load_from_state_dict": load_either,
+    }
+    for name, value in added.items():
+        setattr(cls, name, value)
+    return cls
+
+
+@cache
+def _declared_again(first: Any, declared: Declared) -> Any:
+    """The class that declares other names than the class that it is derived from."""
+    named = {name: getattr(first, name) for name in ("__module__", "__qualname__", "__doc__")}
+    again = _declare(type(first.__name__, (first,), named), declared, first)
+    return picklable(again, _declared_again, first, declared)
+
+
+def _unknown(layer: nn.Module, key: str) -> int:
+    """The length of the end of a key, in names, that leads nowhere in a layer."""
+    names = key.split(".")
+    for k, name in enumerate(names):
+        inner = layer._modules.get(name)
+        if inner is None:
+            return len(names) - k - (name in layer._parameters or name in layer._buffers)
+        layer = inner
+    return 0
 
 
 def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> Any:

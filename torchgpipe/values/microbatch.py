@@ -79,6 +79,11 @@ class Batch:
         return self.structures[VALUE].unflatten(self.parts[VALUE])
 
     @property
+    def others(self) -> dict[int, Any]:
+        """The leaves of the value that are no tensors, by their index."""
+        return self.structures[VALUE].others
+
+    @property
     def skips(self) -> dict[Any, Part]:
         """All parts but the value."""
         return {

@@ -1,5 +1,6 @@
 """Balancing by profiling."""
 
+import re
 import time
 from functools import partial
 
@@ -124,3 +125,71 @@ def test_sample_with_what_goes_whole(chunks):
     sample = torch.rand(4, 3), NoChunk(torch.rand(1, 3))
     assert balance_by_time(2, layers, sample, timeout=0, device="cpu") == [1, 1]
     assert balance_by_size(2, layers, sample, chunks=chunks, device="cpu") == [1, 1]
+
+
+@pytest.mark.parametrize("balance", [partial(balance_by_time, timeout=0), balance_by_size])
+def test_first_layer_with_several_arguments(balance):
+    class First(nn.Module):
+        def forward(self, a, b, *, scale):
+            return (a + b) * scale
+
+    module = nn.Sequential(First(), nn.Linear(3, 3))
+    a, b = torch.rand(4, 3), torch.rand(4, 3)
+    assert balance(2, module, args=(a, b), kwargs={"scale": 2}, device="cpu") == [1, 1]
+    assert balance(2, module, a, args=(b,), kwargs={"scale": 2}, device="cpu") == [1, 1]
+    with pytest.raises(TypeError, match="must be an input of the first layer"):
+        balance(2, module, device="cpu")
+
+
+@pytest.mark.parametrize("balance", [partial(balance_by_time, timeout=0), balance_by_size])
+def test_train_mode(balance):
+    modes = []
+
+    class Mode(nn.Module):
+        def forward(self, x):
+            modes.append(self.training)
+            return x * 2
+
+    module = nn.Sequential(Mode(), Mode()).eval()
+    # Layers are copied, the list is not: it is a variable of this function.
+    balance(2, module, torch.rand(4, 3), device="cpu")
+    assert set(modes) == {True}
+    assert not any(x.training for x in module.modules())
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("x: can't allocate memory: y")]
+)
+@pytest.mark.parametrize(
+    ("chunks", "note"),
+    [(1, r"whole mini-batch .*chunks: 1\); pass the chunks"), (2, r"one micro-batch .*chunks: 2")],
+)
+def test_out_of_memory(error, chunks, note):
+    class Big(nn.Module):
+        def forward(self, x):
+            raise type(error)(*error.args)
+
+    with pytest.raises(type(error)) as caught:
+        balance_by_size(1, nn.Sequential(Big()), torch.rand(4, 2), chunks=chunks, device="cpu")
+    assert any(re.search(note, x) for x in notes_of(caught.value))
+
+
+def test_other_errors_say_nothing_of_memory():
+    class Fail(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("other")
+
+    with pytest.raises(RuntimeError) as caught:
+        balance_by_size(1, nn.Sequential(Fail()), torch.rand(4, 2), device="cpu")
+    assert not any("mini-batch" in x for x in notes_of(caught.value))
+
+
+def notes_of(error):
+    """The notes of an exception, which before Python 3.11 are its causes."""
+    if hasattr(error, "__notes__"):
+        return error.__notes__
+    causes = []
+    while error.__cause__ is not None:
+        error = error.__cause__
+        causes.append(str(error))
+    return causes

@@ -9,12 +9,19 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from torchgpipe.balance import profile
-from torchgpipe.balance.profile import LayerProfile, Profile, layerwise_sandbox, profile_layers
+from torchgpipe.balance.profile import (
+    LayerProfile,
+    Profile,
+    detach,
+    layerwise_sandbox,
+    profile_layers,
+)
 from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.values.microbatch import Batch
 
 
-def rows(module, sample, **options):
-    return profile_layers(module, sample, timeout=0, device="cpu", **options).layers
+def rows(module, *sample, **options):
+    return profile_layers(module, *sample, timeout=0, device="cpu", **options).layers
 
 
 class Merge(nn.Module):
@@ -208,6 +215,18 @@ def test_one_layer_at_a_time_is_on_the_device():
     Watched.count = 3
 
 
+def test_train_mode():
+    """Dropout keeps a mask in training alone."""
+    module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout())).train()
+    module[1].eval()
+    expected = rows(copy.deepcopy(module).train(), torch.rand(10, 4))
+    for mode in (True, False):
+        module[0].train(mode)
+        found = rows(module, torch.rand(10, 4))
+        assert [x.activations for x in found] == [x.activations for x in expected]
+        assert [x.training for x in module.modules()] == [True, mode, False, False]
+
+
 def test_meta_model():
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
@@ -314,14 +333,52 @@ def test_progress(capsys, monkeypatch):
 
 
 def test_sandbox(device):
-    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())).eval()
     module[0].weight.grad = torch.ones(2, 2)
-    copies = dict(layerwise_sandbox(module, device))
-    assert list(copies) == ["0", "1"]
-    assert copies["0"].weight.device == device
-    assert copies["0"].weight is not module[0].weight
-    assert copies["0"].weight.grad is None
-    assert torch.equal(copies["0"].weight.cpu(), module[0].weight.cpu())
+    first, second = layerwise_sandbox(module, device)
+    assert first.weight.device == device
+    assert first.weight is not module[0].weight
+    assert first.weight.grad is None
+    assert torch.equal(first.weight.cpu(), module[0].weight.cpu())
+    assert all(x.training for x in [*first.modules(), *second.modules()])
+    assert not any(x.training for x in module.modules())
+
+
+def test_detach():
+    """A public project measures layers by these two functions."""
+    batch = Batch((torch.ones(2, 3, requires_grad=True), torch.ones(2, 3)))
+    for layer in layerwise_sandbox(nn.Sequential(Merge(), nn.Linear(3, 3)), torch.device("cpu")):
+        detach(batch)
+        assert all(x.grad_fn is None for x in batch)
+        assert batch.requires_grad
+        batch = batch.call(layer)
+    values = list(Batch((torch.ones(1, requires_grad=True).exp(), torch.ones(1))))
+    batch = Batch(tuple(values))
+    detach(batch)
+    assert [(x.requires_grad, x.is_leaf) for x in batch] == [(True, True), (False, True)]
+    assert values[0].grad_fn is not None
+
+
+def test_several_arguments():
+    class First(nn.Module):
+        def forward(self, a, b, *, scale):
+            return (a + b) * scale
+
+    module = nn.Sequential(First(), nn.Linear(3, 3))
+    a, b = torch.rand(4, 3), torch.rand(4, 3)
+    for sample, options in [
+        ((), {"args": (a, b), "kwargs": {"scale": 2}}),
+        ((a,), {"args": [b], "kwargs": {"scale": 2}}),
+        ((a,), {"kwargs": {"b": b, "scale": 2}}),
+        ((), {"kwargs": {"a": a, "b": b, "scale": 2}}),
+    ]:
+        found = rows(module, *sample, chunks=2, **options)
+        assert [layer.output for layer in found] == [2 * 3 * 4] * 2
+
+
+def test_no_input():
+    with pytest.raises(TypeError, match="must be an input of the first layer"):
+        profile_layers(nn.Sequential(nn.ReLU()))
 
 
 def test_exception_that_refuses_attributes_comes_out_as_it_is():

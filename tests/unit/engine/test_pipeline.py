@@ -231,11 +231,11 @@ def test_frozen_partition_takes_no_part_in_backward():
 
 
 class Scale(nn.Module):
-    """A layer that saves a buffer for backward."""
+    """A layer that saves a frozen parameter for backward."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+        self.scale = nn.Parameter(torch.tensor([2.0, 3.0]), requires_grad=False)
 
     def forward(self, x):
         return x * self.scale

@@ -1,5 +1,9 @@
 """The arguments of the wrapper: balance, devices, chunks and checkpoint."""
 
+import math
+import re
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import nn
@@ -26,14 +30,15 @@ def test_balance_that_does_not_add_up(balance):
         GPipe(linears(1, 1, 1, 1), balance)
 
 
-@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", None, True])
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, "2", None, True, math.inf, math.nan, 1j, [2]])
 def test_chunks(chunks):
     model = GPipe(linears(1, 1), [1], chunks=2)
     for change in (
         lambda: GPipe(linears(1, 1), [1], chunks=chunks),
         lambda: setattr(model, "chunks", chunks),
     ):
-        with pytest.raises(ValueError, match=rf"positive integer.*chunks: {chunks!r}"):
+        shown = re.escape(repr(chunks))
+        with pytest.raises(ValueError, match=rf"positive integer.*chunks: {shown}"):
             change()
     assert model.chunks == 2
 
@@ -61,15 +66,32 @@ def test_devices_that_are_not_a_sequence(devices):
         GPipe(linears(1, 1, 1), [1, 1], devices=devices)
 
 
-@pytest.mark.parametrize("balance", [3, None])
-def test_balance_that_is_not_a_sequence(balance):
-    with pytest.raises(TypeError, match=rf"balance: {balance}\); for one partition, pass \[3\]"):
-        GPipe(linears(1, 1, 1, 1), balance)
+def test_balance_that_is_not_a_sequence():
+    with pytest.raises(TypeError, match=r"balance: 3\); for one partition, pass \[3\]"):
+        GPipe(linears(1, 1, 1, 1), 3)
 
 
-def test_device_that_is_not_there():
-    with pytest.raises(ValueError, match=r"device: cuda:99, there are: cpu.*several times"):
-        GPipe(linears(1, 1), [1], devices=["cuda:99"])
+@pytest.mark.parametrize("arguments", [(), (None,)])
+def test_missing_balance(arguments):
+    """The class of the error is the same as in 0.0.7."""
+    with pytest.raises(ValueError, match=r"balance: None\).*pass \[3\], .*balance_by_time"):
+        GPipe(linears(1, 1, 1, 1), *arguments)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", 99, "cpp"])
+def test_device_that_is_not_there(device):
+    with pytest.raises(ValueError, match=rf"device: {device}, there are: cpu.*several times"):
+        GPipe(linears(1, 1), [1], devices=[device])
+
+
+def test_indices_without_accelerators(monkeypatch):
+    def none(device):
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(options, "accelerators", list)
+    monkeypatch.setattr(options, "canonical_device", none)
+    with pytest.raises(ValueError, match=r"device: 0, there are: cpu\).*several times"):
+        GPipe(linears(1, 1, 1), [1, 1], devices=[0, 1])
 
 
 def test_numbers_of_numpy():
@@ -77,6 +99,18 @@ def test_numbers_of_numpy():
     model = GPipe(linears(1, 1, 1), np.array([1, 1]), devices=["cpu"] * 2, chunks=np.int64(2))
     assert (model.balance, model.chunks) == ([1, 1], 2)
     assert {type(x) for x in [*model.balance, model.chunks]} == {int}
+
+
+@pytest.mark.parametrize(
+    ("balance", "chunks"),
+    [([2.0, 1.0], 8 / 2), (torch.tensor([2, 1]), torch.tensor(4)), ([Fraction(2), 1], 4)],
+)
+def test_integral_values(balance, chunks):
+    model = GPipe(linears(1, 1, 1, 1), balance, devices=["cpu"] * 2, chunks=chunks)
+    assert (model.balance, model.chunks) == ([2, 1], 4)
+    assert {type(x) for x in [*model.balance, model.chunks]} == {int}
+    model.chunks = 6.0
+    assert type(model.chunks) is int
 
 
 def test_further_devices_are_left_alone():

@@ -1,10 +1,12 @@
 """Skip layout: the partitions that skips connect, and faults found before anything runs."""
 
+import copy
+
 import pytest
 from torch import nn
 
 from torchgpipe import GPipe
-from torchgpipe.skip import Namespace, skippable, verify_skippables
+from torchgpipe.skip import Namespace, skippable, stash, verify_skippables
 from torchgpipe.skip.layout import inspect_skip_layout
 
 
@@ -110,3 +112,117 @@ def test_fault_names_the_namespace():
 def test_wrapper_verifies():
     with pytest.raises(TypeError, match="must be stashed by one layer"):
         GPipe(nn.Sequential(layer(["a"])), [1], devices=["cpu"])
+
+
+def closed(name="a"):
+    return nn.Sequential(layer([name]), nn.ReLU(), layer(pop=[name]))
+
+
+BLOCK = closed()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [closed(), closed()],
+        [closed(), nn.ReLU(), copy.deepcopy(BLOCK), copy.deepcopy(BLOCK)],
+        [BLOCK, BLOCK],
+        [nn.Sequential(closed(), closed()), closed()],
+        [nn.Sequential(*closed(), *closed())],
+        [nn.ModuleDict({"down": layer(pop=["a"]), "up": layer(["a"])}), closed()],
+        [layer(["b"]), closed(), closed(), layer(pop=["b"])],
+    ],
+)
+def test_closed_within_a_layer_may_repeat(layers):
+    verify_skippables(nn.Sequential(*layers))
+    for balance in ([len(layers)], [1] * len(layers)):
+        found = layout(*layers, balance=balance)
+        crossing = {skip for skips in found.stashed for skip in skips}
+        assert crossing <= {B}
+
+
+@pytest.mark.parametrize(
+    ("layers", "faults"),
+    [
+        # Within one layer, the second would take the place of the first.
+        (
+            [nn.Sequential(layer(["a"]), layer(["a"]), layer(pop=["a"]), layer(pop=["a"]))],
+            [
+                "0.1 stashes 'a', which 0.0 has stashed before",
+                "0.3 pops 'a', which 0.2 has popped before",
+            ],
+        ),
+        # A block within the ends of a skip of the same name, beside it, and before it.
+        (
+            [layer(["a"]), closed(), layer(pop=["a"])],
+            [
+                "1.0 stashes 'a', which 0 has stashed before",
+                "2 pops 'a', which 1.2 has popped before",
+            ],
+        ),
+        (
+            [closed(), closed(), layer(["a"]), layer(pop=["a"])],
+            [
+                "2 stashes 'a', which 0.0 has stashed before",
+                "3 pops 'a', which 0.2 has popped before",
+            ],
+        ),
+    ],
+)
+def test_what_is_closed_here_and_open_there(layers, faults):
+    with pytest.raises(TypeError, match="namespaces") as caught:
+        verify_skippables(nn.Sequential(*layers))
+    assert str(caught.value).split("\n")[1:] == [f"- {fault}" for fault in faults]
+
+
+# Layers that yield, without the decorator.
+
+
+class Forgotten(nn.Module):
+    def forward(self, input):
+        yield stash("a", input)
+        return input
+
+
+@skippable(stash=["a"])
+class Decorated(Forgotten):
+    pass
+
+
+class Derived(Decorated):
+    def forward(self, input):
+        yield stash("a", input)
+        return input
+
+
+@pytest.mark.parametrize("kind", [Forgotten, Derived])
+@pytest.mark.parametrize("other", [nn.Identity(), layer(pop=["a"])], ids=["neither", "one"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_forgotten_decorator(kind, other, nested):
+    module = nn.Sequential(nn.ReLU(), nn.Sequential(kind()) if nested else kind(), other)
+    path = "1.0" if nested else "1"
+    fault = rf"- {path} \({kind.__name__}\) yields in forward, and .* not decorated with @skippable"
+    with pytest.raises(TypeError, match=fault):
+        GPipe(module, [3], devices=["cpu"])
+
+
+def test_decorated_layers_and_inner_generators_are_none():
+    """A skippable layer may run a generator of its own."""
+
+    @skippable(stash=["a"])
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Forgotten()
+
+        def forward(self, input):
+            return (yield from self.inner(input))
+
+    verify_skippables(
+        nn.Sequential(
+            Outer(),
+            Decorated().isolate(ns := Namespace()),
+            layer(pop=["a"]),
+            layer(pop=["a"]).isolate(ns),
+        )
+    )

@@ -95,6 +95,115 @@ def test_layer_with_a_module_of_its_own_loads():
     assert Layer().load_state_dict(Layer().state_dict()) == ([], [])
 
 
+@skippable(stash=["x"])
+class Child(nn.Module):
+    """Layers of 0.0.7 with a child called "module", of four kinds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "chain":
+            self.module = nn.Module()
+            self.module.module = nn.Linear(1, 1)
+        elif kind == "skippable":
+            self.module = nn.Sequential(Stash())
+        elif kind == "empty":
+            self.module = nn.ReLU()
+            self.scale = nn.Parameter(torch.ones(1))
+        else:
+            self.module = nn.BatchNorm1d(1)
+            self.other = nn.Linear(1, 1)
+
+    def forward(self, input):
+        yield stash("x", input)
+        return input
+
+
+@pytest.mark.parametrize("kind", ["chain", "skippable", "empty", "beside"])
+@pytest.mark.parametrize("prefix", ["", "0."])
+def test_state_of_0_0_7_with_a_child_called_module(kind, prefix):
+    def old(key):
+        inner = kind == "skippable" and key.removeprefix("module.0.")
+        return f"{prefix}module." + (f"module.0.module.{inner}" if inner else key)
+
+    layer = Child(kind)
+    model = layer if prefix == "" else nn.Sequential(layer)
+    state = {key: x.clone() + 1 for key, x in layer.state_dict().items()}
+    assert model.load_state_dict({old(key): x for key, x in state.items()}) == ([], [])
+    assert all(torch.equal(x, state[key]) for key, x in layer.state_dict().items())
+    # And its own keys, a part of them, and keys that are wrong.
+    assert model.load_state_dict(model.state_dict()) == ([], [])
+    some = dict(list(model.state_dict().items())[:1])
+    assert model.load_state_dict(some, strict=False).unexpected_keys == []
+    wrong = {f"{prefix}module.wrong": torch.zeros(1)}
+    assert model.load_state_dict(wrong, strict=False).unexpected_keys == [f"{prefix}module.wrong"]
+
+
+# One class under several names.
+
+
+class Named(nn.Module):
+    """A class that takes its name from outside."""
+
+    def __init__(self, name="x"):
+        super().__init__()
+        self.name = name
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, input):
+        yield stash(self.name, input)
+        return self.linear(input)
+
+
+Named_x = skippable(stash=["x"])(Named)
+Named_y = skippable(stash=["y"])(Named)
+Named_z = skippable(stash=["z"])(Named_y)
+
+
+@skippable(stash=["x"])
+class Derived(Named_y):
+    pass
+
+
+def test_decorated_twice():
+    x = torch.rand(3, 2)
+    layers = [Named_x(), Named_y("y"), Named_z("z"), Derived()]
+    assert [skips(layer)[0][0][1] for layer in layers] == ["x", "y", "z", "x"]
+    for layer in layers:
+        assert isinstance(layer, Named)
+        assert list(layer.state_dict()) == ["linear.weight", "linear.bias"]
+        old = {f"module.{key}": value for key, value in layer.state_dict().items()}
+        assert layer.load_state_dict(old) == ([], [])
+        for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert type(twin) is type(layer)
+            with use_skip_tracker(tracker := SkipTracker()):
+                assert torch.equal(twin(x), layer.linear(x))
+            assert tracker.load((None, layer.name)) is x
+    assert Named_x is Named
+    assert Named_y.__name__ == "Named"
+    assert Named_y.__doc__ == Named.__doc__
+    assert isinstance(Derived(), Named_y)
+    assert not isinstance(Named_x(), Named_y)
+
+
+def test_decorated_twice_alike_is_the_same_class():
+    assert skippable(stash=["x"])(Named) is Named
+    assert skippable(stash=["y"])(Named) is Named_y
+
+
+def test_old_style_super_of_a_class_that_is_decorated_twice():
+    class Old(nn.Module):
+        def __init__(self):
+            super(Old, self).__init__()  # noqa: UP008 - as it was written in 2019
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, input):
+            yield stash("x", input)
+            return input
+
+    skippable(stash=["x"])(Old)
+    assert isinstance(skippable(stash=["y"])(Old)().linear, nn.Linear)
+
+
 def test_isolate():
     one, two = Namespace(), Namespace()
     x = torch.rand(3, 2)

@@ -1,0 +1,213 @@
+"""Buffers that layers change in their forward: a second run finds what the first run found."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.changing_buffers import LAYERS, Average, Codebook, changing
+from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
+from torchgpipe import is_recomputing, verify_recomputation
+
+M = 3
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    return request.param
+
+
+@pytest.fixture
+def rows(device):
+    return torch.randn(6, 4, device=device)
+
+
+def verify_like_plain(module, model, rows, steps=3):
+    """Compare some steps of a model with those of the plain module on the micro-batches."""
+    for step in range(1, steps + 1):
+        outputs = [plain(module, rows * step, M), model(rows * step)]
+        torch.testing.assert_close(*outputs)
+        same_buffers(module, model.module)
+        for owner, output in zip((module, model), outputs):
+            owner.zero_grad()
+            output.square().sum().backward()
+        same_buffers(module, model.module)
+        same_gradients(module, model)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_and_buffers_are_those_of_the_plain_model(name, mode, rows, device):
+    module = changing(name).to(device)
+    model = wrap(copy.deepcopy(module), device, mode)
+    verify_like_plain(module, model, rows)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_two_forwards_before_their_backwards(name, mode, rows, device):
+    module = changing(name).to(device)
+    model = wrap(copy.deepcopy(module), device, mode)
+    for run in (lambda x: plain(module, x, M), model):
+        losses = [run(rows).sum(), run(rows * 2).square().sum()]
+        for loss in losses:
+            loss.backward()
+    same_buffers(module, model.module)
+    same_gradients(module, model)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_verification_finds_nothing(name, mode, rows, device):
+    model = wrap(changing(name).to(device), device, mode)
+    for _ in range(2):
+        with verify_recomputation():
+            model(rows).square().sum().backward()
+
+
+def test_buffer_that_changes_once_a_layer_trains(mode, rows, device):
+    """A layer that leaves its buffers alone in eval mode is learned once more in training."""
+    module = changing("parametrized spectral_norm").to(device)
+    module[1].eval()
+    model = wrap(copy.deepcopy(module), device, mode)
+    verify_like_plain(module, model, rows)
+    module[1].train(), model[1].train()
+    verify_like_plain(module, model, rows)
+
+
+def test_mode_that_changes_between_steps(rows, device):
+    module = changing("average in place").to(device)
+    model = wrap(copy.deepcopy(module), device, "never")
+    for mode in (*MODES, *reversed(MODES)):
+        model.checkpoint = mode
+        verify_like_plain(module, model, rows, steps=1)
+
+
+def test_buffer_that_changes_in_a_later_micro_batch_first(mode, rows, device):
+    class Late(Average):
+        calls = 0
+
+        def forward(self, x):
+            if is_recomputing():
+                return super().forward(x) if self.again.pop() else x / self.average.clone()
+            self.calls += 1
+            self.again = [self.calls > 1, *getattr(self, "again", [])]
+            return super().forward(x) if self.calls > 1 else x / self.average.clone()
+
+    module = nn.Sequential(nn.Linear(4, 4), Late("data"), nn.Linear(4, 4)).to(device)
+    reference = copy.deepcopy(module)
+    model = wrap(module, device, mode, balance=[3])
+    plain(reference, rows, M).sum().backward()
+    # Backward comes to the last micro-batch first.
+    output = model(rows)
+    module[1].again.reverse()
+    if mode == "except_last":
+        module[1].again.pop()
+    output.sum().backward()
+    same_gradients(reference, model)
+    same_buffers(reference, model.module)
+
+
+def test_layer_that_holds_its_changes_back_in_a_second_run(mode, rows, device):
+    """The second run reads what was there before the first run, and so must not use the change."""
+
+    class HeldBack(Average):
+        def forward(self, x):
+            y = (x / self.average.clone()).tanh()
+            if not is_recomputing():
+                self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+            return y
+
+    module = nn.Sequential(nn.Linear(4, 4), HeldBack("in place"), nn.Linear(4, 4)).to(device)
+    verify_like_plain(module, wrap(copy.deepcopy(module), device, mode), rows)
+
+
+def test_copy_of_a_wrapper_learns_anew(mode, rows, device):
+    module = changing("codebook").to(device)
+    model = wrap(copy.deepcopy(module), device, mode)
+    verify_like_plain(module, model, rows)
+    verify_like_plain(module, copy.deepcopy(model), rows)
+
+
+class Seldom(nn.Module):
+    """A layer that changes its buffer in its third mini-batch, and from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.step = 0
+
+    def forward(self, x):
+        if self.step > 1:
+            self.scale += 1
+        return (x * self.scale.clone()).exp()
+
+
+def test_buffer_that_changes_in_a_later_step_first_is_a_warning(mode, rows, device):
+    """The old values are lost in that step, and the next step is right."""
+    module = nn.Sequential(nn.Linear(4, 4), Seldom(), nn.Tanh()).to(device)
+    model = wrap(copy.deepcopy(module), device, mode)
+    for _ in range(2):
+        verify_like_plain(module, model, rows, steps=1)
+        module[1].step += 1
+        model[1].step += 1
+    plain(module, rows, M)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(rows)
+    assert len(seen) == (mode != "never")
+    for warning in seen:
+        assert warning.category is RuntimeWarning
+        assert "layer: Seldom, buffer: scale" in str(warning.message)
+    verify_like_plain(module, model, rows, steps=1)
+
+
+def test_inference_tensor_as_buffer(mode, rows, device):
+    """Nobody counts the changes of such a tensor, nor can a layer change it in training."""
+    with torch.inference_mode():
+        scale = torch.full((), 2.0, device=device)
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", scale)
+
+        def forward(self, x):
+            return (x + self.scale).exp()
+
+    module = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4)).to(device)
+    reference = copy.deepcopy(module[:1]), copy.deepcopy(module[2:])
+    model = wrap(module, device, mode)
+    for _ in range(2):
+        expected = reference[1]((reference[0](rows) + 2).exp())
+        torch.testing.assert_close(model(rows), expected)
+        for loss in (model(rows).sum(), expected.sum()):
+            loss.backward()
+    for a, b in zip(model.parameters(), nn.Sequential(*reference).parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_codebook_in_eval_mode_and_without_grad(rows, device):
+    module = changing("codebook").to(device)
+    model = wrap(copy.deepcopy(module), device).eval()
+    torch.testing.assert_close(plain(module, rows, M), model(rows))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(module, rows, M), model(rows))
+    same_buffers(module, model.module)
+
+
+def test_failing_step_is_learned_from_as_far_as_it_went(rows, device):
+    class Fail(nn.Module):
+        fails = True
+
+        def forward(self, x):
+            if self.fails:
+                raise ValueError("once")
+            return x
+
+    module = nn.Sequential(nn.Linear(4, 4), Codebook(), nn.Linear(4, 4)).to(device)
+    model = wrap([*copy.deepcopy(module), Fail()], device, balance=[3, 1])
+    with pytest.raises(ValueError, match="once"):
+        model(rows)
+    model[3].fails = False
+    module.load_state_dict(model.module.state_dict())
+    verify_like_plain(module, model, rows)

@@ -1,0 +1,243 @@
+"""Warnings about what is allowed and seldom meant: each once per wrapper, and none without need."""
+
+import copy
+import warnings
+from array import array
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import helpers
+from tests.support.helpers import wrap
+from torchgpipe import GPipe, NoChunk
+
+
+def messages(function):
+    """The warnings that a function gives, as they come with Python's default filters."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function()
+    assert all(x.category is UserWarning for x in found)
+    # Each warning names a line of the tests, not one of PyTorch or of torchgpipe.
+    assert {x.filename for x in found} <= {__file__, helpers.__file__}
+    return [str(x.message) for x in found]
+
+
+# Layers for which dimension 0 is the sequence.
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+
+SEQUENCE_FIRST = {
+    "1 (RNN)": lambda: nn.RNN(4, 4),
+    "1 (LSTM)": lambda: nn.LSTM(4, 4),
+    "1 (GRU)": lambda: nn.GRU(4, 4),
+    "1 (MultiheadAttention)": lambda: nn.MultiheadAttention(4, 2),
+    "1 (TransformerEncoderLayer)": lambda: nn.TransformerEncoderLayer(4, 2, 8),
+    "1 (TransformerDecoderLayer)": lambda: nn.TransformerDecoderLayer(4, 2, 8),
+    "1 (TransformerEncoder)": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 8), 12, enable_nested_tensor=False
+    ),
+    "1 (Transformer)": lambda: nn.Transformer(4, 2, 1, 1, 8),
+    "1.attention (MultiheadAttention)": Transposed,
+    "1.0 (GRU), 1.1.0 (LSTM)": lambda: nn.Sequential(
+        nn.GRU(4, 4), nn.ModuleList([nn.LSTM(4, 4)]), nn.LSTM(4, 4, batch_first=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("named", SEQUENCE_FIRST)
+def test_sequence_first(named):
+    with warnings.catch_warnings():
+        # Of nn.Transformer about batch_first.
+        warnings.simplefilter("ignore")
+        layer = SEQUENCE_FIRST[named]()
+    (found,) = messages(lambda: wrap([nn.Linear(4, 4), layer], chunks=2))
+    assert f"(layers: {named}, chunks: 2)" in found
+    assert "batch_first=True" in found
+    assert "warnings.filterwarnings('ignore', 'GPipe splits dimension 0')" in found
+
+
+def test_sequence_first_is_silenced_by_its_own_words():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "GPipe splits dimension 0")
+        wrap([nn.LSTM(4, 4)], chunks=2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.LSTM(4, 4, batch_first=True),
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+        lambda: nn.Transformer(4, 2, 1, 1, 8, batch_first=True),
+        lambda: nn.LSTMCell(4, 4),
+    ],
+)
+def test_batch_first(layer):
+    assert messages(lambda: wrap([layer()], chunks=2)) == []
+
+
+def test_sequence_first_matters_with_several_micro_batches():
+    model = wrap([nn.GRU(4, 4)], chunks=1)
+
+    def change():
+        model.chunks = 2
+        model.chunks = 3
+        copy.deepcopy(model).chunks = 4
+
+    assert len(messages(change)) == 1
+
+
+def test_many_layers_are_counted():
+    (found,) = messages(lambda: wrap([nn.GRU(4, 4) for _ in range(9)], chunks=2))
+    assert "(layers: 0 (GRU), 1 (GRU), 2 (GRU) and 6 more, chunks: 2)" in found
+
+
+# Lists and arrays.
+
+
+class First(nn.Module):
+    def forward(self, x, *others, **named):
+        return x
+
+
+X = torch.rand(4, 2)
+
+CALLS = {
+    "[1]": lambda y: lambda m: m((X, y)),
+    "args[1]": lambda y: lambda m: m(X, y),
+    "kwargs['y']": lambda y: lambda m: m(X, y=y),
+    "args[1]['a'][0]": lambda y: lambda m: m(X, {"a": [y, X]}),
+}
+
+VALUES = {
+    "list": [1, 2, 3, 4],
+    "tuple": (1, 2, 3, 4),
+    "texts": ["a", "b", "c", "d"],
+    "nested": [[1], [2], [3, 4], []],
+    "array": array("d", [1, 2, 3, 4]),
+    "range": range(4),
+}
+
+
+@pytest.mark.parametrize("named", CALLS)
+@pytest.mark.parametrize("value", VALUES)
+def test_whole(named, value):
+    model = wrap([First()], chunks=2)
+    call = CALLS[named](VALUES[value])
+    (found,) = messages(lambda: [call(model), call(model), call(copy.deepcopy(model))])
+    assert f"(input: {named}, entries: 4, micro-batches: 2)" in found
+    assert "NoChunk" in found
+
+
+def test_whole_arrays_of_numpy():
+    np = pytest.importorskip("numpy")
+    assert len(messages(lambda: wrap([First()], chunks=2)(X, np.zeros((4, 2))))) == 1
+    assert messages(lambda: wrap([First()], chunks=2)(X, np.zeros(()))) == []
+
+
+class Options(NamedTuple):
+    a: int
+    b: int
+    c: int
+    d: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2, 3],
+        "text",
+        b"byte",
+        {"a": 1, "b": 2, "c": 3, "d": 4},
+        {1, 2, 3, 4},
+        torch.Size([1, 2, 3, 4]),
+        [X, X, X, X],
+        [NoChunk(X), 1, 2, 3],
+        NoChunk([1, 2, 3, 4]),
+        Options(1, 2, 3, 4),
+        [None] * 4,
+        (None,) * 4,
+        None,
+        0.5,
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_rows(value):
+    assert messages(lambda: wrap([First()], chunks=2)(X, value)) == []
+
+
+class Last(nn.Module):
+    def forward(self, *others, x):
+        return x
+
+
+def test_generators_are_not_begun():
+    generator = iter([1, 2, 3, 4])
+    assert messages(lambda: wrap([First()], chunks=2)(X, generator)) == []
+    assert list(generator) == [1, 2, 3, 4]
+
+
+def test_four_arguments_are_no_list_of_rows():
+    assert messages(lambda: wrap([Last()], chunks=2)(1, 2, 3, 4, x=X)) == []
+
+
+def test_whole_matters_with_several_micro_batches():
+    model = wrap([First()], chunks=1)
+    assert messages(lambda: model(X, [1, 2, 3, 4])) == []
+
+
+# One micro-batch.
+
+
+def linears(partitions=2):
+    return nn.Sequential(*[nn.Linear(2, 2) for _ in range(partitions)])
+
+
+def test_no_pipelining():
+    model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
+    (found,) = messages(lambda: [model(X), model(X), copy.deepcopy(model)(X)])
+    assert found.startswith("GPipe trains without pipelining")
+    assert "(chunks: 1, partitions: 2)" in found
+    assert "warnings.filterwarnings('ignore', 'GPipe trains without pipelining')" in found
+
+
+def quiet_steps():
+    yield GPipe(linears(), [2], devices=["cpu"]), X
+    yield GPipe(linears(), [1, 1], devices=["cpu"] * 2, chunks=2), X
+    # A mini-batch of one row is the data's doing.
+    yield GPipe(linears(), [1, 1], devices=["cpu"] * 2, chunks=2), X[:1]
+    yield GPipe(linears(), [1, 1], devices=["cpu"] * 2).eval(), X
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_no_warning_of_no_pipelining(step):
+    model, input = [*quiet_steps()][step]
+    assert messages(lambda: model(input)) == []
+
+
+def test_no_pipelining_without_grad():
+    model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
+    with torch.no_grad():
+        assert messages(lambda: model(X)) == []
+    model.chunks = 2
+    assert messages(lambda: model(X)) == []
+    model.chunks = 1
+    assert len(messages(lambda: model(X))) == 1
+
+
+def test_warnings_as_errors_leave_the_wrapper_usable():
+    model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="without pipelining"):
+                model(X)
+    assert model(X).shape == (4, 2)
