@@ -30,7 +30,7 @@ VERBS = """
 
 #: Words behind which a noun is missing.
 PRONOUNS = """
-    also and as but he how if it its nor of she so such that them there these they those what
+    also and as but he how if it its nor of she so that them there these they those what
     whatever where which who whoever whose yes
 """
 
