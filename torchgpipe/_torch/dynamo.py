@@ -138,7 +138,7 @@ def prepare() -> None:
     _torch.set_lru_cache(False)
     if hasattr(graph, "contextvars"):
         # Types take it for the module that it was.
-        graph.contextvars = _copied  # type: ignore[assignment]
+        graph.contextvars = _copied
     _preparation.done = True
 
 
