@@ -3,11 +3,12 @@
 from torchgpipe.gpipe import GPipe
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
-from torchgpipe.values.structure import NoChunk
+from torchgpipe.values.structure import NoChunk, PerMicroBatch
 
 __all__ = [
     "GPipe",
     "NoChunk",
+    "PerMicroBatch",
     "is_checkpointing",
     "is_recomputing",
     "verify_recomputation",

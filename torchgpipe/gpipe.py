@@ -302,14 +302,16 @@ class GPipe(nn.Module):
 
         Returns:
             The outputs of the last layer, on ``devices[-1]``: tensors of all micro-batches joined
-            along dimension 0, and tensors without a dimension stacked to shape ``(m,)``.
+            along dimension 0, and tensors without a dimension stacked to shape ``(m,)``, as are
+            those that are marked by :class:`PerMicroBatch`.
 
         Raises:
             TypeError: the input, or what passes between partitions, holds tensors in something
                 that PyTorch does not know as a container.
             ValueError: the input is on another device, or its tensors differ in their first size;
-                the outputs of the micro-batches cannot be joined; or layers are sharded by FSDP2
-                while the devices are several.
+                the outputs of the micro-batches cannot be joined, as where an output's first size
+                is not the same multiple of the rows of each micro-batch; or layers are sharded by
+                FSDP2 while the devices are several.
             RuntimeError: a parameter or buffer was moved to another device; a
                 :mod:`torch.func` transform or forward-mode differentiation is active; or a layer
                 changed in place a tensor that every micro-batch gets whole.
@@ -330,6 +332,7 @@ class GPipe(nn.Module):
         self._check_input(batches[0])
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
         m = len(batches)
+        rows = microbatch.sizes(input, m)
         recorded = self.training and torch.is_grad_enabled()
         if batches[0].others:
             self._traps.whole(input, m)
@@ -343,7 +346,7 @@ class GPipe(nn.Module):
             pipeline.run()
         # The first layer to be compiled in this process may have been compiled here.
         watch(self, is_within_cell)
-        return microbatch.gather(batches)
+        return microbatch.gather(batches, rows)
 
     def _check_input(self, batch: microbatch.Batch) -> None:
         for tensor in batch:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.support.helpers import MODES
 from tests.support.structures import CHUNKS, Partial, Point, integers, model, passed, rows, verify
-from torchgpipe import NoChunk
+from torchgpipe import GPipe, NoChunk, PerMicroBatch
 
 # Joining.
 
@@ -50,7 +50,8 @@ def test_other_outputs_that_differ_are_an_error(function, name, a, b):
         (lambda x: (x,) * len(x), "same structure.*micro-batch 0: .*Tensor.*micro-batch 1: "),
         (lambda x: (x, x if len(x) > 2 else None), "same structure.*NoneType"),
         (lambda x: {str(len(x)): x}, r"same structure.*'3'.*'2'"),
-        (lambda x: x.t(), r"same shape but for dimension 0.*\(3, 3\), \(3, 2\)"),
+        (lambda x: x.t(), r"same multiple of the rows.*\(3, 3\), \(3, 2\)\], rows: \[3, 2\]"),
+        (lambda x: x[:, : len(x)], r"same shape but for dimension 0.*\(3, 3\), \(2, 2\)"),
         (lambda x: x if len(x) > 2 else x.sum(), "same shape but for dimension 0"),
     ],
 )
@@ -62,6 +63,109 @@ def test_outputs_that_cannot_be_joined_are_an_error(function, message):
 def test_other_outputs_alone():
     assert model(passed, Partial(lambda x: None))(rows()) is None
     assert model(passed, Partial(lambda x: {"a": "b"}))(rows()) == {"a": "b"}
+
+
+# Rows and what is none.
+
+
+class Recurrent(nn.Module):
+    """Returns the state of an LSTM, whose rows are in dimension 1, or what is made of it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 2, batch_first=True)
+        self.function = function
+
+    def forward(self, x):
+        output, (h, c) = self.lstm(x)
+        return output, self.function(h), c.transpose(0, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_rows_in_another_dimension_are_an_error(count, mode):
+    x = torch.rand(count, 4, 3)
+    wrapped = model(nn.Identity(), Recurrent(lambda h: h), chunks=2, mode=mode)
+    with pytest.raises(
+        ValueError, match=r"same multiple of the rows.*output: \[1\], shapes: \[\(1"
+    ):
+        wrapped(x)
+    wrapped = model(nn.Identity(), Recurrent(lambda h: h.transpose(0, 1)), chunks=2, mode=mode)
+    assert verify(wrapped, x)[1].shape == (count, 1, 2)
+
+
+@pytest.mark.parametrize("count", [4, 6, 7, 9])
+def test_matrix_that_has_no_rows_is_an_error(count):
+    wrapped = model(nn.Linear(3, 5), lambda x: {"x": x, "m": x.T @ x}, chunks=2)
+    with pytest.raises(ValueError, match=r"output: \['m'\], shapes: \[\(5, 5\), \(5, 5\)\]"):
+        wrapped(torch.rand(count, 3))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_several_rows_for_each(mode, chunks):
+    """As beam search gives, or none at all."""
+    for k in (0, 1, 3):
+        function = Partial(lambda x, k=k: (x, x.repeat_interleave(k, 0)))
+        wrapped = model(passed, function, chunks=chunks, mode=mode)
+        assert verify(wrapped, rows(7))[1].shape == (7 * k, 3)
+
+
+def test_fewer_rows_are_an_error_unless_stacked():
+    """Pairs of rows are whole only where each micro-batch has an even number of them."""
+    x = rows(8)
+    with pytest.raises(ValueError, match=r"shapes: \[\(2, 3\), \(2, 3\)\], rows: \[4, 4\]"):
+        model(passed, lambda x: x[::2] * x[1::2], chunks=2)(x)
+    output = model(lambda x: PerMicroBatch(x[::2] * x[1::2]), chunks=2)(x)
+    assert output.shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize("count", [4, 5, 3, 2, 1])
+def test_losses_with_a_dimension_are_joined(count):
+    """Those of 0.0.7 had to have one."""
+    for shape in [(1,), (1, 1)]:
+        loss = Partial(lambda x, shape=shape: x.square().sum().view(shape))
+        output = verify(model(passed, loss), rows(count))
+        assert output.shape == (min(count, 2), *shape[1:])
+
+
+def test_one_row_for_each_micro_batch_tells_nothing():
+    """Five rows for each row, or a matrix: nobody knows. One chunk has nothing to join."""
+    assert model(nn.Linear(3, 5), lambda x: x.T @ x, chunks=2)(rows(2)).shape == (10, 5)
+    assert model(nn.Linear(3, 5), lambda x: x.T @ x, chunks=1)(rows(4)).shape == (5, 5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_one_for_each_micro_batch(chunks, mode):
+    """Stacked, wherever the mark is, and whichever layer returned it."""
+
+    def marked(x):
+        return {"x": x.sin(), "m": PerMicroBatch({"mean": x.mean(0), "m": x.T @ x, "s": x.sum()})}
+
+    def add(v):
+        return v | {"x": v["x"] + 1}
+
+    wrapped = model(passed, Partial(marked), Partial(add), chunks=chunks, mode=mode)
+    output = verify(wrapped, rows(6))
+    assert output["x"].shape == (6, 3)
+    shapes = {name: tuple(x.shape) for name, x in output["m"].items()}
+    assert shapes == {"mean": (chunks, 3), "m": (chunks, 3, 3), "s": (chunks,)}
+
+
+def test_one_tensor_marked_and_not():
+    x, stacked = model(lambda x: (x, PerMicroBatch(x)), chunks=2)(rows(4))
+    assert (x.shape, stacked.shape) == ((4, 3), (2, 2, 3))
+
+
+def test_marked_ones_of_several_shapes_are_an_error():
+    with pytest.raises(ValueError, match=r"marked by PerMicroBatch.*\(3, 3\), \(2, 3\)"):
+        model(lambda x: PerMicroBatch(x), chunks=2)(rows(5))
+
+
+def test_marked_inputs_are_an_error():
+    with pytest.raises(TypeError, match="PerMicroBatch marks outputs.*NoChunk"):
+        GPipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], chunks=2)([PerMicroBatch(rows())])
 
 
 # Tensors that are not differentiable.

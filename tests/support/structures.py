@@ -15,7 +15,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from torchgpipe import GPipe, NoChunk
+from torchgpipe import GPipe, NoChunk, PerMicroBatch
 
 CHUNKS = [1, 2, 3]
 
@@ -122,7 +122,24 @@ def gathered(values):
             return torch.stack(leaves)
         return torch.cat(leaves) if len(leaves) > 1 else leaves[0]
 
-    return tree_map(join, *values)
+    return tree_map(join, *map(opened, values))
+
+
+def opened(value):
+    """Gives what is marked as one of each micro-batch a dimension 0 to be joined along."""
+
+    def marked(x):
+        return isinstance(x, PerMicroBatch)
+
+    def one(x):
+        return tree_map_only(Tensor, lambda x: x.unsqueeze(0), x.value) if marked(x) else x
+
+    return tree_map(one, value, is_leaf=marked)
+
+
+def summed(value):
+    """Leaves nothing with rows, as what every micro-batch gets whole has none of its own."""
+    return tree_map_only(Tensor, torch.sum, value)
 
 
 def reference(layers, args, kwargs, chunks):

@@ -157,6 +157,7 @@ def test_exports():
     assert sorted(torchgpipe.__all__) == [
         "GPipe",
         "NoChunk",
+        "PerMicroBatch",
         "__version__",
         "is_checkpointing",
         "is_recomputing",

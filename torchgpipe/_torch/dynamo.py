@@ -13,7 +13,7 @@ import contextvars
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -128,34 +128,38 @@ def prepare() -> None:
     graph that fits stays the first.
 
     And what the compiler makes for backward enters the context variables of the caller of backward.
-    PyTorch 2.12 and 2.13 enter them in all threads of autograd at once, which Python refuses; with
-    this, each thread enters a copy.
+    Some versions of PyTorch enter them in all threads of autograd at once, which Python refuses;
+    with this, each thread enters a copy. Which versions do so shows when they use the context:
+    where PyTorch copies it first, the exchange ends.
     """
     mark()
     if _preparation.done:
         return
     _torch.set_lru_cache(False)
-    if (2, 12) <= VERSION < (2, 14):
+    if hasattr(graph, "contextvars"):
         # Types take it for the module that it was.
-        graph.contextvars = _Copied  # type: ignore[attr-defined, assignment]
+        graph.contextvars = _copied
     _preparation.done = True
 
 
-class _Copied:
-    """A stand-in for the module contextvars, as far as autograd uses it."""
+class _Context:
+    """A context that can be entered while it is entered."""
 
-    class copy_context:
-        """A context that can be entered while it is entered."""
+    @uncompiled
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
 
-        @uncompiled
-        def __init__(self) -> None:
-            self._context = contextvars.copy_context()
+    @uncompiled
+    def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Call a function in a copy of it."""
+        return self._context.copy().run(function, *args, **kwargs)
 
-        @uncompiled
-        def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-            """Call a function in a copy of it."""
-            return self._context.copy().run(function, *args, **kwargs)
+    @uncompiled
+    def copy(self) -> contextvars.Context:
+        """A context like it, which can be entered once; PyTorch needs no stand-in any more."""
+        graph.contextvars = contextvars  # type: ignore[attr-defined]
+        return self._context.copy()
 
-        def copy(self) -> Any:
-            """A context like it, which can be entered once."""
-            return self._context.copy()
+
+#: A stand-in for the module contextvars, which autograd takes contexts from.
+_copied = SimpleNamespace(**{**vars(contextvars), "copy_context": _Context})

@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function
 __all__: list[str] = []
 
 #: The versions of PyTorch that the tests have run with.
-TESTED = ("2.9", "2.11", "2.13")
+TESTED = ("2.9", "2.11", "2.13", "2.15")
 
 
 class Name(NamedTuple):

@@ -23,9 +23,11 @@ from torchgpipe.values.structure import (
     Tensors,
     flatten,
     is_dense,
+    is_marked,
     is_split,
     names,
     split,
+    unmarked,
     verify_leaf,
 )
 
@@ -234,10 +236,17 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
         by at most one row, the larger ones first.
 
     Raises:
-        TypeError: the input holds tensors in something that is no known container.
+        TypeError: the input holds tensors in something that is no known container, or has a
+            :class:`~torchgpipe.PerMicroBatch` mark.
         ValueError: there is no tensor to split, or their numbers of rows differ.
     """
     shapes = {}
+    if not isinstance(input, Tensor) and any(map(is_marked, _torch.tree_leaves(input, is_marked))):
+        raise TypeError(
+            "PerMicroBatch marks outputs, so it belongs in what layers return "
+            f"(input: {type(input).__name__}); pass the value itself, or "
+            "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
+        )
     for name, leaf in names(input):
         if is_split(leaf):
             if is_dense(leaf):
@@ -263,9 +272,20 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
             "with unsqueeze(0), or set chunks=1"
         )
     rows = next(iter(shapes.values()))[0] if shapes else 1
-    m = max(1, min(rows, chunks))
+    return [Batch(part) for part in split(input, _sizes(rows, max(1, min(rows, chunks))))]
+
+
+def _sizes(rows: int, m: int) -> list[int]:
     size, larger = divmod(rows, m)
-    return [Batch(part) for part in split(input, [size + (i < larger) for i in range(m)])]
+    return [size + (i < larger) for i in range(m)]
+
+
+def sizes(input: Any, m: int) -> list[int]:
+    """The numbers of rows of the ``m`` micro-batches of an input; none of one micro-batch."""
+    if m == 1:
+        # It may have no rows.
+        return []
+    return _sizes(next(len(leaf) for _, leaf in names(input) if is_split(leaf)), m)
 
 
 def in_all(batches: Sequence[Batch]) -> list[Tensor]:
@@ -276,28 +296,80 @@ def in_all(batches: Sequence[Batch]) -> list[Tensor]:
     return [tensor for tensor in batches[0] if id(tensor) in others]
 
 
-def gather(outputs: Sequence[Batch]) -> Any:
+def gather(outputs: Sequence[Batch], rows: Sequence[int] = ()) -> Any:
     """Join the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
 
-    Tensors without a dimension are stacked, ``()`` to ``(m,)``. Other objects have to be equal in
-    all micro-batches.
+    Tensors without a dimension are stacked, ``()`` to ``(m,)``, and so is what is marked by
+    :class:`PerMicroBatch`. Other objects have to be equal in all micro-batches.
+
+    Args:
+        outputs: the outputs, in order.
+        rows: the number of rows of each micro-batch. Without it, any first size is taken.
 
     Raises:
         ValueError: the micro-batches differ in more than their tensors, or these in more than
-            their first dimension.
+            their first dimension, or their first sizes are not one multiple of the rows.
     """
     first = outputs[0]
     for i, other in enumerate(outputs):
         _compare(first, other, i)
+    marked = _marked(first)
     joined: dict[tuple[int, ...], Tensor] = {}
     found = []
-    for tensors in zip(*[batch.parts[VALUE] for batch in outputs]):
+    for k, tensors in enumerate(zip(*[batch.parts[VALUE] for batch in outputs])):
         # One tensor in several places stays one.
-        key = tuple(map(id, tensors))
+        key = (k in marked, *map(id, tensors))
         if key not in joined:
-            joined[key] = _joined(tensors)
+            if k in marked:
+                joined[key] = _stacked(tensors)
+            else:
+                if rows:
+                    _verify_rows(first, k, tensors, rows)
+                joined[key] = _joined(tensors)
         found.append(joined[key])
-    return first.structures[VALUE].unflatten(tuple(found))
+    value = first.structures[VALUE].unflatten(tuple(found))
+    return unmarked(value) if marked else value
+
+
+def _marked(batch: Batch) -> set[int]:
+    """The indices of the tensors that are marked by :class:`PerMicroBatch`."""
+    if batch.structures[VALUE].spec is None:
+        return set()
+    found: set[int] = set()
+    count = 0
+    for leaf in _torch.tree_leaves(batch.value, is_marked):
+        here = sum(isinstance(x, Tensor) for x in _torch.tree_leaves(leaf))
+        if is_marked(leaf):
+            found.update(range(count, count + here))
+        count += here
+    return found
+
+
+def _verify_rows(first: Batch, k: int, tensors: Tensors, rows: Sequence[int]) -> None:
+    # One element alone is one for each micro-batch, as a loss is: 0.0.7 joined no other losses.
+    if all(x.numel() == 1 for x in tensors) or not all(x.dim() for x in tensors):
+        return
+    multiple = tensors[0].shape[0] // rows[0]
+    if any(x.shape[0] != multiple * size for x, size in zip(tensors, rows)):
+        name = [name for name, leaf in names(first.value) if isinstance(leaf, Tensor)][k]
+        raise ValueError(
+            "the first size of an output must be the same multiple of the rows of each "
+            "micro-batch, since all micro-batches are joined along dimension 0 "
+            f"(output: {name}, shapes: {[tuple(x.shape) for x in tensors]}, rows: {list(rows)}); "
+            "have the last layer return it with the rows in dimension 0, as transpose(0, 1) puts "
+            "them for an RNN's state, or as torchgpipe.PerMicroBatch(output) for one of each "
+            "micro-batch, stacked"
+        )
+
+
+def _stacked(tensors: Tensors) -> Tensor:
+    if len({x.shape for x in tensors}) > 1:
+        raise ValueError(
+            "what is marked by PerMicroBatch must have the same shape in all micro-batches, which "
+            f"are stacked (shapes: {[tuple(x.shape) for x in tensors]}); have the last layer pad "
+            "it to one shape, or pass a mini-batch whose rows are a multiple of chunks"
+        )
+    return _joined(tuple([x.unsqueeze(0) for x in tensors]))
 
 
 def _joined(tensors: Tensors) -> Tensor:

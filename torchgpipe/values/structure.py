@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe import _torch
 
-__all__ = ["NoChunk"]
+__all__ = ["NoChunk", "PerMicroBatch"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
@@ -38,6 +38,21 @@ class NoChunk:
 
     def __repr__(self) -> str:
         return f"NoChunk({self.value!r})"
+
+
+class PerMicroBatch(NamedTuple):
+    """Mark an output of which there is one for each micro-batch: ``return x, PerMicroBatch(h)``.
+
+    The wrapped model stacks them along a new dimension 0, as it does with losses: a tensor of shape
+    ``s`` comes out in shape ``(m, *s)``, without the mark. A layer that is not the last one may
+    return the mark, too; layers between pass it on.
+
+    Args:
+        value: a tensor, or a nested structure of tensors, of one shape in all micro-batches.
+    """
+
+    # A named tuple, since PyTorch knows these as containers.
+    value: Any
 
 
 class Arguments(NamedTuple):
@@ -184,6 +199,16 @@ def is_dense(tensor: Tensor) -> bool:
 
 def _is_whole(leaf: Any) -> bool:
     return isinstance(leaf, NoChunk)
+
+
+def is_marked(value: Any) -> bool:
+    """Whether a value is marked as one for each micro-batch."""
+    return isinstance(value, PerMicroBatch)
+
+
+def unmarked(value: Any) -> Any:
+    """A value without its :class:`PerMicroBatch` marks."""
+    return _torch.tree_map(lambda x: x.value if is_marked(x) else x, value, is_leaf=is_marked)
 
 
 def verify_leaf(leaf: Any) -> None:
