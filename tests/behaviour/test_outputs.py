@@ -69,7 +69,7 @@ def test_other_outputs_alone():
 
 
 class Recurrent(nn.Module):
-    """Returns the state of an LSTM, whose rows are in dimension 1, or what is made of it."""
+    """A layer that returns a function of the state of an LSTM, whose rows are in dimension 1."""
 
     def __init__(self, function):
         super().__init__()
@@ -104,7 +104,7 @@ def test_matrix_that_has_no_rows_is_an_error(count):
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_several_rows_for_each(mode, chunks):
-    """As beam search gives, or none at all."""
+    """Beam search returns several rows for each, and a filter may return none at all."""
     for k in (0, 1, 3):
         function = Partial(lambda x, k=k: (x, x.repeat_interleave(k, 0)))
         wrapped = model(passed, function, chunks=chunks, mode=mode)
@@ -122,7 +122,7 @@ def test_fewer_rows_are_an_error_unless_stacked():
 
 @pytest.mark.parametrize("count", [4, 5, 3, 2, 1])
 def test_losses_with_a_dimension_are_joined(count):
-    """Those of 0.0.7 had to have one."""
+    """Losses had to have a dimension of size 1 in torchgpipe 0.0.7."""
     for shape in [(1,), (1, 1)]:
         loss = Partial(lambda x, shape=shape: x.square().sum().view(shape))
         output = verify(model(passed, loss), rows(count))

@@ -126,7 +126,7 @@ def gathered(values):
 
 
 def opened(value):
-    """Gives what is marked as one of each micro-batch a dimension 0 to be joined along."""
+    """Put a dimension 0 before each tensor that is marked as one per micro-batch."""
 
     def marked(x):
         return isinstance(x, PerMicroBatch)
@@ -138,7 +138,7 @@ def opened(value):
 
 
 def summed(value):
-    """Leaves nothing with rows, as what every micro-batch gets whole has none of its own."""
+    """Sum each tensor, so that the output of a tensor without rows of its own is legal."""
     return tree_map_only(Tensor, torch.sum, value)
 
 

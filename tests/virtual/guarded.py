@@ -387,7 +387,7 @@ MUTANTS = {
     "modes of a second run": (DROP, "modes"),
     "modes of backward": (DROP, "modes of backward"),
     "context variables": (
-        ("self.context.run(self.function, again)", "self.function(again)"),
+        ("self.context.run(function, again)", "function(again)"),
         "modes",
     ),
     "threads of an operator": (DROP, "threads of an operator"),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.autograd.versions import counter_of, version_of
-from torchgpipe.recompute.buffers import Copies
+from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -46,13 +46,13 @@ class Body:
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
 
-    def run(self, batch: Batch, copies: Copies | None = None) -> Batch:
+    def run(self, batch: Batch, copies: list[Copy] | None = None) -> Batch:
         """Run the layers on a micro-batch.
 
         Args:
             batch: the micro-batch.
-            copies: under checkpointing, an empty list for the first run, which puts copies of
-                buffers there; the same list for the second run.
+            copies: where buffers may change under checkpointing, an empty list for the first run,
+                which puts copies of buffers there; the same list for the second run.
 
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
@@ -85,12 +85,13 @@ class Body:
             output.shared |= {VALUE}
         return output
 
-    def _around(self, copies: Copies | None) -> AbstractContextManager[None]:
+    def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""
-        if self.state and is_recomputing():
-            return self.state.restored(copies or [])
-        if self.state and copies is not None and self.state.buffers.any:
-            return self.state.buffers.first_run(copies)
+        if self.state:
+            if is_recomputing():
+                return self.state.restored(copies or ())
+            if copies is not None:
+                return self.state.buffers.first_run(copies)
         return nullcontext()
 
 

@@ -151,8 +151,9 @@ class Cell:
     def _new_checkpoint(self) -> Checkpoint:
         state = self.body.state
         assert state is not None
+        run = self.body.run
         return Checkpoint(
-            partial(self.body.run, copies=[]),
+            partial(run, copies=[]) if state.buffers.any else run,
             self.step.context,
             self.stream,
             self.note,

@@ -28,8 +28,8 @@ __all__: list[str] = []
 #: A layer and the name of its buffer.
 Place: TypeAlias = tuple[nn.Module, str]
 
-#: Buffers and their copies; None for a buffer without a tensor.
-Copies: TypeAlias = list[tuple[Place, Tensor | None]]
+#: A buffer and its copy; None for a buffer without a tensor.
+Copy: TypeAlias = tuple[Place, Tensor | None]
 
 #: For each layer whether it changes its buffers, by their names and the layer's training flag.
 Learned: TypeAlias = WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]]
@@ -85,7 +85,7 @@ class Buffers:
         """The identities of buffers that are not the same tensors in a second run."""
         return {id(_buffer(place)) for place in [*self._changing, *self._unknown]}
 
-    def copied(self) -> Copies:
+    def copied(self) -> list[Copy]:
         """Copy the buffers that change, before a first run."""
         once: dict[int, Tensor] = {}
         if self._watched is None:
@@ -104,7 +104,7 @@ class Buffers:
             else:
                 self._watched.append(seen)
 
-    def first_run(self, copies: Copies) -> FirstRun:
+    def first_run(self, copies: list[Copy]) -> FirstRun:
         """Copy buffers before a first run, and learn from it, in a ``with`` block around it.
 
         Args:
@@ -130,7 +130,7 @@ class Buffers:
 class FirstRun:
     """A first run, within a ``with`` block."""
 
-    def __init__(self, buffers: Buffers, copies: Copies) -> None:
+    def __init__(self, buffers: Buffers, copies: list[Copy]) -> None:
         self.buffers, self.copies = buffers, copies
 
     def __enter__(self) -> None:
@@ -141,7 +141,7 @@ class FirstRun:
             self.buffers.learn()
 
 
-def put(copies: Copies) -> None:
+def put(copies: Iterable[Copy]) -> None:
     """Give layers the copies, which have been made before a first run, for a second run."""
     once: dict[int, Tensor] = {}
     for (module, name), tensor in copies:

@@ -47,6 +47,7 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_autocast, own_casts
 from torchgpipe.ambient.context import Context, Hooks, Snapshot, current_hooks
 from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.notes import layer as current
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.fork_join import fork, needs_backward
 from torchgpipe.autograd.recompute import Recompute
@@ -60,7 +61,7 @@ from torchgpipe.devices.streams import (
 from torchgpipe.recompute.input import StoredInput
 from torchgpipe.recompute.phase import checkpointing, recomputing
 from torchgpipe.recompute.slots import Enough, Filling, Lasting, Slot, described, mismatch
-from torchgpipe.recompute.verification import Compared, dropped, filled_memory, is_verifying
+from torchgpipe.recompute.verification import Compared, dropped, filling_memory, is_verifying
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -112,9 +113,14 @@ class Checkpoint:
             inputs = [x for tensor in batch for x in (tensor, tensor._base)]
             self.inputs = {id(x) for x in inputs if x is not None}
         numbers = FirstNumbers(get_device(self.stream))
-        memory = filled_memory if is_verifying() else nullcontext()
-        with stored, memory, checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
-            output = self.function(batch.copy())
+        function = filling_memory(self.function) if is_verifying() else self.function
+        outer, current.then = current.then, stored.look
+        try:
+            with checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
+                output = function(batch.copy())
+        finally:
+            current.then = outer
+        stored.verify()
         self.inputs.clear()
         for slot in self.slots:
             if isinstance(slot, (Lasting, Compared)):
@@ -201,12 +207,12 @@ class Checkpoint:
         for slot in lasting:
             slot.open()
         hooks = saved_tensors_hooks(filling.next, _not_saved)
-        memory = filled_memory if compared else nullcontext()
+        function = filling_memory(self.function) if compared else self.function
         try:
             # guard: random numbers
-            with numbers.restored(), recomputing(), hooks, memory:
+            with numbers.restored(), recomputing(), hooks:
                 # guard: context variables
-                self.context.run(self.function, again)
+                self.context.run(function, again)
         except Enough:
             pass
         except Exception:

@@ -26,21 +26,19 @@ __all__: list[str] = []
 class StoredInput:
     """The input of a cell, as it was before the cell was computed.
 
-    The first run is a ``with`` block, which watches that no layer changes the input in place.
-
     Args:
         batch: the input.
         hooks: the caller's hooks for saved tensors.
     """
 
-    __slots__ = ("_batch", "_changed_by", "_outer", "_packed", "_versions", "hooks")
+    __slots__ = ("_batch", "_changed_by", "_packed", "_versions", "hooks")
 
     def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self._batch = batch
         self._versions = [version_of(tensor) for tensor in batch]
         #: The name and the class of the layer that changed the input in place.
-        self._changed_by: tuple[str | None, str | None] = None, None
+        self._changed_by: tuple[str | None, str | None] | None = None
         #: With hooks: for each tensor what they packed, and whether it required a gradient.
         self._packed: Sequence[tuple[Any, bool]] = ()
 
@@ -52,31 +50,29 @@ class StoredInput:
         """
         return self._versions == [version_of(tensor) for tensor in self._batch]
 
-    def __enter__(self) -> None:
-        self._outer, current.then = current.then, self._look
+    @uncompiled
+    def look(self) -> None:
+        """Take note of the layer that has just run, if it changed the input in place."""
+        if self._changed_by is None:
+            for tensor, version in zip(self._batch, self._versions):
+                if version_of(tensor) != version:
+                    self._changed_by = current.name, current.kind
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the first run.
+    def verify(self) -> None:
+        """Check, after the first run, that the layers have left the input as it was.
 
         Raises:
             RuntimeError: a layer changed the input in place.
         """
-        current.then = self._outer
-        if kind is not None or self.unchanged:
+        if self.unchanged:
             return
         # The note on the error names the layer.
-        name, current.kind = self._changed_by
-        current.name = name
+        current.name, current.kind = self._changed_by or (None, None)
         raise RuntimeError(
             "under checkpointing, a partition must not change its input in place, nor what it "
-            f"pops, since it is computed again from these (layer: {name}); have the layer compute "
-            "out of place, or clone the tensor there"
+            f"pops, since it is computed again from these (layer: {current.name}); have the layer "
+            "compute out of place, or clone the tensor there"
         )
-
-    @uncompiled
-    def _look(self) -> None:
-        if self._changed_by[1] is None and not self.unchanged:
-            self._changed_by = current.name, current.kind
 
     def pack(self) -> None:
         """Hand the tensors to the caller's hooks, if there are any."""

@@ -9,7 +9,7 @@ torch's own norms are only written, so one copy serves all second runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
-from torchgpipe.recompute.buffers import Buffers, Copies, Learned, Place, put
+from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Place, put
 from torchgpipe.recompute.verification import is_verifying
 
 __all__: list[str] = []
@@ -105,7 +105,7 @@ class LayersState:
             self._hooks[:] = map(dict, self._hook_tables)
         self._versions = _identities(self._parameters)
 
-    def restored(self, copies: Copies) -> RestoredLayers:
+    def restored(self, copies: Iterable[Copy] = ()) -> RestoredLayers:
         """Restore the state within a ``with`` block, and after it what there was before the block.
 
         Within the block norms update copies of their running statistics, and layers change copies
@@ -121,7 +121,7 @@ class LayersState:
             raise self._changed()
         return RestoredLayers(self, copies)
 
-    def put_back(self, copies: Copies) -> Found:
+    def put_back(self, copies: Iterable[Copy] = ()) -> Found:
         """Restore the state, and what was in buffers; return what there is now."""
         now = self._read()
         try:
@@ -209,7 +209,7 @@ class RestoredLayers:
     A class, as all context managers that are entered for each cell: @contextmanager takes longer.
     """
 
-    def __init__(self, state: LayersState, copies: Copies) -> None:
+    def __init__(self, state: LayersState, copies: Iterable[Copy]) -> None:
         self.state, self.copies = state, copies
 
     def __enter__(self) -> None:

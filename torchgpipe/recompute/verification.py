@@ -9,6 +9,7 @@ its deterministic mode, which is one for the whole process.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from typing import Any
 
@@ -81,7 +82,17 @@ class FilledMemory:
                 torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-filled_memory = FilledMemory()
+_filled_memory = FilledMemory()
+
+
+def filling_memory(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function, within which PyTorch fills new memory."""
+
+    def filling(argument: Any) -> Any:
+        with _filled_memory:
+            return function(argument)
+
+    return filling
 
 
 class Compared(Slot):

@@ -127,7 +127,7 @@ def test_a_copied_context_can_be_entered_while_it_is_entered():
 
 
 def test_a_context_that_pytorch_copies_needs_no_stand_in(told, monkeypatch):
-    """So no number of a version tells whether there must be one."""
+    """A number of a version does not tell whether there must be a stand-in."""
     monkeypatch.setattr(graph, "contextvars", dynamo._copied, raising=False)
     variable = contextvars.ContextVar("variable", default=0)
     context = dynamo._copied.copy_context()

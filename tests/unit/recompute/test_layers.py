@@ -37,7 +37,7 @@ def test_running_statistics_are_left_alone(name, affine, momentum, device):
     first, saved_first = saved(lambda: norm(x))
     buffers = dict(norm.named_buffers())
     values = {name: buffer.clone() for name, buffer in buffers.items()}
-    with state.restored([]):
+    with state.restored():
         second, saved_second = saved(lambda: norm(x))
     assert torch.equal(first, second)
     assert saved_first == saved_second
@@ -52,7 +52,7 @@ def test_all_is_as_before_after_an_exception():
     norm.eval()
     norm._parameters["weight"] = replaced = nn.Parameter(torch.ones(3))
     buffers = dict(norm._buffers)
-    with pytest.raises(KeyError), state.restored([]):
+    with pytest.raises(KeyError), state.restored():
         norm(torch.rand(2, 3))
         raise KeyError
     assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
@@ -70,7 +70,7 @@ def test_all_is_as_before_where_it_cannot_be_restored(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(torch.Tensor, "clone", fail)
-    with pytest.raises(MemoryError), state.restored([]):
+    with pytest.raises(MemoryError), state.restored():
         pass
     assert not norm.training
     assert all(norm._buffers[name] is buffer for name, buffer in buffers.items())
@@ -81,7 +81,7 @@ def test_norms_without_statistics_to_update_are_left_as_they_are():
         nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3)
     )
     buffers = [dict(norm._buffers) for norm in norms]
-    with LayersState(norms, {}).restored([]):
+    with LayersState(norms, {}).restored():
         assert [dict(norm._buffers) for norm in norms] == buffers
         norms(torch.rand(2, 3))
 
@@ -96,7 +96,7 @@ def test_norm_that_reads_its_statistics_finds_them():
     state = LayersState(norm, {})
     norm(x)
     values = norm.running_var.clone()
-    with state.restored([]):
+    with state.restored():
         assert torch.equal(norm.running_var, values)
 
 
@@ -106,7 +106,7 @@ def test_parameters_that_the_layers_change_themselves():
     norm(torch.tensor([0, 1]))
     state.settle()
     for _ in range(2):
-        with state.restored([]):
+        with state.restored():
             norm(torch.tensor([1, 2]))
 
 
@@ -120,7 +120,7 @@ def test_flags_of_the_forward_are_restored():
 
     before = flags()
     layers.eval()
-    with state.restored([]):
+    with state.restored():
         assert flags() == before == [True, True, True, False]
     assert flags() == [False] * 4
 
@@ -132,7 +132,7 @@ def test_replaced_tensors_of_the_forward_are_restored():
     states = []
     norm.register_forward_hook(lambda *args: states.append(LayersState(norm, {})))
     expected = functional_call(norm, replaced, x := torch.rand(3, 2))
-    with states[0].restored([]):
+    with states[0].restored():
         assert norm.weight is replaced["weight"]
         assert torch.equal(norm(x), expected)
     assert norm.weight is weight
@@ -152,7 +152,7 @@ def test_buffer_that_is_replaced_by_the_layer_is_left_as_found():
     layer = Count()
     state = LayersState(layer, {})
     layer(None)
-    with state.restored([]):
+    with state.restored():
         layer(None)
     assert layer.count.item() == 1
 
@@ -161,7 +161,7 @@ def test_tensor_that_was_deleted_stays_deleted():
     layer = nn.Linear(1, 1)
     state = LayersState(layer, {})
     del layer.bias
-    with state.restored([]):
+    with state.restored():
         layer(torch.rand(1))
     assert not hasattr(layer, "bias")
 
@@ -170,13 +170,13 @@ def test_parameter_changed_in_place_is_an_error():
     layer = nn.Linear(2, 3)
     state = LayersState(layer, {})
     state.settle()
-    with state.restored([]):
+    with state.restored():
         pass
     with torch.no_grad():
         layer.bias.add_(1)
     with (
         pytest.raises(RuntimeError, match=r"shape: \(3,\), version: 2, expected version: 1.*step"),
-        state.restored([]),
+        state.restored(),
     ):
         pytest.fail("not reached")
 
