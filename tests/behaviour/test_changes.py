@@ -182,5 +182,8 @@ def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode):
     model = wrap([Grow()], mode=mode)
     model.chunks = 1
     loss = model(numbered()).sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
         loss.backward()
+    if mode == "always":
+        assert "saved by layer: 0" in str(caught.value)
+        assert note_of(caught.value) == "raised in partition 0, micro-batch 0"

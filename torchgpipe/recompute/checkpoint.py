@@ -255,7 +255,8 @@ class Checkpoint:
             raise _not_within_forward()
         # guard: versions of what is kept
         if tensor._version != slot.version:
-            raise slot.modified()
+            with self.within:
+                raise slot.modified()
         return tensor
 
 
