@@ -43,18 +43,20 @@ def checked_chunks(chunks: Any) -> int:
     return number
 
 
-def checked_mode(checkpoint: str) -> str:
-    """Check a checkpoint mode, and return it.
+def checked_mode(checkpoint: object) -> str:
+    """Check a checkpoint mode, or an object that prints as one, and return it as a string.
 
     Raises:
         ValueError: there is no such mode.
     """
-    if checkpoint not in CHECKPOINT_MODES:
+    # An enumeration's str() names the class, although its members may be strings.
+    mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
+    if mode not in CHECKPOINT_MODES:
         raise ValueError(
             "checkpoint must be one of 'always', 'except_last' and 'never' "
             f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
         )
-    return checkpoint
+    return mode
 
 
 def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> list[int]:

@@ -55,6 +55,17 @@ def test_checkpoint(checkpoint):
     assert model.checkpoint == "except_last"
 
 
+def test_checkpoint_of_another_class():
+    """The mode is what ``str()`` gives, as in 0.0.7."""
+
+    class Mode:
+        def __str__(self):
+            return "always"
+
+    model = GPipe(linears(1, 1), [1], checkpoint=Mode())
+    assert (model.checkpoint, type(model.checkpoint)) == ("always", str)
+
+
 def test_too_few_devices():
     with pytest.raises(IndexError, match=r"partitions: 2, devices: \['cpu'\].*several times"):
         GPipe(linears(1, 1, 1), [1, 1], devices=["cpu"])
