@@ -89,7 +89,7 @@ def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> lis
         raise ValueError(
             "balance must add up to the number of layers "
             f"(balance: {sizes}, sum: {sum(sizes)}, layers: {len(module)}); "
-            "give every layer to one partition"
+            "give every layer to one partition, or ask torchgpipe.balance.balance_by_time"
         )
     return sizes
 
