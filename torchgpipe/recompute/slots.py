@@ -69,9 +69,9 @@ class Slot:
         assert self.tensor is not None
         return RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation (saved by layer: {self.layer}, shape: {tuple(self.shape)}, version: "
-            f"{self.tensor._version}, expected version: {self.version}); use the layer that "
-            "changes it out of place"
+            f"inplace operation (saved by layer: {self.layer}, shape: {tuple(self.shape)}, "
+            f"version: {self.tensor._version}, expected version: {self.version}); use the layer "
+            "that changes it out of place"
         )
 
 
