@@ -123,7 +123,8 @@ class Buffers:
     def settle(self) -> None:
         """Take note, after a forward, of the buffers that checkpointed cells have not changed."""
         for seen in self._watched or ():
-            self._note(seen.place, seen.is_changed)
+            # Without the values, which belong to the stream of the partition.
+            self._note(seen.place, seen._replace(copy=None).is_changed)
         self._watched = []
         for seen in self._quiet:
             if seen.is_changed:
