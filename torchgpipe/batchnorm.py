@@ -125,9 +125,10 @@ class DeferredBatchNorm(Base):
                 :class:`nn.SyncBatchNorm` has, is lazy or is parametrised.
             ValueError: chunks is out of range.
         """
+        number = _checked(chunks)
         defer(module)
         for norm in deferred_batch_norms(module):
-            norm.chunks = _checked(chunks)
+            norm.chunks = number
         return module
 
     # The compiler would make one graph for each run of a cell, and for each number of rows.

@@ -211,3 +211,30 @@ def test_failing_step_is_learned_from_as_far_as_it_went(rows, device):
     model[3].fails = False
     module.load_state_dict(model.module.state_dict())
     verify_like_plain(module, model, rows)
+
+
+class Memory(nn.Module):
+    """A buffer that carries its gradient from micro-batch to micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+        self.register_buffer("memory", torch.ones(4))
+
+    def forward(self, input):
+        self.memory.mul_(0.5).add_((input * self.weight).mean(0))
+        return (input * self.memory.clone()).sin()
+
+
+def test_buffer_with_a_gradient(mode, rows, device):
+    module = nn.Sequential(nn.Linear(4, 4), Memory(), nn.Linear(4, 4)).to(device)
+    verify_like_plain(module, wrap(copy.deepcopy(module), device, mode), rows, steps=1)
+
+
+def test_lazy_layers_can_be_verified(mode, rows, device):
+    module = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 4)).to(device)
+    model = wrap(module, device, mode)
+    for step in (1, 2):
+        with verify_recomputation():
+            model(rows).sum().backward()
+        assert module[1].num_batches_tracked == M * step

@@ -158,6 +158,15 @@ def test_one_tensor_marked_and_not():
     assert (x.shape, stacked.shape) == ((4, 3), (2, 2, 3))
 
 
+def test_marks_do_not_come_out():
+    nothing, (stacked,) = model(
+        lambda x: (PerMicroBatch(None), PerMicroBatch([PerMicroBatch(x.T @ x)])), chunks=2
+    )(rows(4))
+    assert nothing is None
+    assert stacked.shape == (2, 3, 3)
+    assert model(lambda x: (x, PerMicroBatch(None)), chunks=2)(rows(4))[1] is None
+
+
 def test_marked_ones_of_several_shapes_are_an_error():
     with pytest.raises(ValueError, match=r"marked by PerMicroBatch.*\(3, 3\), \(2, 3\)"):
         model(lambda x: PerMicroBatch(x), chunks=2)(rows(5))

@@ -254,3 +254,12 @@ def test_wrapped_again_without():
     GPipe(layers, [1], devices=["cpu"], chunks=4, deferred_batch_norm=True)
     GPipe(layers, [1], devices=["cpu"], chunks=4)(torch.rand(8, 2))
     assert layers[0].num_batches_tracked.item() == 1
+
+
+def test_wrong_chunks_convert_nothing():
+    norm = nn.BatchNorm1d(2)
+    with pytest.raises(ValueError, match="chunks must be a positive integer"):
+        convert(norm, 0)
+    assert type(norm) is nn.BatchNorm1d
+    with pytest.raises(ValueError, match="chunks must be a positive integer"):
+        convert(nn.ReLU(), 0)

@@ -131,7 +131,7 @@ def _known_device(device: Device) -> torch.device:
     try:
         chosen = canonical_device(device)
         there = chosen in known or chosen.type == "meta"
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         # PyTorch knows no such name, or there is no accelerator that an index could be of.
         there = False
     if not there:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchgpipe.autograd.versions import version_of
 
@@ -49,6 +50,9 @@ class Seen(NamedTuple):
         """Whether somebody has replaced the buffer, or changed it in place, since then."""
         now = _buffer(self.place)
         if now is not self.tensor or (now is not None and version_of(now) != self.version):
+            return True
+        if now is not None and now is self.copy:
+            # Its lazy layer has made it meanwhile.
             return True
         return self.copy is not None and now is not None and not _equal(self.copy, now)
 
@@ -83,7 +87,8 @@ class Buffers:
 
     def not_lasting(self) -> set[int]:
         """The identities of buffers that are not the same tensors in a second run."""
-        return {id(_buffer(place)) for place in [*self._changing, *self._unknown]}
+        buffers = [_buffer(place) for place in [*self._changing, *self._unknown]]
+        return {id(x) for x in buffers if x is not None and not is_lazy(x)}
 
     def copied(self) -> list[Copy]:
         """Copy the buffers that change, before a first run."""
@@ -91,6 +96,9 @@ class Buffers:
         if self._watched is None:
             # Not when the step began: this stream will free the copies.
             self._watched = [_seen(place, once) for place in self._unknown]
+        else:
+            # A layer of another partition may share a buffer, and have changed it since.
+            self.learn()
         copies = [(place, _copy(_buffer(place), once)) for place in self._changing]
         return copies + [(seen.place, seen.copy) for seen in self._watched]
 
@@ -113,9 +121,10 @@ class Buffers:
         return FirstRun(self, copies)
 
     def settle(self) -> None:
-        """Take note, after a forward, of buffers that no layer has changed."""
+        """Take note, after a forward, of the buffers that checkpointed cells have not changed."""
         for seen in self._watched or ():
-            self._note(seen.place, False)
+            # Without the values, which belong to the stream of the partition.
+            self._note(seen.place, seen._replace(copy=None).is_changed)
         self._watched = []
         for seen in self._quiet:
             if seen.is_changed:
@@ -162,10 +171,16 @@ def _seen(place: Place, once: dict[int, Tensor] | None = None) -> Seen:
 
 def _copy(tensor: Tensor | None, once: dict[int, Tensor]) -> Tensor | None:
     """Copy a buffer, once for all places where it is."""
-    if tensor is None:
-        return None
+    if tensor is None or is_lazy(tensor):
+        # Its layer makes it in the first run. Second runs get copies of what it holds by then.
+        return tensor
     if id(tensor) not in once:
-        once[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        copy = tensor.detach().clone()
+        if tensor.requires_grad:
+            with torch.enable_grad():
+                # No leaf, since layers may change it in place.
+                copy = copy.requires_grad_().clone()
+        once[id(tensor)] = copy
     return once[id(tensor)]
 
 

@@ -318,9 +318,10 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = ()) -> Any:
     found = []
     for k, tensors in enumerate(zip(*[batch.parts[VALUE] for batch in outputs])):
         # One tensor in several places stays one.
-        key = (k in marked, *map(id, tensors))
+        stacked = marked is not None and k in marked
+        key = (stacked, *map(id, tensors))
         if key not in joined:
-            if k in marked:
+            if stacked:
                 joined[key] = _stacked(tensors)
             else:
                 if rows:
@@ -328,16 +329,19 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = ()) -> Any:
                 joined[key] = _joined(tensors)
         found.append(joined[key])
     value = first.structures[VALUE].unflatten(tuple(found))
-    return unmarked(value) if marked else value
+    return value if marked is None else unmarked(value)
 
 
-def _marked(batch: Batch) -> set[int]:
-    """The indices of the tensors that are marked by :class:`PerMicroBatch`."""
+def _marked(batch: Batch) -> set[int] | None:
+    """The indices of the tensors that are marked by :class:`PerMicroBatch`; None without marks."""
     if batch.structures[VALUE].spec is None:
-        return set()
+        return None
+    leaves = _torch.tree_leaves(batch.value, is_marked)
+    if not any(map(is_marked, leaves)):
+        return None
     found: set[int] = set()
     count = 0
-    for leaf in _torch.tree_leaves(batch.value, is_marked):
+    for leaf in leaves:
         here = sum(isinstance(x, Tensor) for x in _torch.tree_leaves(leaf))
         if is_marked(leaf):
             found.update(range(count, count + here))

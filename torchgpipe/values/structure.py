@@ -208,7 +208,11 @@ def is_marked(value: Any) -> bool:
 
 def unmarked(value: Any) -> Any:
     """A value without its :class:`PerMicroBatch` marks."""
-    return _torch.tree_map(lambda x: x.value if is_marked(x) else x, value, is_leaf=is_marked)
+
+    def without(x: Any) -> Any:
+        return unmarked(x.value) if is_marked(x) else x
+
+    return _torch.tree_map(without, value, is_leaf=is_marked)
 
 
 def verify_leaf(leaf: Any) -> None:

@@ -89,7 +89,7 @@ def test_missing_balance(arguments):
         GPipe(linears(1, 1, 1, 1), *arguments)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", 99, "cpp"])
+@pytest.mark.parametrize("device", ["cuda:99", 99, "cpp", None])
 def test_device_that_is_not_there(device):
     with pytest.raises(ValueError, match=rf"device: {device}, there are: cpu.*several times"):
         GPipe(linears(1, 1), [1], devices=[device])

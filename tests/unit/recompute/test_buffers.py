@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer
 
 from torchgpipe.recompute.buffers import Buffers, put
 
@@ -106,6 +107,52 @@ def test_buffer_in_two_places_stays_one():
         pass
     put(copies)
     assert holder.b0 is holder.b1 is not shared
+
+
+def test_change_between_two_cells_is_seen_by_the_second():
+    """A layer of another partition may share the buffer."""
+    buffers = Buffers([(holder := Holder(torch.zeros(2)), "b0")], {})
+    with buffers.first_run([]):
+        pass
+    holder.b0 += 1
+    copies = []
+    with buffers.first_run(copies):
+        pass
+    assert [tensor.tolist() for _, tensor in copies] == [[1, 1]]
+
+
+def test_change_after_the_last_checkpointed_cell_is_learned():
+    learned, holder = {}, Holder(torch.zeros(2))
+    buffers = Buffers([(holder, "b0")], learned)
+    with buffers.first_run([]):
+        pass
+    holder.b0 += 1
+    buffers.settle()
+    assert learned[holder] == {("b0", True): True}
+
+
+def test_lazy_buffers_count_as_changing():
+    """Nobody knows what they hold before the layer that makes them has run."""
+    holder, learned = Holder(UninitializedBuffer()), {}
+
+    def make(holder):
+        holder.b0.materialize((2,))
+        holder.b0.zero_()
+
+    (copies,) = step(holder, learned, make)
+    assert copies["b0"] is holder.b0
+    put([((holder, "b0"), copies["b0"])])
+    assert holder.b0 is not copies["b0"]
+    assert "b0" in step(holder, learned, nothing)[0]
+
+
+def test_copies_with_a_gradient_may_be_changed_in_place():
+    holder = Holder(torch.zeros(2, requires_grad=True).clone())
+    copies = []
+    with torch.no_grad(), Buffers([(holder, "b0")], {}).first_run(copies):
+        put(copies)
+    holder.b0 += 1
+    assert holder.b0.requires_grad
 
 
 def test_knowledge_keeps_no_layer_alive():
