@@ -157,6 +157,7 @@ def test_buffer_that_changes_in_a_later_step_first_is_a_warning(mode, rows, devi
     assert len(seen) == (mode != "never")
     for warning in seen:
         assert warning.category is RuntimeWarning
+        assert warning.filename == __file__
         assert "layer: Seldom, buffer: scale" in str(warning.message)
     verify_like_plain(module, model, rows, steps=1)
 

@@ -140,6 +140,20 @@ def test_value_that_is_never_written_passes(outside):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+class Unpool(nn.Module):
+    """A layer with an operator of which PyTorch has no deterministic algorithm."""
+
+    def forward(self, x):
+        pooled, indices = nn.functional.max_pool1d(x.exp(), 2, return_indices=True)
+        return nn.functional.max_unpool1d(pooled, indices, 2).sin()
+
+
+def test_operators_that_are_not_deterministic_are_no_warning():
+    model = wrap([nn.Linear(4, 4), Unpool()])
+    with verify_recomputation():
+        model(torch.randn(6, 4)).sum().backward()
+
+
 def test_settings_of_determinism_stay():
     seen = []
 

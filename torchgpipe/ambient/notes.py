@@ -1,9 +1,10 @@
-"""Notes on exceptions: the partition, the micro-batch and the layer where one was raised."""
+"""Notes on exceptions, with partition, micro-batch and layer, and the line that a warning names."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -64,3 +65,12 @@ def add_note(error: BaseException, note: str) -> None:
         cause.__context__ = error.__context__
         cause.__suppress_context__ = error.__suppress_context__
         error.__cause__ = cause
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the line of the caller that is neither PyTorch's nor ours."""
+    level, frame = 1, sys._getframe()
+    ours = ("torch", "torchgpipe")
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -73,12 +73,13 @@ def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> lis
             f"one partition, pass [{len(module)}], and for several ask "
             "torchgpipe.balance.balance_by_time"
         )
-    if not isinstance(balance, Iterable):
+    try:
+        given = list(balance)
+    except TypeError:
         raise TypeError(
             "balance must be a sequence with the number of layers of each partition "
             f"(balance: {balance!r}); for one partition, pass [{len(module)}]"
-        )
-    given = list(balance)
+        ) from None
     sizes = [size for size in map(positive_int, given) if size is not None]
     if len(sizes) < len(given):
         raise ValueError(

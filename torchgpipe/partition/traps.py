@@ -6,8 +6,6 @@ message also says how to silence it.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe import _torch
+from torchgpipe.ambient.notes import warn
 from torchgpipe.values.structure import Arguments, NoChunk, is_split, names
 
 __all__: list[str] = []
@@ -44,7 +43,7 @@ class Traps:
         found = list(chain.from_iterable(map(_sequence_first, partitions)))
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            _warn(
+            warn(
                 "GPipe splits dimension 0 into micro-batches, and layers made without "
                 f"batch_first=True take it for the sequence (layers: {', '.join(found[:3])}{more}, "
                 f"chunks: {chunks}); make them with batch_first=True, and put the batch first in "
@@ -63,7 +62,7 @@ class Traps:
         rows = next(leaf.shape[0] for _, leaf in names(input) if is_split(leaf))
         found = [path for path, length in lengths.items() if length == rows]
         if found:
-            _warn(
+            warn(
                 "GPipe splits tensors alone, and gives lists and arrays whole to every micro-batch "
                 f"(input: {', '.join(found)}, entries: {rows}, micro-batches: {micro_batches}); "
                 "pass a tensor to have it split, such as the indices of the entries, and what "
@@ -74,7 +73,7 @@ class Traps:
     def no_pipelining(self, partitions: int, chunks: int) -> None:
         """Warn if several partitions train with one micro-batch."""
         if partitions > 1 and chunks == 1 and "chunks" not in self._known:
-            _warn(
+            warn(
                 "GPipe trains without pipelining, one partition after another, since each "
                 f"mini-batch is one micro-batch (chunks: 1, partitions: {partitions}); set "
                 f"model.chunks, for a start to {4 * partitions}, or silence this by "
@@ -118,12 +117,11 @@ def _is_container(value: Any) -> bool:
 
 def _is_list(value: Any) -> bool:
     """Whether the entries of a value may be rows, as those of a text, set or shape are not."""
-    if isinstance(value, tuple):
-        # Named tuples have fields, and shapes have dimensions.
-        return type(value) is tuple and any(x is not None for x in value)
-    if isinstance(value, list):
-        return any(x is not None for x in value)
-    return not isinstance(value, Tensor | NoChunk | str | bytes | set | frozenset)
+    if isinstance(value, tuple | list):
+        # Named tuples have fields, and a few integers are a shape.
+        is_shape = len(value) < 4 and all(isinstance(x, int) for x in value)
+        return type(value) in (tuple, list) and not is_shape and any(x is not None for x in value)
+    return not isinstance(value, Tensor | NoChunk | nn.Module | str | bytes | set | frozenset)
 
 
 def _length(value: Any) -> int | None:
@@ -132,12 +130,3 @@ def _length(value: Any) -> int | None:
     except Exception:
         # Most objects have no length, and arrays without a dimension have one that raises.
         return None
-
-
-def _warn(message: str) -> None:
-    """Warn, and name the line of the caller that is neither PyTorch's nor ours."""
-    level, frame = 1, sys._getframe()
-    ours = ("torch", "torchgpipe")
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)

@@ -12,7 +12,6 @@ Comparing values finds changes that PyTorch does not count, such as those throug
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple, TypeAlias
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.versions import version_of
 
 __all__: list[str] = []
@@ -193,11 +193,10 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _warn(place: Place) -> None:
     module, name = place
-    warnings.warn(
+    warn(
         "under checkpointing, a layer that changes a buffer in its forward must do so from its "
         f"first step on (layer: {type(module).__name__}, buffer: {name}); do without the gradients "
         "of this step, which come from other values of the buffer than its outputs, or use "
         "checkpoint='never'. Later steps are right",
         RuntimeWarning,
-        stacklevel=2,
     )

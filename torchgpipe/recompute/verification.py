@@ -9,6 +9,7 @@ its deterministic mode, which is one for the whole process.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from typing import Any
@@ -69,6 +70,11 @@ class FilledMemory:
                     torch.is_deterministic_algorithms_warn_only_enabled(),
                     settings.fill_uninitialized_memory,
                 )
+                # Operators without such an algorithm are as good as ever.
+                self._warnings = warnings.catch_warnings()
+                self._warnings.__enter__()
+                warnings.filterwarnings("ignore", ".*does not have a deterministic implementation")
+                warnings.filterwarnings("ignore", "Deterministic behavior was enabled")
                 if not self._found[0]:
                     torch.use_deterministic_algorithms(True, warn_only=True)
                 settings.fill_uninitialized_memory = True
@@ -80,6 +86,7 @@ class FilledMemory:
             if self._count == 0:
                 mode, warn_only, settings.fill_uninitialized_memory = self._found
                 torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+                self._warnings.__exit__(None, None, None)
 
 
 _filled_memory = FilledMemory()

@@ -361,8 +361,8 @@ def _verify_rows(first: Batch, k: int, tensors: Tensors, rows: Sequence[int]) ->
             "micro-batch, since all micro-batches are joined along dimension 0 "
             f"(output: {name}, shapes: {[tuple(x.shape) for x in tensors]}, rows: {list(rows)}); "
             "have the last layer return it with the rows in dimension 0, as transpose(0, 1) puts "
-            "them for an RNN's state, or as torchgpipe.PerMicroBatch(output) for one of each "
-            "micro-batch, stacked"
+            "them for an RNN's state, or padded to so many rows, or as "
+            "torchgpipe.PerMicroBatch(output) for one of each micro-batch, stacked"
         )
 
 

@@ -189,6 +189,14 @@ def test_four_arguments_are_no_list_of_rows():
     assert messages(lambda: wrap([Last()], chunks=2)(1, 2, 3, 4, x=X)) == []
 
 
+@pytest.mark.parametrize(
+    ("rows", "value"),
+    [(2, (3, 4)), (3, [3, 4, 5]), (4, nn.ModuleList(nn.Identity() for _ in range(4)))],
+)
+def test_shapes_and_modules_are_no_rows(rows, value):
+    assert messages(lambda: wrap([First()], chunks=2)(X[:rows], value)) == []
+
+
 def test_whole_matters_with_several_micro_batches():
     model = wrap([First()], chunks=1)
     assert messages(lambda: model(X, [1, 2, 3, 4])) == []
