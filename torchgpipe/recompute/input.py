@@ -31,12 +31,14 @@ class StoredInput:
         hooks: the caller's hooks for saved tensors.
     """
 
-    __slots__ = ("_batch", "_changed_by", "_packed", "_versions", "hooks")
+    __slots__ = ("_batch", "_changed_by", "_packed", "_tensors", "_versions", "hooks")
 
     def __init__(self, batch: Batch, hooks: Hooks | None) -> None:
         self.hooks = hooks
         self._batch = batch
-        self._versions = [version_of(tensor) for tensor in batch]
+        # Each layer is watched: iterating over a list takes less time.
+        self._tensors = [*batch]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
         #: The name and the class of the layer that changed the input in place.
         self._changed_by: tuple[str | None, str | None] | None = None
         #: With hooks: for each tensor what they packed, and whether it required a gradient.
@@ -48,13 +50,13 @@ class StoredInput:
 
         After :meth:`pack` has handed them to hooks, this compares placeholders.
         """
-        return self._versions == [version_of(tensor) for tensor in self._batch]
+        return self._versions == [version_of(tensor) for tensor in self._tensors]
 
     @uncompiled
     def look(self) -> None:
         """Take note of the layer that has just run, if it changed the input in place."""
         if self._changed_by is None:
-            for tensor, version in zip(self._batch, self._versions):
+            for tensor, version in zip(self._tensors, self._versions):
                 if version_of(tensor) != version:
                     self._changed_by = current.name, current.kind
 
@@ -81,8 +83,9 @@ class StoredInput:
         pack, _ = self.hooks
         with torch.no_grad():
             self._packed = [(pack(x.detach()), x.requires_grad) for x in self._batch]
-        self._batch = self._batch.replace([torch.empty(0, device="meta") for _ in self._packed])
-        self._versions = [version_of(tensor) for tensor in self._batch]
+        self._tensors = [torch.empty(0, device="meta") for _ in self._packed]
+        self._batch = self._batch.replace(self._tensors)
+        self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def unpack(self) -> Batch:
         """Return the input once more, without what it was computed from.
@@ -95,7 +98,7 @@ class StoredInput:
             raise RuntimeError(
                 "under checkpointing, the input of a partition must not be changed in place "
                 "between a forward and its backward, which computes the forward again "
-                f"(versions: {[version_of(tensor) for tensor in self._batch]}, expected versions: "
+                f"(versions: {[version_of(x) for x in self._tensors]}, expected versions: "
                 f"{self._versions}); change a clone of it, or change it after backward"
             )
         if self.hooks is None:
