@@ -39,9 +39,10 @@ class Library:
     testing: Any = None
 
 
-#: Module and class of each library's pipeline, and its module of streams.
+#: Module and class of each library's pipeline, and the module in which it names CUDA streams. Ours
+#: names none, and this module of ours is for pickles of 0.0.7.
 PIPELINES = {
-    "torchgpipe": ("torchgpipe", "GPipe", "torchgpipe.devices.streams"),
+    "torchgpipe": ("torchgpipe", "GPipe", "torchgpipe.stream"),
     "fairscale": ("fairscale.nn", "Pipe", "fairscale.nn.pipe.stream"),
 }
 
@@ -70,7 +71,7 @@ def load(name: str, folder: Path, device: str, count: int) -> Library:
     package, wrapper, stream = PIPELINES[name]
     if device == "virtual":
         source = folder.joinpath(*stream.split(".")).with_suffix(".py")
-        if "torch.cuda" in source.read_text(encoding="utf-8"):
+        if source.exists() and "torch.cuda" in source.read_text(encoding="utf-8"):
             sys.modules[stream] = streams
     module = importlib.import_module(package)
     if not Path(module.__file__ or "").resolve().is_relative_to(folder.resolve()):
