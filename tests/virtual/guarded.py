@@ -347,7 +347,10 @@ MUTANTS = {
     "letting go of a skip": (("pop(skip, None)", "get(skip)"), "last use"),
     "letting go of the input": (DROP, "last use"),
     "letting go of what is watched": (("counter_of(x)", "x"), "skip and value"),
-    "letting go of slots": (("slots, self.slots = self.slots, []", "slots = self.slots"), "peak"),
+    "letting go of slots": (
+        ("places, self.places = self.places, []", "places = self.places"),
+        "peak",
+    ),
     "letting go of what was kept": (
         ("(stored, numbers), self.stored = self.stored, None", "stored, numbers = self.stored"),
         "let go",
@@ -402,13 +405,10 @@ MUTANTS = {
     ),
     "to the end after a change": ((" or changed", ""), "parameter changed"),
     "to the end for hooks": (("self.whole or ", ""), "always called"),
-    "kept without its graph": (
-        (" if isinstance(tensor, nn.Parameter) else tensor.detach()", ""),
-        "nothing to do",
-    ),
+    "kept without its graph": (("tensor.detach()", "tensor"), "nothing to do"),
     "versions of what goes whole": (("kind is None", "False"), "what goes whole"),
     "what is written after it was saved": (
-        ("not tensor.requires_grad and not slot.lasting", "False"),
+        ("not tensor.requires_grad", "False"),
         "noise",
     ),
     "buffers of before the first run": (DROP, "changing buffers"),
@@ -418,5 +418,8 @@ MUTANTS = {
     ),
     "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
     "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
-    "versions of what is kept": (("tensor._version != slot.version", "False"), "weights changed"),
+    "versions of what is kept": (
+        ("place._version != self.kept.versions[id(place)]", "False"),
+        "weights changed",
+    ),
 }

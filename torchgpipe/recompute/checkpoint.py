@@ -58,9 +58,11 @@ from torchgpipe.devices.streams import (
     has_streams,
     use_stream,
 )
+from torchgpipe.recompute.filling import Enough, Filling, Place
 from torchgpipe.recompute.input import StoredInput
+from torchgpipe.recompute.kept import Kept
 from torchgpipe.recompute.phase import checkpointing, recomputing
-from torchgpipe.recompute.slots import Enough, Filling, Lasting, Slot, described, mismatch
+from torchgpipe.recompute.slots import Slot, modified
 from torchgpipe.recompute.verification import Compared, dropped, filling_memory, is_verifying
 from torchgpipe.values.microbatch import Batch
 
@@ -95,7 +97,13 @@ class Checkpoint:
         self.within = within
         self.lasting = lasting
         self.whole = whole
-        self.slots: list[Slot] = []
+        #: The places of what the first run saves, in order.
+        self.places: list[Place] = []
+        #: The tensors among them that exist anyway.
+        self.kept = Kept()
+        #: How a slot is made for a tensor that is dropped.
+        self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
+        self.shapes: dict[torch.Size, torch.Size] = {}
         #: The identities of the input's tensors, while no other tensor can have them.
         self.inputs: set[int] = set()
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
@@ -113,7 +121,9 @@ class Checkpoint:
             inputs = [x for tensor in batch for x in (tensor, tensor._base)]
             self.inputs = {id(x) for x in inputs if x is not None}
         numbers = FirstNumbers(get_device(self.stream))
-        function = filling_memory(self.function) if is_verifying() else self.function
+        function = self.function
+        if is_verifying():
+            self.dropped, function = dropped, filling_memory(function)
         outer, current.then = current.then, stored.look
         try:
             with checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
@@ -122,12 +132,13 @@ class Checkpoint:
             current.then = outer
         stored.verify()
         self.inputs.clear()
-        for slot in self.slots:
-            if isinstance(slot, (Lasting, Compared)):
-                slot.close()
-        if all(slot.lasting for slot in self.slots):
+        self.kept.close()
+        for slot in self._compared(self.places):
+            slot.close()
+        if len(self.kept.tensors) == len(self.places):
             # Nothing was dropped, so there will be no second run.
-            self.slots = []
+            self.places = []
+            self.kept.let_go()
             del self.function, self.lasting, self.context
         else:
             numbers.settle()
@@ -162,19 +173,21 @@ class Checkpoint:
                 raise _not_within_forward()
             # From here on only the node that saved a tensor holds its slot.
             # guard: letting go of slots
-            slots, self.slots = self.slots, []
+            places, self.places = self.places, []
             try:
-                self._repeat(slots)
+                self._repeat(places)
             except BaseException:
                 # Some slots may hold wrong tensors, which another backward must not use.
-                for slot in slots:
-                    slot.empty()
+                for place in places:
+                    if isinstance(place, Slot):
+                        place.empty()
                 raise
             finally:
+                self.kept.let_go()
                 # The graph lives on, and layers or hooks may refer to it.
                 del self.function, self.lasting, self.context
 
-    def _repeat(self, slots: Sequence[Slot]) -> None:
+    def _repeat(self, places: Sequence[Place]) -> None:
         assert self.stored is not None
         device = get_device(self.stream)
         if has_streams(device) and _torch.is_multithreading_enabled():
@@ -191,21 +204,18 @@ class Checkpoint:
             again = stored.unpack()
             del stored
             with self.context.entered(found), own_casts() if within else nullcontext():
-                holding(numbers.locks, partial(self._fill, slots, numbers, again))
+                holding(numbers.locks, partial(self._fill, places, numbers, again))
 
-    def _fill(self, slots: Sequence[Slot], numbers: FirstNumbers, again: Batch) -> None:
+    def _fill(self, places: Sequence[Place], numbers: FirstNumbers, again: Batch) -> None:
         # Layers behind the last dropped tensor need not run again, unless all that the first run
         # did has to be compared. The run is cut short only where that spares computing with
         # weights, since raising an exception takes time, too.
-        lasting = [slot for slot in slots if isinstance(slot, Lasting)]
-        compared = [slot for slot in slots if isinstance(slot, Compared)]
-        changed = any(x.changed for x in lasting)
+        kept, compared = self.kept, self._compared(places)
         # guard: to the end after a change
         # guard: to the end for hooks
-        whole = self.whole or changed or numbers.drawn or bool(compared)
-        filling = Filling(slots, whole or not slots[-1].lasting)
-        for slot in lasting:
-            slot.open()
+        whole = self.whole or kept.changed or numbers.drawn or bool(compared)
+        filling = Filling(places, kept, whole or isinstance(places[-1], Slot))
+        kept.open()
         hooks = saved_tensors_hooks(filling.next, _not_saved)
         function = filling_memory(self.function) if compared else self.function
         try:
@@ -217,46 +227,56 @@ class Checkpoint:
             pass
         except Exception:
             # If all slots are full, the error came after Enough and was caused by it.
-            if filling.whole or filling.unfilled:
+            if filling.whole or filling.missing:
                 raise
-        if filling.unfilled:
-            (first, *_) = filling.unfilled
-            raise mismatch("nothing more", described(first, first.layer))
-        for slot in lasting:
-            slot.settle()
+        filling.settle()
         for value in compared:
             value.compare()
 
-    @uncompiled
-    def _drop(self, tensor: Tensor) -> Slot:
-        # An empty tensor takes no memory. The caller's hooks, if any, have the inputs.
-        own, base = id(tensor), id(tensor._base)
-        if (
-            # guard: keeping what lasts
-            own in self.lasting
-            or base in self.lasting
-            or own in self.inputs
-            or base in self.inputs
-            or not tensor.numel()
-        ):
-            slot: Slot = Lasting(tensor)
-        else:
-            slot = dropped(tensor)
-        self.slots.append(slot)
-        return slot
+    def _compared(self, places: Sequence[Place]) -> list[Compared]:
+        if self.dropped is Slot:
+            return []
+        return [place for place in places if isinstance(place, Compared)]
 
     @uncompiled
-    def _unpack(self, slot: Slot) -> Tensor:
-        if slot.tensor is None:
+    def _drop(self, tensor: Tensor) -> Place:
+        own, base = id(tensor), tensor._base
+        place: Place
+        # guard: keeping what lasts
+        if own in self.lasting:
+            place = self.kept.add(tensor)
+        elif (
+            own in self.inputs
+            or (base is not None and (id(base) in self.lasting or id(base) in self.inputs))
+            # An empty tensor takes no memory. The caller's hooks, if any, have the inputs.
+            or not tensor.numel()
+        ):
+            # Detached: a tensor with its graph may be kept alive by that graph, and a leaf may get
+            # one.
+            # guard: kept without its graph
+            place = self.kept.add(tensor.detach())
+        else:
+            place = self.dropped(tensor, self.shapes)
+        self.places.append(place)
+        return place
+
+    @uncompiled
+    def _unpack(self, place: Place) -> Tensor:
+        if not isinstance(place, Slot):
+            # guard: versions of what is kept
+            if place._version != self.kept.versions[id(place)]:
+                with self.within:
+                    raise self.kept.modified(place)
+            return place
+        if place.tensor is None:
             # The gradient came another way than through an output that trigger() has seen.
             self.recompute()
-        tensor = slot.tensor
+        tensor = place.tensor
         if tensor is None:
             raise _not_within_forward()
-        # guard: versions of what is kept
-        if tensor._version != slot.version:
+        if tensor._version != place.version:
             with self.within:
-                raise slot.modified()
+                raise modified(tensor, place.version, place.layer)
         return tensor
 
 

@@ -10,8 +10,9 @@ torch's own norms are only written, so one copy serves all second runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import is_
-from typing import Any, NamedTuple
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -25,9 +26,17 @@ __all__: list[str] = []
 
 _MISSING: Any = object()
 
+#: The version of each parameter, and its address.
+Identities: TypeAlias = tuple[list[int], list[int]]
+
 #: The buffers of torch's own norms, and the modules whose norms do not read them in training.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 NORMS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "torchgpipe.batchnorm")
+
+
+_training = attrgetter("training")
+_needs_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 
 class Found(NamedTuple):
@@ -39,8 +48,19 @@ class Found(NamedTuple):
     tensors: list[Tensor | None]
 
 
+class Replaced(NamedTuple):
+    """What a second run finds in the layers, to be put back behind it."""
+
+    found: Found
+    #: The running statistics of norms: table, name and buffer.
+    statistics: list[tuple[dict[str, Any], str, Any]]
+
+
 class LayersState:
     """The training flags, forward hooks, parameters and buffers that layers have now.
+
+    They are read twice for each second run, of all layers, and most often nothing has changed. So
+    reading is done by loops in C as far as there are such, and returns the same object then.
 
     Args:
         layers: a partition.
@@ -55,14 +75,20 @@ class LayersState:
         self._parameters: list[Tensor] = []
         #: The tables that hold parameters and buffers, and the names there.
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._tables: list[dict[str, Any]] = []
+        #: The tables of hooks before and behind a forward. What else there is to know of a hook is
+        #: in tables that are empty where these are.
+        self._main_hook_tables: list[dict[int, Any]] = []
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
+        #: Whether there is any hook.
+        self._has_hooks = False
         self._norms: list[nn.Module] = []
         #: For each buffer that a norm updates: its table, its name, and a copy for second runs.
         self._copies: list[tuple[dict[str, Any], str, Tensor]] | None = None
         #: Whether there are hooks that have to be called even if the layer fails.
         self.always_calls = False
-        #: The identities of all parameters and buffers.
+        #: The identities of all parameters and buffers, but for buffers that layers may change.
         self.lasting: set[int] = set()
         others = exchanged(self._modules)
         places: list[Place] = []
@@ -83,8 +109,10 @@ class LayersState:
                 # Buffers are tensors or None, as parameters are.
                 tables = [module._parameters, module._buffers]  # type: ignore[list-item]
             for table in tables:
-                self._places += [(table, name) for name in table]
-                self.lasting |= {id(x) for x in table.values() if x is not None}
+                if table:
+                    self._tables.append(table)
+                    self._places += [(table, name) for name in table]
+                    self.lasting.update([id(x) for x in table.values() if x is not None])
             self.always_calls |= bool(module._forward_hooks_always_called)
             if module._buffers:
                 own = _own_statistics(module)
@@ -93,17 +121,32 @@ class LayersState:
                 places += [(module, name) for name in module._buffers if name not in own]
         self.buffers = Buffers(places, learned)
         self.lasting -= self.buffers.not_lasting()
-        self._found = self._read()
-        self._versions: list[tuple[int, ...]] | None = None
+        #: The names in all tables.
+        self._names = [*chain.from_iterable(self._tables)]
+        self._found = Found(
+            [*map(_training, self._modules)],
+            self._hooks,
+            [*map(_needs_grad, self._parameters)],
+            [*chain.from_iterable(map(dict.values, self._tables))],
+        )
+        self._identities: Identities | None = None
+        #: Whether the layers have changed no parameter in place. Then second runs change none.
+        self._steady = False
+        self._before = identities(self._parameters)
 
     def settle(self) -> None:
         """Take note of the parameters: from now on, only second runs may change them in place."""
-        if self._versions is None:
+        if self._identities is None:
             # Now that the layers have run, lazy modules have removed their hooks.
-            self._hook_tables = [table for x in self._modules for table in _forward_hooks(x)]
+            for module in self._modules:
+                self._main_hook_tables += [module._forward_pre_hooks, module._forward_hooks]
+                self._hook_tables += _forward_hooks(module)
+            self._has_hooks = any(self._main_hook_tables)
             # In place, since self._found refers to this list.
             self._hooks[:] = map(dict, self._hook_tables)
-        self._versions = _identities(self._parameters)
+        if not self._steady:
+            self._identities = identities(self._parameters)
+            self._steady = self._identities == self._before
 
     def restored(self, copies: Iterable[Copy] = ()) -> RestoredLayers:
         """Restore the state within a ``with`` block, and after it what there was before the block.
@@ -117,13 +160,14 @@ class LayersState:
         Raises:
             RuntimeError: somebody other than the layers has changed a parameter in place.
         """
-        if self._versions is not None and self._versions != _identities(self._parameters):
+        if self._identities is not None and self._identities != identities(self._parameters):
             raise self._changed()
         return RestoredLayers(self, copies)
 
-    def put_back(self, copies: Iterable[Copy] = ()) -> Found:
+    def put_back(self, copies: Iterable[Copy] = ()) -> Replaced:
         """Restore the state, and what was in buffers; return what there is now."""
         now = self._read()
+        statistics = []
         try:
             self._write(self._found, now)
             if self._copies is None:
@@ -134,6 +178,7 @@ class LayersState:
                     for name in STATISTICS
                     if (buffer := norm._buffers.get(name)) is not None
                 ]
+            statistics = [(table, name, table[name]) for table, name, _ in self._copies]
             for table, name, copy in self._copies:
                 table[name] = copy
             # guard: buffers of before the first run
@@ -141,12 +186,15 @@ class LayersState:
         except BaseException:
             self._write(now, self._read())
             raise
-        return now
+        return Replaced(now, statistics)
 
-    def leave(self, found: Found) -> None:
+    def leave(self, replaced: Replaced) -> None:
         """Settle, and restore what :meth:`put_back` returned."""
+        found, statistics = replaced
         try:
             self.settle()
+            for table, name, buffer in statistics:
+                table[name] = buffer
             self._write(found, self._read())
         except BaseException:
             # Ctrl-C may have come in between.
@@ -154,15 +202,30 @@ class LayersState:
             raise
 
     def _read(self) -> Found:
-        return Found(
-            [module.training for module in self._modules],
-            # Tables are copied only if one has changed.
-            self._hooks if self._hook_tables == self._hooks else [*map(dict, self._hook_tables)],
-            [parameter.requires_grad for parameter in self._parameters],
-            [table.get(name, _MISSING) for table, name in self._places],
-        )
+        found = self._found
+        training = [*map(_training, self._modules)]
+        needs_grad = [*map(_needs_grad, self._parameters)]
+        hooks = self._hooks
+        has_hooks = self._has_hooks or any(self._main_hook_tables)
+        if has_hooks and self._hook_tables != hooks:
+            hooks = [*map(dict, self._hook_tables)]
+        tensors = found.tensors
+        if [*chain.from_iterable(self._tables)] != self._names or not all(
+            map(is_, chain.from_iterable(map(dict.values, self._tables)), tensors)
+        ):
+            tensors = [table.get(name, _MISSING) for table, name in self._places]
+        if (
+            tensors is found.tensors
+            and hooks is found.hooks
+            and training == found.training
+            and needs_grad == found.needs_grad
+        ):
+            return found
+        return Found(training, hooks, needs_grad, tensors)
 
     def _write(self, found: Found, now: Found) -> None:
+        if now is found:
+            return
         # Comparing is faster than setting.
         if now.training != found.training:
             for module, training in zip(self._modules, found.training):
@@ -183,21 +246,22 @@ class LayersState:
                     place.pop(name, None)
 
     def _changed(self) -> RuntimeError:
-        for parameter, version in zip(self._parameters, self._versions or ()):
-            (found,) = _identities([parameter])
-            if found != version:
+        assert self._identities is not None
+        for parameter, *expected in zip(self._parameters, *self._identities):
+            ((version,), (address,)) = identities([parameter])
+            if [version, address] != expected:
                 break
         rule = (
             "under checkpointing, parameters must not be changed in place between a forward and "
             f"its backward, which computes the forward again (shape: {tuple(parameter.shape)}, "
         )
-        if found[0] == version[0]:
+        if version == expected[0]:
             return RuntimeError(
                 f"{rule}now in other memory); replace no parameter's data before backward, and "
                 "leave fully_shard's reshard_after_forward as it is by default"
             )
         return RuntimeError(
-            f"{rule}version: {found[0]}, expected version: {version[0]}); run backward before "
+            f"{rule}version: {version}, expected version: {expected[0]}); run backward before "
             "optimizer.step(), and before the next forward of layers that change their parameters "
             "themselves"
         )
@@ -213,10 +277,10 @@ class RestoredLayers:
         self.state, self.copies = state, copies
 
     def __enter__(self) -> None:
-        self.found = self.state.put_back(self.copies)
+        self.replaced = self.state.put_back(self.copies)
 
     def __exit__(self, *_: object) -> None:
-        self.state.leave(self.found)
+        self.state.leave(self.replaced)
 
 
 def _own_statistics(module: nn.Module) -> Sequence[str]:
@@ -227,20 +291,20 @@ def _own_statistics(module: nn.Module) -> Sequence[str]:
     return STATISTICS if type(module).forward.__module__ in NORMS else ()
 
 
-def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """The version and the address of each: ``parameter.data = ...`` changes the address alone."""
+def identities(parameters: Sequence[Tensor]) -> Identities:
+    """The versions and addresses: ``parameter.data = ...`` changes the address alone."""
     try:
-        return [(x._version, x.data_ptr()) for x in parameters]
+        return [*map(_version, parameters)], [*map(Tensor.data_ptr, parameters)]
     except (RuntimeError, ValueError, NotImplementedError):
         # Sparse and lazy parameters have no address.
-        return [(version_of(x), *_place(x)) for x in parameters]
+        return [*map(version_of, parameters)], [*map(_address, parameters)]
 
 
-def _place(tensor: Tensor) -> tuple[int, ...]:
+def _address(tensor: Tensor) -> int:
     try:
-        return (tensor.data_ptr(),)
+        return tensor.data_ptr()
     except (RuntimeError, ValueError, NotImplementedError):
-        return ()
+        return -1
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:

@@ -107,8 +107,8 @@ class Compared(Slot):
 
     __slots__ = ("expected", "kind")
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
+    def __init__(self, tensor: Tensor, shapes: dict[torch.Size, torch.Size]) -> None:
+        super().__init__(tensor, shapes)
         self.kind = current.kind
         self.expected: Tensor | None = tensor.detach()
 
@@ -136,12 +136,12 @@ class Compared(Slot):
             ) from None
 
 
-def dropped(tensor: Tensor) -> Slot:
+def dropped(tensor: Tensor, shapes: dict[torch.Size, torch.Size]) -> Slot:
     """A slot for a tensor that is dropped.
 
     Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
     which the kernel never writes.
     """
     if is_verifying() and tensor.dtype != torch.uint8:
-        return Compared(tensor)
-    return Slot(tensor)
+        return Compared(tensor, shapes)
+    return Slot(tensor, shapes)
