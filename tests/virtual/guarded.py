@@ -327,10 +327,7 @@ MUTANTS = {
         ("next(found) if need else x.detach()", "x.detach().requires_grad_(need)"),
         "skip in a second run",
     ),
-    "memory of a phony": (
-        ("torch.cat(phonies)", "(phonies[0] if len(phonies) == 1 else torch.cat(phonies))"),
-        "what has left",
-    ),
+    "memory of a phony": (("as_strided_copy", "as_strided"), "what has left"),
     "after the caller": (DROP, "shared last"),
     "before the caller": (DROP, "failure"),
     "copies after the caller": (
@@ -403,7 +400,7 @@ MUTANTS = {
         ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),
         "parameters passed on",
     ),
-    "to the end after a change": ((" or changed", ""), "parameter changed"),
+    "to the end after a change": ((" or kept.changed", ""), "parameter changed"),
     "to the end for hooks": (("self.whole or ", ""), "always called"),
     "kept without its graph": (("tensor.detach()", "tensor"), "nothing to do"),
     "versions of what goes whole": (("kind is None", "False"), "what goes whole"),

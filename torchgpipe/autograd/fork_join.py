@@ -11,9 +11,9 @@
 Backward runs the node that made ``a`` only after the nodes that ``b'`` goes to. The gradient of the
 phony is None, which orders the two functions on the host and makes no stream wait for another.
 
-A fork is a view of the tensor, and its phony a copy of an empty view of the fork. Autograd passes
-through both without calling Python, for which all of its threads would have to queue. The empty
-view alone would keep the memory of the tensor until the last cell has been computed. The view is
+A fork is a view of the tensor, and its phony a copy of no element of the fork. Autograd passes
+through both without calling Python, for which all of its threads would have to queue. An empty view
+would keep the memory of the tensor until the last cell has been computed. The fork is
 made by ``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as``
 hands on a view, and autograd does not add another gradient to a view in place.
 """
@@ -53,11 +53,11 @@ def fork(input: Value) -> tuple[Value, Tensor]:
         if tensor.requires_grad and torch.is_grad_enabled() and is_dense(tensor):
             # guard: gradient of a fork
             tensors[k] = tensor.expand_as(tensor)
-            phonies.append(tensors[k].as_strided((0,), (1,)))
+            # guard: memory of a phony
+            phonies.append(torch.as_strided_copy(tensors[k], (0,), (1,)))
     if not phonies:
         return input, get_phony(tensors[0].device, requires_grad=False)
-    # guard: memory of a phony
-    return like(input, tensors), torch.cat(phonies)
+    return like(input, tensors), phonies[0] if len(phonies) == 1 else torch.cat(phonies)
 
 
 def join(input: Value, *phonies: Tensor) -> Value:
