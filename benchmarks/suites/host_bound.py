@@ -69,7 +69,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     options.set_defaults(rivals=["ours"])
     options.add_argument("--seconds", type=float, default=0.3, help="of a setting, at least")
     options.add_argument("--steps", type=at_least(1), default=2, help="of a setting, at least")
-    return options.parse_args(argv)
+    chosen = options.parse_args(argv)
+    if "cuda" in chosen.devices and not torch.cuda.is_available():
+        options.error("there must be a GPU that CUDA knows (devices: cuda); take other --devices")
+    return chosen
 
 
 def measure(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.suites.host_bound import bound, parsed, shown, spread, summarise
@@ -62,6 +63,13 @@ def test_default_models_have_all_modes():
     assert options.rivals == ["ours"]
     assert options.modes == ("inference", "never", "except_last", "always")
     assert {"tiny layers", "gpt", "unet", "resnet101", "amoebanetd"} == {*options.models}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys):
+    with pytest.raises(SystemExit):
+        parsed(["--devices", "cuda"])
+    assert "there must be a GPU that CUDA knows (devices: cuda)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
