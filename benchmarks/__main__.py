@@ -11,6 +11,7 @@ from pathlib import Path
 #: Names of the commands. The ``main`` of a command's module takes its arguments.
 NAMES = (
     "ablation",
+    "host_bound",
     "memory",
     "one_gpu",
     "overhead",

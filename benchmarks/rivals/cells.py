@@ -31,7 +31,7 @@ class Cells:
 
     def __init__(self, library: Library, n: int, m: int, mode: str, kind: str) -> None:
         torch.manual_seed(0)
-        layers = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(n)])
+        layers = tiny(n)
         self.layers = nn.Sequential(*layers)
         self.devices = library.devices[:n]
         self.kind = kind
@@ -84,16 +84,39 @@ class Cells:
         Returns:
             The least and the median microseconds per cell of either.
         """
-        times: dict[str, list[float]] = {"plain": [], "pipeline": []}
-        end = perf_counter() + seconds
-        while len(times["plain"]) < 3 or perf_counter() < end:
-            times["plain"].append(self.step(self.plain))
-            times["pipeline"].append(self.step(self.pipeline))
-        scale = 1e6 / (len(self.devices) * len(self.micro_batches))
-        return {
-            name: {
-                "min": round(scale * min(found), 3),
-                "median": round(scale * median(found), 3),
-            }
-            for name, found in times.items()
+        steps = {
+            "plain": lambda: self.step(self.plain),
+            "pipeline": lambda: self.step(self.pipeline),
         }
+        return in_turn(steps, seconds, len(self.devices) * len(self.micro_batches))
+
+
+def tiny(n: int) -> nn.Sequential:
+    """Make ``n`` layers for which only the host takes time."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(n)])
+
+
+def in_turn(
+    steps: dict[str, Callable[[], float]], seconds: float, cells: int, least: int = 3
+) -> dict[str, dict[str, float]]:
+    """Take steps of each kind in turn.
+
+    Args:
+        steps: functions that take a step and return its seconds, by name.
+        seconds: after which to stop.
+        cells: number of cells in a step.
+        least: number of steps of each kind, however long they take.
+
+    Returns:
+        The least and the median microseconds per cell of each kind.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    end = perf_counter() + seconds
+    while len(times[next(iter(times))]) < least or perf_counter() < end:
+        for name, step in steps.items():
+            times[name].append(step())
+    scale = 1e6 / cells
+    return {
+        name: {"min": round(scale * min(found), 3), "median": round(scale * median(found), 3)}
+        for name, found in times.items()
+    }

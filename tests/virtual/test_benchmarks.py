@@ -23,6 +23,17 @@ def test_overhead(tmp_path):
     assert [list(row["rivals"]) for row in result["rows"]] == [["ours"]] * 7
 
 
+def test_host_bound(tmp_path):
+    path = tmp_path / "host.json"
+    few = ["--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--devices", "virtual"]
+    command.main(["host_bound", *few, "--models", "tiny layers", "--output", str(path)])
+    result = json.loads(path.read_text("utf-8"))
+    assert not result["left_out"]
+    modes = [row["mode"] for row in result["rows"]]
+    assert modes == ["inference", "never", "except_last", "always"]
+    assert all(row["rivals"]["ours"]["pipeline"]["min"] > 0 for row in result["rows"])
+
+
 def test_one_gpu(tmp_path):
     path = tmp_path / "one.json"
     one_gpu.main(["--device", "virtual", "--repeat", "1", "--output", str(path)])

@@ -1,0 +1,88 @@
+"""The benchmark of the host as a bottleneck, at tiny size, and the bound that it states."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.suites.host_bound import bound, parsed, shown, spread, summarise
+
+pytestmark = pytest.mark.usefixtures("prompt")
+
+
+def makespan(m, n, host, device):
+    """Time of a forward, where one thread issues a cell after another in the order of ticks."""
+    issued, free, done = 0.0, [0.0] * n, {}
+    for k in range(m + n - 1):
+        for j in range(max(0, k - m + 1), min(n, k + 1)):
+            issued += host
+            start = max(issued, free[j], done.get((k - j, j - 1), 0))
+            free[j] = done[k - j, j] = start + device
+    return max(free)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("m", [1, 8, 64])
+def test_from_the_bound_on_devices_never_wait_for_the_host(m, n):
+    host = 0.25
+    least = bound(n, {"pipeline": {"min": 1e3 * host}})
+    for device in (least, 2 * least):
+        # The first cell must be issued; after that the host is ahead.
+        assert makespan(m, n, host, device) == host + (m + n - 1) * device
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_below_the_bound_devices_wait_for_the_host(n):
+    m, host = 64, 0.25
+    device = 0.9 * n * host
+    assert makespan(m, n, host, device) > host + (m + n - 1) * device
+    assert makespan(m, n, host, device / 2) == pytest.approx(m * n * host, rel=0.1)
+
+
+def test_host_bound(tmp_path, capsys):
+    path = tmp_path / "host.json"
+    few = ["--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--devices", "cpu"]
+    few += ["--models", "tiny layers", "gpt", "--modes", "inference", "always"]
+    few += ["--against", f"none={tmp_path}"]
+    assert main(["host_bound", *few, "--output", str(path)]) == 0
+    result = json.loads(path.read_text("utf-8"))
+    assert [(row["model"], row["mode"]) for row in result["rows"]] == [
+        (model, mode) for model in ("tiny layers", "gpt") for mode in ("inference", "always")
+    ]
+    text = capsys.readouterr().out
+    for row in result["rows"]:
+        assert {"plain", "pipeline"} == row["rivals"]["ours"].keys()
+        least = bound(row["n"], row["rivals"]["ours"])
+        assert f"| {shown(least)} |".replace(" ", "") in text.replace(" ", "")
+    assert list(result["left_out"]) == ["none on cpu"]
+
+
+def test_default_models_have_all_modes():
+    options = parsed([])
+    assert options.rivals == ["ours"]
+    assert options.modes == ("inference", "never", "except_last", "always")
+    assert {"tiny layers", "gpt", "unet", "resnet101", "amoebanetd"} == {*options.models}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys):
+    with pytest.raises(SystemExit):
+        parsed(["--devices", "cuda"])
+    assert "there must be a GPU that CUDA knows (devices: cuda)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [([], None), ([0.123], "0.12"), ([45.6, 1.26], "1.3 to 46"), ([3, 1, 2], "1 to 3")],
+)
+def test_spread(bounds, text):
+    assert spread(bounds) == text
+
+
+def test_without_ours():
+    row = {"model": "gpt", "n": 2, "mode": "never", "device": "cpu"}
+    found = {"pipeline": {"min": 3000.0}, "plain": {"min": 1000.0}}
+    summary = summarise({"m": 8, "rows": [{**row, "rivals": {"0.0.7": found}}]})
+    assert summary.tables[0].rows == [["gpt", 2, None]]
+    assert summary.more[0].rows == [["gpt", 2, "never", "cpu", "0.0.7", "3000", "1000", "6"]]
