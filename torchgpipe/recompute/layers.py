@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """What a second run finds in the layers, to be put back behind it."""
+    """The state that a second run replaces, and that is put back when it is over."""
 
     found: Found
     #: The running statistics of norms: table, name and buffer.
