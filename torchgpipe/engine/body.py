@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.recompute.buffers import Copy
@@ -59,9 +59,12 @@ class Body:
         """
         # Parts that share memory may be on different devices later, where they do not share it any
         # more. So a change in place of one that shares memory is an error wherever it is.
-        # guard: letting go of what is watched
-        counters = [counter_of(x) for part in batch.shared for x in batch.parts.get(part, ())]
-        versions = [version_of(x) for x in counters]
+        counters: list[Tensor] = []
+        versions: list[int] = []
+        if batch.shared:
+            # guard: letting go of what is watched
+            counters = [counter_of(x) for part in batch.shared for x in batch.parts.get(part, ())]
+            versions = [version_of(x) for x in counters]
         if self.in_place:
             if VALUE not in batch.shared:
                 if self.state or self.first:
@@ -79,7 +82,7 @@ class Body:
             output = value.call(self.layers)
             if tracker.values:
                 output = output.with_skips(tracker.parts())
-        if versions != [version_of(x) for x in counters]:
+        if counters and versions != [version_of(x) for x in counters]:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):
             output.shared |= {VALUE}

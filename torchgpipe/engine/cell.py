@@ -92,13 +92,13 @@ class Cell:
         # guard: letting go of the input
         batch = batch.take()
         with use_stream(self.stream), self.note:
-            for lane, parts in self._by_lane(self.arriving):
+            for lane, parts in self._by_lane(self.arriving) if self.arriving else ():
                 # guard: lane of arriving Wait
                 batch = batch.map(partial(wait, lane, self.stream), parts)
             with step.numbers.of(self.i, step.stages.devices[self.j]):
                 batch = step.context.run(run, batch)
             clones: dict[int, Tensor] = {}
-            for lane, parts in self._by_lane(self.departing):
+            for lane, parts in self._by_lane(self.departing) if self.departing else ():
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
         if self.departing:
