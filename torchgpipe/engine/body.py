@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
+from torchgpipe.ambient.backward import Visit, is_worth_a_visit
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.layers import LayersState
@@ -73,10 +75,13 @@ class Body:
                 raise _changed(batch)
         # From here on only the tracker holds a skip, until it is popped.
         tracker = SkipTracker.of(batch)
+        visit = self._visit(batch, tracker)
         value = batch.take().with_skips({})
         # guard: a partition at a time
-        with self.lock, self._around(copies), use_skip_tracker(tracker):
+        with self.lock, self._around(copies), use_skip_tracker(tracker), visit or nullcontext():
             output = value.call(self.layers)
+            if visit is not None:
+                visit.visit(list(output))
             if tracker.values:
                 output = output.with_skips(tracker.parts())
         if versions != [version_of(x) for x in counters]:
@@ -84,6 +89,13 @@ class Body:
         if VALUE in value.shared and output.aliases(value):
             output.shared |= {VALUE}
         return output
+
+    def _visit(self, batch: Batch, tracker: SkipTracker) -> Visit | None:
+        """A visit, which adds notes to what backward will raise, if it is worth its time."""
+        # The graph of a second run is thrown away.
+        if torch.is_grad_enabled() and not is_recomputing() and is_worth_a_visit(self.layers):
+            return Visit(self.layers, batch, lambda: list(tracker.values.values()))
+        return None
 
     def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""
