@@ -9,6 +9,11 @@ from tests.virtual.mutants import DROP
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
 TESTS = {
+    "graph met again": (
+        "behaviour.test_backward_notes",
+        "test_graph_of_another_micro_batch",
+        {},
+    ),
     "limit": ("virtual.test_limit", "test_the_limit", {"n": 4, "m": 8}),
     "many": ("virtual.test_limit", "test_more_micro_batches_than_streams", {}),
     "few streams": (
@@ -413,6 +418,7 @@ MUTANTS = {
         (" if type(module).forward.__module__ in NORMS else ()", ""),
         "norm",
     ),
+    "the note of the first cell": (('"apply" in vars(node)', "False"), "graph met again"),
     "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
     "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
     "versions of what is kept": (

@@ -10,6 +10,7 @@ from torch import nn
 # All of its tests, with other places.
 from tests.behaviour.test_failures import *  # noqa: F403
 from tests.behaviour.test_failures import WIDTH
+from tests.support.helpers import MODES, Apply, note_of
 from torchgpipe import GPipe
 
 
@@ -95,3 +96,44 @@ def test_a_graph_holds_no_other_partitions(devices):
     del model, layers
     gc.collect()
     assert torch.accelerator.memory_allocated(devices[0]) == before
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.error is not None:
+            raise ctx.error
+        return grad, None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_error_of_a_function_in_a_thread_of_a_device(devices, mode):
+    """The middle layer fails in the backward of one micro-batch, and the next step is right."""
+    error = ArithmeticError("x")
+    waiting = [None, error, None]
+    layers = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        Apply(lambda x: FailsInBackward.apply(x, waiting.pop(0) if waiting else None)),
+        nn.Linear(WIDTH, WIDTH),
+    )
+    model = GPipe(layers, [1, 1, 1], devices=devices[:3], chunks=3, checkpoint="never")
+    x = torch.rand(3, WIDTH, device=devices[0])
+    with pytest.raises(ArithmeticError) as caught:
+        model(x).sum().backward()
+    assert caught.value is error
+    expected = "raised in partition 1, micro-batch 1, layer 1 (Apply), in its backward"
+    assert note_of(error) == expected
+    model.zero_grad()
+    model.checkpoint = mode
+    model(x).sum().backward()
+    found = [parameter.grad.cpu() for parameter in model.parameters()]
+    model.zero_grad()
+    # The plain layers, with the copies between devices.
+    y = layers[0](x).to(devices[2])
+    layers[2](y).sum().backward()
+    torch.testing.assert_close(found, [parameter.grad.cpu() for parameter in model.parameters()])

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from torchgpipe.ambient.thread import registered
 
@@ -23,6 +24,10 @@ class Layer(threading.local):
     kind: str | None = None
     #: A function to call when a layer has run.
     then: Callable[[], None] | None = None
+    #: A function to call with the output of a layer, before ``then``.
+    visit: Callable[[Any], None] | None = None
+    #: The note of the innermost ``noted``.
+    note = ""
 
 
 layer = registered(Layer())
@@ -38,7 +43,8 @@ class noted:
         self.note = note
 
     def __enter__(self) -> None:
-        self.outer, layer.name = layer.name, None
+        self.outer, layer.name = (layer.name, layer.note), None
+        layer.note = self.note
 
     def __exit__(
         self,
@@ -46,7 +52,8 @@ class noted:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        name, layer.name = layer.name, self.outer
+        name = layer.name
+        layer.name, layer.note = self.outer
         if error is not None:
             # An exception that takes no notes stays without one.
             with suppress(Exception):
@@ -65,6 +72,12 @@ def add_note(error: BaseException, note: str) -> None:
         cause.__context__ = error.__context__
         cause.__suppress_context__ = error.__suppress_context__
         error.__cause__ = cause
+
+
+def is_noted(error: BaseException) -> bool:
+    """Whether an exception bears a note with a partition already."""
+    notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "args", ())]
+    return any(str(note).startswith("raised in partition") for note in notes)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

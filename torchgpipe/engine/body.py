@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.backward import Visit, is_worth_a_visit
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.layers import LayersState
@@ -30,7 +32,7 @@ class Body:
         first: whether this is the first partition.
     """
 
-    __slots__ = ("first", "in_place", "layers", "lock", "state")
+    __slots__ = ("first", "in_place", "layers", "lock", "state", "visited")
 
     def __init__(
         self,
@@ -45,6 +47,8 @@ class Body:
         self.first = first
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
+        #: Whether first runs add notes to what functions of the layers may raise in backward.
+        self.visited = torch.is_grad_enabled() and is_worth_a_visit(layers)
 
     def run(self, batch: Batch, copies: list[Copy] | None = None) -> Batch:
         """Run the layers on a micro-batch.
@@ -76,10 +80,16 @@ class Body:
                 raise _changed(batch)
         # From here on only the tracker holds a skip, until it is popped.
         tracker = SkipTracker.of(batch)
+        visit = self._visit(batch, tracker) if self.visited else None
         value = batch.take().with_skips({})
         # guard: a partition at a time
         with self.lock, self._around(copies), use_skip_tracker(tracker):
-            output = value.call(self.layers)
+            if visit is None:
+                output = value.call(self.layers)
+            else:
+                with visit:
+                    output = value.call(self.layers)
+                    visit.visit(list(output))
             if tracker.values:
                 output = output.with_skips(tracker.parts())
         if counters and versions != [version_of(x) for x in counters]:
@@ -87,6 +97,12 @@ class Body:
         if VALUE in value.shared and output.aliases(value):
             output.shared |= {VALUE}
         return output
+
+    def _visit(self, batch: Batch, tracker: SkipTracker) -> Visit | None:
+        """A visit of the graph of a first run; a second run's graph is thrown away."""
+        if is_recomputing():
+            return None
+        return Visit(self.layers, batch, lambda: list(tracker.values.values()))
 
     def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""

@@ -34,12 +34,14 @@ class Partition(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled partition must not depend on what changes from run to run.
-        then = None if is_compiling() else current.then
+        then, visit = (None, None) if is_compiling() else (current.then, current.visit)
         output = None
         for name, layer in self._modules.items():
             assert layer is not None
             current.name, current.kind = name, type(layer).__name__
             output = layer(*args, **kwargs)
+            if visit is not None:
+                visit(output)
             if then is not None:
                 then()
             args, kwargs = (output,), {}

@@ -1,0 +1,212 @@
+"""Exceptions of a layer's own backward name partition, micro-batch and layer."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.helpers import MODES, note_of
+from torchgpipe import GPipe
+from torchgpipe.ambient import backward
+from torchgpipe.skip import pop, skippable, stash
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        if ctx.fail:
+            raise ctx.fail
+        return 2 * x * grad, None
+
+
+class Square(nn.Module):
+    fail = None
+    nodes = ()
+    inner = False
+
+    def forward(self, x):
+        x = x.cos()
+        if self.inner:
+            return checkpoint(lambda y: y.sin(), Fails.apply(x, self.fail), use_reentrant=False)
+        output = Fails.apply(x, self.fail)
+        if output.grad_fn is not None:
+            self.nodes = [*self.nodes, weakref.ref(output.grad_fn)]
+        return output.sin()
+
+
+def made(mode="never", chunks=2):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Square(), nn.Linear(4, 4))
+    return GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=chunks, checkpoint=mode)
+
+
+NOTE = "raised in partition 1, micro-batch 1, layer 2 (Square), in its backward"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inner", [False, True])
+def test_note(mode, inner):
+    """Once the partition has learned, and before, and after an evaluation without gradients."""
+    model = made(mode)
+    model[2].inner = inner
+    with torch.no_grad():
+        model(torch.rand(4, 4))
+    for _ in range(2):
+        model[2].fail = error = ValueError("x")
+        with pytest.raises(ValueError, match="x") as caught:
+            model(torch.rand(4, 4)).sum().backward()
+        assert caught.value is error
+        assert note_of(error) == NOTE
+        model[2].fail = None
+        model(torch.rand(4, 4)).sum().backward()
+
+
+def test_plain_layers_are_visited_once():
+    model = made()
+    model(torch.rand(4, 4)).sum().backward()
+    found = [backward.is_worth_a_visit(x) for x in model.partitions]
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_freed_at_once(mode):
+    model = made(mode)
+    gc.collect()
+    gc.disable()
+    try:
+        for run in range(2):
+            output = model(torch.rand(4, 4)).sum()
+            if run:
+                output.backward()
+            del output
+            assert model[2].nodes
+            assert not any(node() for node in model[2].nodes)
+    finally:
+        gc.enable()
+
+
+def test_two_backwards_note_once():
+    model = made(chunks=1)
+    model[2].fail = error = ValueError("x")
+    output = model(torch.rand(4, 4)).sum()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="x"):
+            output.backward(retain_graph=True)
+    assert note_of(error) == NOTE.replace("micro-batch 1", "micro-batch 0")
+
+
+def test_second_derivative():
+    model, x = made(), torch.rand(4, 4, requires_grad=True)
+    plain = model.module
+    found = []
+    for net in (model, plain):
+        (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_functions_of_the_caller_have_no_note():
+    model = made(chunks=1)
+    error = ValueError("x")
+    x = Fails.apply(torch.rand(4, 4, requires_grad=True), error)
+    with pytest.raises(ValueError, match="x"):
+        model(x).sum().backward()
+    assert not getattr(error, "__notes__", ())
+    assert error.__cause__ is None
+
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return x.tanh() * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled(whole):
+    """A compiled layer is one function of Python; a compiled partition names no layer."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Scale())
+    model = GPipe(layers, [2, 2], devices=["cpu", "cpu"], chunks=2)
+    (model.partitions[1] if whole else model[3]).compile(backend="aot_eager")
+    model(torch.rand(4, 4)).sum().backward()
+    model(torch.rand(4, 4)).sum().backward()
+    assert backward.is_worth_a_visit(model.partitions[1])
+
+
+def test_graph_of_another_micro_batch():
+    """A node that a layer meets again keeps the note of the cell that made it."""
+
+    class Recurrent(nn.Module):
+        before = 0
+        fail = ValueError("x")
+
+        def forward(self, x):
+            x = x + self.before
+            self.before = Fails.apply(x, self.fail)
+            self.fail = None
+            return self.before
+
+    layer = Recurrent()
+    fail = layer.fail
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), layer), [1, 1], devices=["cpu"] * 2, chunks=2)
+    model.checkpoint = "never"
+    with pytest.raises(ValueError, match="x"):
+        model(torch.rand(4, 4)).sum().backward()
+    assert "micro-batch 0" in note_of(fail)
+
+
+def test_skips_within_a_partition():
+    """The layer that stashes is named, and not the one that pops."""
+
+    @skippable(stash=["s"])
+    class Stash(Square):
+        def forward(self, x):
+            yield stash("s", Fails.apply(x, self.fail))
+            return x
+
+    @skippable(pop=["s"])
+    class Pop(nn.Module):
+        def forward(self, x):
+            return x + (yield pop("s"))
+
+    first = Stash()
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), first, Pop()), [3], devices=["cpu"], chunks=1)
+    error = ValueError("x")
+    Square.fail = error
+    try:
+        with pytest.raises(ValueError, match="x"):
+            model(torch.rand(4, 4)).sum().backward()
+    finally:
+        Square.fail = None
+    assert "layer 1 (" in note_of(error)
+
+
+def test_parameters_of_the_caller_have_no_note():
+    model = made(chunks=1)
+    error = ValueError("x")
+    weights = {k: Fails.apply(v, error) for k, v in model.named_parameters()}
+    with pytest.raises(ValueError, match="x"):
+        torch.func.functional_call(model, weights, (torch.rand(4, 4),)).sum().backward()
+    assert not getattr(error, "__notes__", ())
+
+
+def test_error_of_second_run_has_one_note():
+    model = made("always", chunks=1)
+    output = model(torch.rand(4, 4)).sum()
+    error = ValueError("x")
+
+    def fail(*_):
+        raise error
+
+    model[2].forward = fail
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        output.backward()
+    assert "in its backward" not in note_of(caught.value)

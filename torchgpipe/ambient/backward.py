@@ -1,0 +1,106 @@
+"""Notes on exceptions of backward, where a layer has brought a ``torch.autograd.Function``.
+
+The node of such a function is a Python object, and autograd looks its ``apply`` up by name. So an
+attribute of that name stands between the node and what its backward raises. Nodes of C++ look
+nothing up, and what they raise stays without a note.
+
+Visiting each node of each cell would take the host long. So the first cell of a partition that has
+a graph is visited, and later ones only if it had such a node.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from torchgpipe import _torch
+from torchgpipe.ambient.notes import add_note, is_noted, layer
+
+__all__: list[str] = []
+
+#: Whether partitions bring Python nodes, each in training and in evaluation.
+learned: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
+
+
+class Visit:
+    """Visit the nodes that layers add to the graph, within a ``with`` block.
+
+    Args:
+        layers: the partition.
+        inputs: the tensors that it gets, skips included.
+        stashed: a function that returns what layers have stashed so far.
+    """
+
+    def __init__(
+        self, layers: nn.Module, inputs: Iterable[Tensor], stashed: Callable[[], Any]
+    ) -> None:
+        self.layers, self.stashed = layers, stashed
+        #: Nodes that do not belong to the layer that runs next.
+        self.known: set[Node] = {x.grad_fn for x in inputs if x.grad_fn is not None}
+        self.recorded = self.found = False
+
+    def __enter__(self) -> None:
+        self.outer, layer.visit = layer.visit, self.visit
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        layer.visit = self.outer
+        # A traceback holds this object.
+        self.known.clear()
+        if kind is None and self.recorded:
+            learned.setdefault(self.layers, {})[self.layers.training] = self.found
+
+    def visit(self, output: Any) -> None:
+        """Visit the nodes of the layer that has just run, or of layers compiled as one."""
+        leaves = _torch.tree_leaves((output, self.stashed()))
+        waiting = [x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None]
+        if waiting and not self.recorded:
+            self.recorded = True
+            # They are results of the caller's under torch.func.functional_call.
+            for x in (*self.layers.parameters(), *self.layers.buffers()):
+                if x.grad_fn is not None:
+                    self.known.add(x.grad_fn)
+        name = f", layer {layer.name} ({layer.kind})" if layer.name else ""
+        text = f"{layer.note}{name}, in its backward"
+        while waiting:
+            node = waiting.pop()
+            if node in self.known:
+                continue
+            self.known.add(node)
+            if isinstance(node, BackwardCFunction):
+                self.found = True
+                # guard: the note of the first cell
+                if "apply" in vars(node):
+                    continue
+                node.apply = _noting(weakref.ref(node), text)
+            waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def is_worth_a_visit(layers: nn.Module) -> bool:
+    """Whether a partition has brought Python nodes, or nobody knows yet."""
+    return learned.get(layers, {}).get(layers.training, True)
+
+
+def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
+    """The ``apply`` of a node, with a note on what it raises.
+
+    It must not hold the node, which holds it.
+    """
+
+    def apply(*grads: Any) -> Any:
+        this = node()
+        try:
+            return type(this).apply(this, *grads)
+        except BaseException as error:
+            # An exception that takes no notes stays without one, and one of a second run has its.
+            with suppress(Exception):
+                if not is_noted(error):
+                    add_note(error, text)
+            raise
+
+    return apply
