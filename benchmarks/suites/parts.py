@@ -1,8 +1,9 @@
 """Shares of the host's time for a cell, part by part.
 
-Python's profiler watches a step on the CPU, where one thread does all the work. A function in C
-counts for the part that calls it. The profiler makes each call of a Python function dearer, so
-parts of many small functions look larger than they are.
+Python's profiler watches a step on the CPU, where one thread does all the work. With ``--device
+virtual`` it watches a forward with gradients on virtual accelerators, since autograd runs backward
+in threads of its own there. A function in C counts for the part that calls it. The profiler makes
+each call of a Python function dearer, so parts of many small functions look larger than they are.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 
 import torchgpipe
-from benchmarks.command import at_least, output, parser
+from benchmarks.command import add_device, at_least, output, parser
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Chart, Summary, Table
 from benchmarks.rivals.cells import Cells
 from benchmarks.rivals.library import Library
+from torchgpipe import testing
 
 PACKAGE = Path(torchgpipe.__file__).parent
 MODES = ("inference", "never", "except_last", "always")
@@ -65,10 +67,12 @@ def shares(stats: pstats.Stats) -> dict[str, float]:
     return dict(seconds)
 
 
-def measure(mode: str, n: int, m: int, steps: int) -> dict[str, Any]:
+def measure(devices: list[torch.device], mode: str, m: int, steps: int) -> dict[str, Any]:
     """Measure a cell's microseconds without the profiler, and the shares of its parts with it."""
-    kind = "inference" if mode == "inference" else "training"
-    library = Library(torchgpipe.GPipe, [torch.device("cpu")] * n)
+    n = len(devices)
+    recorded = "training" if devices[0].type == "cpu" else "forward"
+    kind = "inference" if mode == "inference" else recorded
+    library = Library(torchgpipe.GPipe, devices)
     cells = Cells(library, n, m, "never" if mode == "inference" else mode, kind)
     least = min(cells.step(cells.pipeline) for _ in range(steps))
     profile = cProfile.Profile()
@@ -103,13 +107,13 @@ def summarise(result: Result) -> Summary:
         [Table(["part", *modes], lines)],
         [
             Chart(
-                "Where a cell's time goes (CPU, n={n}, m={m})".format(**result),
+                "Where a cell's time goes ({place}, n={n}, m={m})".format(**result),
                 "share of a step",
                 parts,
                 {row["mode"]: [row["shares"][part] for part in parts] for row in rows},
             )
         ],
-        "CPU, n={n}, m={m}. Shares under Python's profiler, which makes parts of many small "
+        "{place}, n={n}, m={m}. Shares under Python's profiler, which makes parts of many small "
         "functions look larger; microseconds without it, layers included.".format(**result),
     )
 
@@ -120,10 +124,15 @@ def main(argv: Sequence[str]) -> None:
     options.add_argument("--n", type=at_least(1), default=4, help="partitions")
     options.add_argument("--m", type=at_least(1), default=32, help="micro-batches")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="checkpoints")
+    add_device(options, "cpu", "virtual")
     options.add_argument("--steps", type=at_least(1), default=30, help="of each mode, twice")
     chosen = options.parse_args(argv)
     torch.set_num_threads(1)
-    result = head("parts", argv, n=chosen.n, m=chosen.m)
+    n, virtual = chosen.n, chosen.device == "virtual"
+    devices = testing.load()[:n] if virtual else [torch.device("cpu")] * n
+    place = "Virtual accelerators, forward" if virtual else "CPU"
+    result = head("parts", argv, n=n, m=chosen.m, place=place)
     modes = progress(chosen.modes, "parts", "mode")
-    rows = [measure(mode, chosen.n, chosen.m, chosen.steps) for mode in modes]
-    publish(output(chosen, "parts"), result, rows, summarise)
+    rows = [measure(devices, mode, chosen.m, chosen.steps) for mode in modes]
+    name = "parts_virtual" if virtual else "parts"
+    publish(output(chosen, name), result, rows, summarise)

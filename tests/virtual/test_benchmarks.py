@@ -74,3 +74,13 @@ def test_speed_of_nobody(capsys):
     with pytest.raises(SystemExit):
         command.main(["speed", "--device", "virtual", "--rivals", "accumulation"])
     assert "name ours or 0.0.7" in capsys.readouterr().err
+
+
+def test_parts(tmp_path):
+    path = tmp_path / "parts.json"
+    few = ["--n", "2", "--m", "2", "--steps", "1", "--modes", "never"]
+    command.main(["parts", "--device", "virtual", *few, "--output", str(path)])
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    # Nothing comes from one device to another on the CPU.
+    assert row["shares"]["autograd functions"] > 0
+    assert "Virtual accelerators" in path.with_suffix(".md").read_text("utf-8")
