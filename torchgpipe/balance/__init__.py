@@ -18,6 +18,7 @@ from torchgpipe.ambient.notes import add_note
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.profile import MISSING, profile_layers
 from torchgpipe.devices.streams import Device
+from torchgpipe.partition.arguments import positive_int
 from torchgpipe.partition.split import verify_module
 
 __all__ = ["balance_by_time", "balance_by_size"]
@@ -62,7 +63,7 @@ def balance_by_time(
         ValueError: there are fewer layers than partitions, or no layer takes any time.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
-    _verify(partitions, module)
+    partitions = _verified(partitions, module)
     found = profile_layers(
         module,
         sample,
@@ -124,7 +125,7 @@ def balance_by_size(
         ValueError: there are fewer layers than partitions.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
-    _verify(partitions, module)
+    partitions = _verified(partitions, module)
     if not param_scale >= 0:
         raise ValueError(
             "param_scale must not be negative, since it is how many times its own memory a "
@@ -156,10 +157,17 @@ def balance_by_size(
     )
 
 
-def _verify(partitions: int, module: nn.Sequential) -> None:
-    # Before any time is spent on measuring.
+def _verified(partitions: Any, module: nn.Sequential) -> int:
+    """The number of partitions as an integer, before any time is spent on measuring."""
     verify_module(module)
-    _balance([0.0] * len(module), partitions)
+    number = positive_int(partitions)
+    if number is None:
+        raise ValueError(
+            "partitions must be a positive integer "
+            f"(partitions: {partitions!r}); one partition takes all layers"
+        )
+    _balance([0.0] * len(module), number)
+    return number
 
 
 def _balance(costs: list[float], partitions: int) -> list[int]:

@@ -141,11 +141,16 @@ def profile_layers(
         A row for each layer. Print it, or keep it with :meth:`Profile.to_json`.
 
     Raises:
-        TypeError: the module could not be wrapped, or there is no input.
+        TypeError: the module could not be wrapped, or there is no input, or args is no tuple.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
     verify_module(module)
     verify_skippables(module)
+    if not isinstance(args, list | tuple):
+        raise TypeError(
+            "args must be a tuple of the arguments of the first layer "
+            f"(args: {type(args).__name__}); pass one argument as the sample, several as args=(...)"
+        )
     args = args if sample is MISSING else (sample, *args)
     if not (args or kwargs):
         raise TypeError(

@@ -139,6 +139,19 @@ def test_first_layer_with_several_arguments(balance):
     assert balance(2, module, a, args=(b,), kwargs={"scale": 2}, device="cpu") == [1, 1]
     with pytest.raises(TypeError, match="must be an input of the first layer"):
         balance(2, module, device="cpu")
+    with pytest.raises(TypeError, match=r"args must be a tuple .*\(args: Tensor\)"):
+        balance(2, module, args=a, device="cpu")
+
+
+@pytest.mark.parametrize("balance", [partial(balance_by_time, timeout=0), balance_by_size])
+def test_integral_number_of_partitions(balance):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    sample = torch.rand(4, 3)
+    for partitions in (4 / 2, torch.tensor(2)):
+        assert balance(partitions, module, sample, device="cpu") == [1, 1]
+    for partitions in (1.5, 0, True, "2"):
+        with pytest.raises(ValueError, match="partitions must be a positive integer"):
+            balance(partitions, module, sample, device="cpu")
 
 
 @pytest.mark.parametrize("balance", [partial(balance_by_time, timeout=0), balance_by_size])
