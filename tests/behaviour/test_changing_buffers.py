@@ -239,3 +239,28 @@ def test_lazy_layers_can_be_verified(mode, rows, device):
         with verify_recomputation():
             model(rows).sum().backward()
         assert module[1].num_batches_tracked == M * step
+
+
+def test_buffer_that_a_layer_of_another_partition_reads(rows, device):
+    """With one micro-batch the reader never sees the buffer change, and nobody is warned."""
+
+    class Reader(nn.Module):
+        def __init__(self, average):
+            super().__init__()
+            self.register_buffer("average", average)
+
+        def forward(self, x):
+            return (x * self.average.clone()).tanh()
+
+    changes = Average("in place")
+    layers = [nn.Linear(4, 4), changes, Reader(changes.average), nn.Linear(4, 4)]
+    module = nn.Sequential(*layers).to(device)
+    model = wrap(copy.deepcopy(module), device, "always", balance=[2, 2])
+    model.chunks = 1
+    reference = copy.deepcopy(module)
+    for _ in range(3):
+        for net in (reference, model):
+            net.zero_grad()
+            net(rows).sum().backward()
+        same_gradients(reference, model)
+        same_buffers(reference, model.module)

@@ -82,6 +82,8 @@ class Buffers:
                 self._changing.append(place)
             else:
                 self._quiet.append(_seen(place))
+        #: The buffers of which nothing is known, as the step finds them.
+        self._begun = [_seen(place) for place in self._unknown]
         #: Whether first runs have anything to copy, or to learn.
         self.any = bool(self._changing or self._unknown)
 
@@ -125,6 +127,10 @@ class Buffers:
         for seen in self._watched or ():
             # Without the values, which belong to the stream of the partition.
             self._note(seen.place, seen._replace(copy=None).is_changed)
+        for seen in self._begun if self._watched is not None else ():
+            # A layer of an earlier partition may share the buffer, and have changed it.
+            if seen.is_changed:
+                self._note(seen.place, True)
         self._watched = []
         for seen in self._quiet:
             if seen.is_changed:
