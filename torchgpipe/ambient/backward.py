@@ -38,7 +38,7 @@ class Visit:
     """
 
     def __init__(
-        self, layers: nn.Module, inputs: Iterable[Tensor], stashed: Callable[[], Any]
+        self, layers: nn.Module, inputs: Iterable[Tensor], stashed: Callable[[], Iterable[Any]]
     ) -> None:
         self.layers, self.stashed = layers, stashed
         #: Nodes that do not belong to the layer that runs next.
@@ -55,10 +55,10 @@ class Visit:
         if kind is None and self.recorded:
             learned.setdefault(self.layers, {})[self.layers.training] = self.found
 
-    def visit(self, output: Any) -> None:
+    def visit(self, *outputs: Any) -> None:
         """Visit the nodes of the layer that has just run, or of layers compiled as one."""
-        leaves = _torch.tree_leaves((output, self.stashed()))
-        waiting = [x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None]
+        tensors = [x for value in (*outputs, *self.stashed()) for x in _tensors(value)]
+        waiting = [x.grad_fn for x in tensors if x.grad_fn is not None]
         if waiting and not self.recorded:
             self.recorded = True
             # They are results of the caller's under torch.func.functional_call.
@@ -79,6 +79,12 @@ class Visit:
                     continue
                 node.apply = _noting(weakref.ref(node), text)
             waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for x in _torch.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def is_worth_a_visit(layers: nn.Module) -> bool:

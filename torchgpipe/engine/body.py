@@ -89,7 +89,7 @@ class Body:
             else:
                 with visit:
                     output = value.call(self.layers)
-                    visit.visit(list(output))
+                    visit.visit(*output)
             if tracker.values:
                 output = output.with_skips(tracker.parts())
         if counters and versions != [version_of(x) for x in counters]:
@@ -102,7 +102,7 @@ class Body:
         """A visit of the graph of a first run; a second run's graph is thrown away."""
         if is_recomputing():
             return None
-        return Visit(self.layers, batch, lambda: list(tracker.values.values()))
+        return Visit(self.layers, batch, tracker.values.values)
 
     def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""
