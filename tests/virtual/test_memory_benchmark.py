@@ -47,7 +47,7 @@ def known(monkeypatch):
         return nn.Sequential(Bias(), *[nn.Tanh() for _ in range(7)])
 
     monkeypatch.setattr("benchmarks.models.known", known, raising=False)
-    # An exception and the frames of its traceback hold each other, and the tensors of earlier tests.
+    # An exception and the frames of its traceback hold each other, and tensors of earlier tests.
     gc.collect()
 
 
