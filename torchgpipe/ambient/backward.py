@@ -35,12 +35,17 @@ class Visit:
         layers: the partition.
         inputs: the tensors that it gets, skips included.
         stashed: a function that returns what layers have stashed so far.
+        note: what to say of the cell.
     """
 
     def __init__(
-        self, layers: nn.Module, inputs: Iterable[Tensor], stashed: Callable[[], Iterable[Any]]
+        self,
+        layers: nn.Module,
+        inputs: Iterable[Tensor],
+        stashed: Callable[[], Iterable[Any]],
+        note: str,
     ) -> None:
-        self.layers, self.stashed = layers, stashed
+        self.layers, self.stashed, self.note = layers, stashed, note
         #: Nodes that do not belong to the layer that runs next.
         self.known: set[Node] = {x.grad_fn for x in inputs if x.grad_fn is not None}
         self.recorded = self.found = False
@@ -66,7 +71,7 @@ class Visit:
                 if x.grad_fn is not None:
                     self.known.add(x.grad_fn)
         name = f", layer {layer.name} ({layer.kind})" if layer.name else ""
-        text = f"{layer.note}{name}, in its backward"
+        text = f"{self.note}{name}, in its backward"
         while waiting:
             node = waiting.pop()
             if node in self.known:

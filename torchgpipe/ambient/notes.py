@@ -26,8 +26,6 @@ class Layer(threading.local):
     then: Callable[[], None] | None = None
     #: A function to call with the output of a layer, before ``then``.
     visit: Callable[[Any], None] | None = None
-    #: The note of the innermost ``noted``.
-    note = ""
 
 
 layer = registered(Layer())
@@ -43,8 +41,7 @@ class noted:
         self.note = note
 
     def __enter__(self) -> None:
-        self.outer, layer.name = (layer.name, layer.note), None
-        layer.note = self.note
+        self.outer, layer.name = layer.name, None
 
     def __exit__(
         self,
@@ -52,8 +49,7 @@ class noted:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        name = layer.name
-        layer.name, layer.note = self.outer
+        name, layer.name = layer.name, self.outer
         if error is not None:
             # An exception that takes no notes stays without one.
             with suppress(Exception):

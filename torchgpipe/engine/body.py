@@ -50,13 +50,15 @@ class Body:
         #: Whether first runs add notes to what functions of the layers may raise in backward.
         self.visited = torch.is_grad_enabled() and is_worth_a_visit(layers)
 
-    def run(self, batch: Batch, copies: list[Copy] | None = None) -> Batch:
+    def run(self, batch: Batch, copies: list[Copy] | None = None, note: str = "") -> Batch:
         """Run the layers on a micro-batch.
 
         Args:
             batch: the micro-batch.
             copies: where buffers may change under checkpointing, an empty list for the first run,
                 which puts copies of buffers there; the same list for the second run.
+            note: what to say of the cell if a function of the layers raises in backward; nothing
+                for layers that have none.
 
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
@@ -80,7 +82,7 @@ class Body:
                 raise _changed(batch)
         # From here on only the tracker holds a skip, until it is popped.
         tracker = SkipTracker.of(batch)
-        visit = self._visit(batch, tracker) if self.visited else None
+        visit = self._visit(batch, tracker, note) if note else None
         value = batch.take().with_skips({})
         # guard: a partition at a time
         with self.lock, self._around(copies), use_skip_tracker(tracker):
@@ -98,11 +100,11 @@ class Body:
             output.shared |= {VALUE}
         return output
 
-    def _visit(self, batch: Batch, tracker: SkipTracker) -> Visit | None:
+    def _visit(self, batch: Batch, tracker: SkipTracker, note: str) -> Visit | None:
         """A visit of the graph of a first run; a second run's graph is thrown away."""
         if is_recomputing():
             return None
-        return Visit(self.layers, batch, tracker.values.values)
+        return Visit(self.layers, batch, tracker.values.values, note)
 
     def _around(self, copies: list[Copy] | None) -> AbstractContextManager[None]:
         """A context manager for the state of the layers, in this run."""

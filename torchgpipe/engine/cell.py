@@ -87,11 +87,16 @@ class Cell:
             BaseException: what a layer raised, with a note that names the cell.
         """
         step = self.step
-        checkpoint = self._new_checkpoint() if self.i < step.checkpointed else None
-        run = checkpoint.forward if checkpoint else self.body.run
+        note = self.note
+        run: Callable[..., Batch] = self.body.run
+        if self.body.visited:
+            run = partial(run, note=note.note)
+        checkpoint = self._new_checkpoint(run, note) if self.i < step.checkpointed else None
+        if checkpoint:
+            run = checkpoint.forward
         # guard: letting go of the input
         batch = batch.take()
-        with use_stream(self.stream), self.note:
+        with use_stream(self.stream), note:
             for lane, parts in self._by_lane(self.arriving) if self.arriving else ():
                 # guard: lane of arriving Wait
                 batch = batch.map(partial(wait, lane, self.stream), parts)
@@ -148,17 +153,17 @@ class Cell:
         """Context manager that adds a note with this cell to exceptions."""
         return noted(f"raised in partition {self.j}, micro-batch {self.i}")
 
-    def _new_checkpoint(self) -> Checkpoint:
+    def _new_checkpoint(self, run: Callable[..., Batch], note: noted) -> Checkpoint:
         state = self.body.state
         assert state is not None
-        run = self.body.run
         return Checkpoint(
             partial(run, copies=[]) if state.buffers.any else run,
             self.step.context,
             self.stream,
-            self.note,
+            note,
             state.lasting,
             state.always_calls,
+            state.shapes,
         )
 
     def _on_lanes(self, batch: Batch, departing: Function, staying: Function | None) -> Batch:

@@ -80,6 +80,7 @@ class Checkpoint:
         lasting: the identities of tensors that exist anyway, as weights do. These tensors, and
             views of them, are neither dropped nor recomputed.
         whole: whether a second run always goes to its end.
+        shapes: the shapes of what other checkpoints have dropped, to which this one adds its own.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Checkpoint:
         within: AbstractContextManager[None],
         lasting: Set[int] = frozenset(),
         whole: bool = False,
+        shapes: dict[torch.Size, torch.Size] | None = None,
     ) -> None:
         self.function = function
         self.context = context
@@ -103,7 +105,7 @@ class Checkpoint:
         self.kept = Kept()
         #: How a slot is made for a tensor that is dropped.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
-        self.shapes: dict[torch.Size, torch.Size] = {}
+        self.shapes = {} if shapes is None else shapes
         #: The identities of the input's tensors, while no other tensor can have them.
         self.inputs: set[int] = set()
         self.stored: tuple[StoredInput, FirstNumbers] | None = None

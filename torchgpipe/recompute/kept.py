@@ -23,6 +23,8 @@ __all__: list[str] = []
 
 _version = attrgetter("_version")
 
+_NONE: frozenset[int] = frozenset()
+
 
 class Kept:
     """The tensors that the layers of one cell save, and that exist anyway."""
@@ -36,10 +38,10 @@ class Kept:
         #: Likewise, the layer that saved the tensor first.
         self.layers: dict[int, str | None] = {}
         #: The tensors that several layers have saved.
-        self._several: set[int] = set()
+        self._several = _NONE
         #: The versions when the layers had run.
-        self._after: list[int] = []
-        self._changed_by_others: set[int] = set()
+        self._after: tuple[int, ...] = ()
+        self._changed_by_others = _NONE
 
     def add(self, tensor: Tensor) -> Tensor:
         """Take note of a tensor that a layer saves; return what autograd shall hold instead."""
@@ -49,25 +51,26 @@ class Kept:
             tensor = tensor.detach()
             self.versions[id(tensor)] = version
         if self.layers.setdefault(id(tensor), current.name) != current.name:
-            self._several.add(id(tensor))
+            self._several |= {id(tensor)}
         self.tensors.append(tensor)
         return tensor
 
     def close(self) -> None:
         """Take note of the versions when the layers have run."""
-        self._after = [*map(_version, self.tensors)]
+        self._after = tuple(map(_version, self.tensors))
 
     @property
     def changed(self) -> bool:
         """Whether the layers changed a tensor in place after they had saved it."""
-        return self._after != [*map(self.versions.get, map(id, self.tensors))]
+        return self._after != tuple(map(self.versions.get, map(id, self.tensors)))
 
     def open(self) -> None:
         """Prepare for the second run, in which the layers may change their own tensors again."""
-        now = [*map(_version, self.tensors)]
+        now = tuple(map(_version, self.tensors))
         if now != self._after:
             pairs = zip(self.tensors, now, self._after)
-            self._changed_by_others = {id(x) for x, found, after in pairs if found != after}
+            changed = [id(x) for x, found, after in pairs if found != after]
+            self._changed_by_others = frozenset(changed)
 
     def verify_like(self, kept: Tensor, tensor: Tensor) -> None:
         """Check that a tensor that a second run saves is like the one that is kept.
@@ -102,7 +105,7 @@ class Kept:
 
     def let_go(self) -> None:
         """Let go of the tensors; only autograd holds them from here on."""
-        self.tensors, self._after = [], []
+        self.tensors.clear()
 
     def modified(self, tensor: Tensor) -> RuntimeError:
         """The error for a tensor that was changed in place since a layer saved it."""

@@ -14,6 +14,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe import _torch
@@ -88,6 +89,8 @@ class LayersState:
         self._copies: list[tuple[dict[str, Any], str, Tensor]] | None = None
         #: Whether there are hooks that have to be called even if the layer fails.
         self.always_calls = False
+        #: The shapes of what cells have dropped, each once.
+        self.shapes: dict[torch.Size, torch.Size] = {}
         #: The identities of all parameters and buffers, but for buffers that layers may change.
         self.lasting: set[int] = set()
         others = exchanged(self._modules)

@@ -7,6 +7,6 @@ from torchgpipe.ambient.backward import Visit, is_worth_a_visit
 
 def test_nothing_is_learned_without_a_graph():
     layers = nn.Sequential(nn.ReLU())
-    with Visit(layers, [], list):
+    with Visit(layers, [], list, "note"):
         pass
     assert is_worth_a_visit(layers)
