@@ -210,3 +210,50 @@ def test_error_of_second_run_has_one_note():
     with pytest.raises((ValueError, RuntimeError)) as caught:
         output.backward()
     assert "in its backward" not in note_of(caught.value)
+
+
+def test_graph_that_a_layer_detaches_is_freed_at_once():
+    """Looking for functions keeps nothing alive, in the first step and in later ones."""
+    alive = []
+
+    class Keep(nn.Module):
+        def forward(self, x):
+            output = Fails.apply(x, None)
+            alive.append(weakref.ref(output.grad_fn.saved_tensors[0]))
+            return output
+
+    class Detach(nn.Module):
+        def forward(self, x):
+            return x.detach()
+
+    class Ask(nn.Module):
+        def forward(self, x):
+            found.append(alive[-1]() is not None)
+            return x
+
+    found = []
+    layers = nn.Sequential(nn.Linear(4, 4), Keep(), Detach(), nn.Identity(), Ask(), nn.Linear(4, 4))
+    model = GPipe(layers, [6], devices=["cpu"], chunks=1, checkpoint="never")
+    for _ in range(2):
+        model(torch.rand(4, 4)).sum().backward()
+    assert found == [False, False]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_function_in_some_micro_batches(first):
+    """The function is found in the next step, whichever micro-batch had it."""
+
+    class Sometimes(nn.Module):
+        calls, fail = 0, None
+
+        def forward(self, x):
+            self.calls += 1
+            return Fails.apply(x, self.fail) if self.calls % 2 == first else x * 1
+
+    layers = nn.Sequential(nn.Linear(4, 4), Sometimes())
+    model = GPipe(layers, [2], devices=["cpu"], chunks=2, checkpoint="never")
+    model(torch.rand(4, 4)).sum().backward()
+    model[1].fail = error = ValueError("x")
+    with pytest.raises(ValueError, match="x"):
+        model(torch.rand(4, 4)).sum().backward()
+    assert note_of(error).endswith("layer 1 (Sometimes), in its backward")

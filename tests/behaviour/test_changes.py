@@ -187,3 +187,28 @@ def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode):
     if mode == "always":
         assert "saved by layer: 0" in str(caught.value)
         assert note_of(caught.value) == "raised in partition 0, micro-batch 0"
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+def test_memory_of_a_buffer_replaced_between(mode):
+    """A second run has the buffer that the first run had, in the first step and in later ones."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = GPipe(nn.Sequential(Scale(), nn.Tanh()), [2], devices=["cpu"], chunks=2)
+    model.checkpoint = mode
+    for _ in range(3):
+        x = torch.zeros(4, 1, requires_grad=True)
+        output = model(x)
+        model[0].scale.data = torch.tensor(5.0)
+        output.sum().backward()
+        # Without checkpointing, autograd holds the buffer itself, and so finds its new memory.
+        kept = 2 if mode == "except_last" else 4
+        assert x.grad[:kept].flatten().tolist() == [2.0] * kept
+        model[0].scale.data = torch.tensor(2.0)

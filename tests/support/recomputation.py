@@ -50,14 +50,14 @@ def numbered():
     return torch.arange(M).repeat_interleave(2)[:, None].expand(-1, 2).float().requires_grad_()
 
 
-def forked(function, input, lasting=frozenset()):
+def forked(function, input, lasting=None):
     """Run a checkpoint as a cell does whose output leaves the device."""
     made = Checkpoint(
         lambda batch: batch.call(function),
         Context(),
         current_stream(input.device),
         nullcontext(),
-        lasting,
+        lasting or {},
     )
     (output,), _ = made.trigger(tuple(made.forward(Batch(input))))
     return output

@@ -9,6 +9,11 @@ from tests.virtual.mutants import DROP
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
 TESTS = {
+    "buffer replaced": (
+        "behaviour.test_changes",
+        "test_memory_of_a_buffer_replaced_between",
+        {"mode": "always"},
+    ),
     "graph met again": (
         "behaviour.test_backward_notes",
         "test_graph_of_another_micro_batch",
@@ -419,7 +424,8 @@ MUTANTS = {
         "norm",
     ),
     "the note of the first cell": (('"apply" in vars(node)', "False"), "graph met again"),
-    "keeping what lasts": (("own in self.lasting", "False"), "frozen partitions"),
+    "buffers as they were": ((" if is_parameter else x.detach()", ""), "buffer replaced"),
+    "keeping what lasts": (("self.lasting.get(own)", "None"), "frozen partitions"),
     "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
     "versions of what is kept": (
         ("place._version != self.kept.versions[id(place)]", "False"),

@@ -4,8 +4,8 @@ The node of such a function is a Python object, and autograd looks its ``apply``
 attribute of that name stands between the node and what its backward raises. Nodes of C++ look
 nothing up, and what they raise stays without a note.
 
-Visiting each node of each cell would take the host long. So the first cell of a partition that has
-a graph is visited, and later ones only if it had such a node.
+Visiting each node of each cell would take the host long. So the cells of the first step in which a
+partition has a graph are visited, and those of later steps only if one of these had such a node.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class Visit:
         note: str,
     ) -> None:
         self.layers, self.stashed, self.note = layers, stashed, note
-        #: Nodes that do not belong to the layer that runs next.
+        #: Nodes at which the layer that runs next begins. Others are not kept, since a node keeps
+        #: what it has saved, also if the layers have detached what comes behind it.
         self.known: set[Node] = {x.grad_fn for x in inputs if x.grad_fn is not None}
+        #: Nodes that made the parameters and buffers.
+        self.outside: set[Node] = set()
         self.recorded = self.found = False
 
     def __enter__(self) -> None:
@@ -56,9 +59,11 @@ class Visit:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         layer.visit = self.outer
         # A traceback holds this object.
-        self.known.clear()
+        self.known, self.outside = set(), set()
         if kind is None and self.recorded:
-            learned.setdefault(self.layers, {})[self.layers.training] = self.found
+            known = learned.setdefault(self.layers, {})
+            training = self.layers.training
+            known[training] = known.get(training, False) or self.found
 
     def visit(self, *outputs: Any) -> None:
         """Visit the nodes of the layer that has just run, or of layers compiled as one."""
@@ -66,17 +71,19 @@ class Visit:
         waiting = [x.grad_fn for x in tensors if x.grad_fn is not None]
         if waiting and not self.recorded:
             self.recorded = True
-            # They are results of the caller's under torch.func.functional_call.
+            # Under torch.func.functional_call, parameters may be results of the caller's functions.
             for x in (*self.layers.parameters(), *self.layers.buffers()):
                 if x.grad_fn is not None:
-                    self.known.add(x.grad_fn)
+                    self.outside.add(x.grad_fn)
         name = f", layer {layer.name} ({layer.kind})" if layer.name else ""
         text = f"{self.note}{name}, in its backward"
+        ends = {*waiting}
+        seen = self.known | self.outside
         while waiting:
             node = waiting.pop()
-            if node in self.known:
+            if node in seen:
                 continue
-            self.known.add(node)
+            seen.add(node)
             if isinstance(node, BackwardCFunction):
                 self.found = True
                 # guard: the note of the first cell
@@ -84,6 +91,8 @@ class Visit:
                     continue
                 node.apply = _noting(weakref.ref(node), text)
             waiting += [following for following, _ in node.next_functions if following is not None]
+        if tensors:
+            self.known = ends
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -100,7 +109,7 @@ def is_worth_a_visit(layers: nn.Module) -> bool:
 def _noting(node: Callable[[], Any], text: str) -> Callable[..., Any]:
     """The ``apply`` of a node, with a note on what it raises.
 
-    It must not hold the node, which holds it.
+    The function must not hold the node, since the node holds the function.
     """
 
     def apply(*grads: Any) -> Any:

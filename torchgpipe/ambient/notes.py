@@ -73,7 +73,7 @@ def add_note(error: BaseException, note: str) -> None:
 def is_noted(error: BaseException) -> bool:
     """Whether an exception bears a note with a partition already."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "args", ())]
-    return any(str(note).startswith("raised in partition") for note in notes)
+    return any(isinstance(x, str) and x.startswith("raised in partition") for x in notes)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -33,9 +33,10 @@ the first slot is asked for is early enough.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ from torchgpipe.devices.streams import (
     has_streams,
     use_stream,
 )
-from torchgpipe.recompute.filling import Enough, Filling, Place
+from torchgpipe.recompute.filling import Enough, Filling, Saved
 from torchgpipe.recompute.input import StoredInput
 from torchgpipe.recompute.kept import Kept
 from torchgpipe.recompute.phase import checkpointing, recomputing
@@ -77,8 +78,8 @@ class Checkpoint:
         context: the modes of the caller, for both runs.
         stream: the stream on which the function computes, for both runs.
         within: a context manager to recompute in.
-        lasting: the identities of tensors that exist anyway, as weights do. These tensors, and
-            views of them, are neither dropped nor recomputed.
+        lasting: tensors that exist anyway, as weights do, or aliases of these, by the identities of
+            the tensors. They, and views of them, are neither dropped nor recomputed.
         whole: whether a second run always goes to its end.
         shapes: the shapes of what other checkpoints have dropped, to which this one adds its own.
     """
@@ -89,7 +90,7 @@ class Checkpoint:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        lasting: Set[int] = frozenset(),
+        lasting: Mapping[int, Tensor] = MappingProxyType({}),
         whole: bool = False,
         shapes: dict[torch.Size, torch.Size] | None = None,
     ) -> None:
@@ -100,7 +101,7 @@ class Checkpoint:
         self.lasting = lasting
         self.whole = whole
         #: The places of what the first run saves, in order.
-        self.places: list[Place] = []
+        self.places: list[Saved] = []
         #: The tensors among them that exist anyway.
         self.kept = Kept()
         #: How a slot is made for a tensor that is dropped.
@@ -189,7 +190,7 @@ class Checkpoint:
                 # The graph lives on, and layers or hooks may refer to it.
                 del self.function, self.lasting, self.context
 
-    def _repeat(self, places: Sequence[Place]) -> None:
+    def _repeat(self, places: Sequence[Saved]) -> None:
         assert self.stored is not None
         device = get_device(self.stream)
         if has_streams(device) and _torch.is_multithreading_enabled():
@@ -208,7 +209,7 @@ class Checkpoint:
             with self.context.entered(found), own_casts() if within else nullcontext():
                 holding(numbers.locks, partial(self._fill, places, numbers, again))
 
-    def _fill(self, places: Sequence[Place], numbers: FirstNumbers, again: Batch) -> None:
+    def _fill(self, places: Sequence[Saved], numbers: FirstNumbers, again: Batch) -> None:
         # Layers behind the last dropped tensor need not run again, unless all that the first run
         # did has to be compared. The run is cut short only where that spares computing with
         # weights, since raising an exception takes time, too.
@@ -235,18 +236,19 @@ class Checkpoint:
         for value in compared:
             value.compare()
 
-    def _compared(self, places: Sequence[Place]) -> list[Compared]:
+    def _compared(self, places: Sequence[Saved]) -> list[Compared]:
         if self.dropped is Slot:
             return []
         return [place for place in places if isinstance(place, Compared)]
 
     @uncompiled
-    def _drop(self, tensor: Tensor) -> Place:
+    def _drop(self, tensor: Tensor) -> Saved:
         own, base = id(tensor), tensor._base
-        place: Place
+        place: Saved
         # guard: keeping what lasts
-        if own in self.lasting:
-            place = self.kept.add(tensor)
+        lasting = self.lasting.get(own)
+        if lasting is not None:
+            place = self.kept.add(lasting)
         elif (
             own in self.inputs
             or (base is not None and (id(base) in self.lasting or id(base) in self.inputs))
@@ -263,7 +265,7 @@ class Checkpoint:
         return place
 
     @uncompiled
-    def _unpack(self, place: Place) -> Tensor:
+    def _unpack(self, place: Saved) -> Tensor:
         if not isinstance(place, Slot):
             # guard: versions of what is kept
             if place._version != self.kept.versions[id(place)]:

@@ -16,7 +16,7 @@ from torchgpipe.recompute.slots import Slot, described, mismatch
 __all__: list[str] = []
 
 #: The slot of a tensor that was dropped, or a tensor that exists anyway.
-Place: TypeAlias = Slot | Tensor
+Saved: TypeAlias = Slot | Tensor
 
 
 class Enough(BaseException):
@@ -42,7 +42,7 @@ class Filling:
 
     __slots__ = ("count", "due", "kept", "places", "unwritten", "whole")
 
-    def __init__(self, places: Sequence[Place], kept: Kept, whole: bool) -> None:
+    def __init__(self, places: Sequence[Saved], kept: Kept, whole: bool) -> None:
         self.places = places
         self.kept = kept
         self.whole = whole
@@ -56,7 +56,7 @@ class Filling:
             self.due -= 1
 
     @property
-    def missing(self) -> Sequence[Place]:
+    def missing(self) -> Sequence[Saved]:
         """The places that the second run did not come to yet."""
         return self.places[self.count : self.due]
 

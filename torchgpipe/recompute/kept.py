@@ -35,7 +35,7 @@ class Kept:
         self.tensors: list[Tensor] = []
         #: The version that backward shall find, by the identity of the tensor.
         self.versions: dict[int, int] = {}
-        #: Likewise, the layer that saved the tensor first.
+        #: The layer that saved the tensor first, by the identity of the tensor.
         self.layers: dict[int, str | None] = {}
         #: The tensors that several layers have saved.
         self._several = _NONE
@@ -86,8 +86,8 @@ class Kept:
 
         Args:
             tensor: the tensor.
-            before: what the second run has saved so far. A tensor among it has been changed too
-                late.
+            before: what the second run has saved so far. If the tensor is among it, its change came
+                too late, and backward raises an error.
         """
         if id(tensor) not in self._changed_by_others and not any(x is tensor for x in before):
             self.versions[id(tensor)] = tensor._version

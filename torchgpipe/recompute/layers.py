@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchgpipe import _torch
 from torchgpipe.autograd.versions import version_of
@@ -60,8 +61,8 @@ class Replaced(NamedTuple):
 class LayersState:
     """The training flags, forward hooks, parameters and buffers that layers have now.
 
-    They are read twice for each second run, of all layers, and most often nothing has changed. So
-    reading is done by loops in C as far as there are such, and returns the same object then.
+    All of this is read twice for each second run, and most often nothing has changed. So loops in C
+    do the reading where they can, and reading returns the same object if nothing has changed.
 
     Args:
         layers: a partition.
@@ -77,8 +78,8 @@ class LayersState:
         #: The tables that hold parameters and buffers, and the names there.
         self._places: list[tuple[dict[str, Any], str]] = []
         self._tables: list[dict[str, Any]] = []
-        #: The tables of hooks before and behind a forward. What else there is to know of a hook is
-        #: in tables that are empty where these are.
+        #: The tables of hooks before and behind a forward. PyTorch has further tables with options
+        #: of these hooks, which are empty if there is no hook.
         self._main_hook_tables: list[dict[int, Any]] = []
         self._hook_tables: list[dict[int, Any]] = []
         self._hooks: list[dict[int, Any]] = []
@@ -91,8 +92,10 @@ class LayersState:
         self.always_calls = False
         #: The shapes of what cells have dropped, each once.
         self.shapes: dict[torch.Size, torch.Size] = {}
-        #: The identities of all parameters and buffers, but for buffers that layers may change.
-        self.lasting: set[int] = set()
+        #: All parameters and buffers by their identities, but for buffers that layers may change.
+        #: Buffers are detached: ``buffer.data = ...`` leaves such an alias as it is, and a buffer
+        #: that gets a graph would be kept alive by it.
+        self.lasting: dict[int, Tensor] = {}
         others = exchanged(self._modules)
         places: list[Place] = []
         for module in self._modules:
@@ -115,7 +118,6 @@ class LayersState:
                 if table:
                     self._tables.append(table)
                     self._places += [(table, name) for name in table]
-                    self.lasting.update([id(x) for x in table.values() if x is not None])
             self.always_calls |= bool(module._forward_hooks_always_called)
             if module._buffers:
                 own = _own_statistics(module)
@@ -123,7 +125,12 @@ class LayersState:
                     self._norms.append(module)
                 places += [(module, name) for name in module._buffers if name not in own]
         self.buffers = Buffers(places, learned)
-        self.lasting -= self.buffers.not_lasting()
+        changing = self.buffers.not_lasting()
+        for x in chain.from_iterable(map(dict.values, self._tables)):
+            if x is not None and id(x) not in changing:
+                is_parameter = isinstance(x, nn.Parameter) or is_lazy(x)
+                # guard: buffers as they were
+                self.lasting[id(x)] = x if is_parameter else x.detach()
         #: The names in all tables.
         self._names = [*chain.from_iterable(self._tables)]
         self._found = Found(
@@ -135,7 +142,7 @@ class LayersState:
         self._identities: Identities | None = None
         #: Whether the layers have changed no parameter in place. Then second runs change none.
         self._steady = False
-        self._before = identities(self._parameters)
+        self._before = _identities(self._parameters)
 
     def settle(self) -> None:
         """Take note of the parameters: from now on, only second runs may change them in place."""
@@ -148,7 +155,7 @@ class LayersState:
             # In place, since self._found refers to this list.
             self._hooks[:] = map(dict, self._hook_tables)
         if not self._steady:
-            self._identities = identities(self._parameters)
+            self._identities = _identities(self._parameters)
             self._steady = self._identities == self._before
 
     def restored(self, copies: Iterable[Copy] = ()) -> RestoredLayers:
@@ -163,7 +170,7 @@ class LayersState:
         Raises:
             RuntimeError: somebody other than the layers has changed a parameter in place.
         """
-        if self._identities is not None and self._identities != identities(self._parameters):
+        if self._identities is not None and self._identities != _identities(self._parameters):
             raise self._changed()
         return RestoredLayers(self, copies)
 
@@ -251,7 +258,7 @@ class LayersState:
     def _changed(self) -> RuntimeError:
         assert self._identities is not None
         for parameter, *expected in zip(self._parameters, *self._identities):
-            ((version,), (address,)) = identities([parameter])
+            ((version,), (address,)) = _identities([parameter])
             if [version, address] != expected:
                 break
         rule = (
@@ -294,7 +301,7 @@ def _own_statistics(module: nn.Module) -> Sequence[str]:
     return STATISTICS if type(module).forward.__module__ in NORMS else ()
 
 
-def identities(parameters: Sequence[Tensor]) -> Identities:
+def _identities(parameters: Sequence[Tensor]) -> Identities:
     """The versions and addresses: ``parameter.data = ...`` changes the address alone."""
     try:
         return [*map(_version, parameters)], [*map(Tensor.data_ptr, parameters)]

@@ -17,7 +17,7 @@ def test_function_may_change_what_is_its_own_in_both_runs(device):
         return scale * x.exp()
 
     x = torch.ones(2, device=device, requires_grad=True)
-    forked(function, x, {id(scale)}).sum().backward()
+    forked(function, x, {id(scale): scale}).sum().backward()
     torch.testing.assert_close(x.grad, x.detach().exp())
 
 
@@ -39,7 +39,7 @@ def test_change_between_two_layers_that_save_the_tensor(device, first, second):
     """The earlier one needs the value of before the change, which nobody has any more."""
     scale = torch.ones(2, device=device)
     x = torch.ones(2, device=device, requires_grad=True)
-    output = forked(twice(scale, first, second), x, {id(scale)})
+    output = forked(twice(scale, first, second), x, {id(scale): scale})
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation .*shape: \(2,\)"):
         output.sum().backward()
 
@@ -49,7 +49,7 @@ def test_saved_twice_and_not_changed(device):
     x = torch.ones(2, device=device, requires_grad=True)
     function = twice(scale, False, False)
     (expected,) = torch.autograd.grad(function(x).sum(), x)
-    (found,) = torch.autograd.grad(forked(function, x, {id(scale)}).sum(), x)
+    (found,) = torch.autograd.grad(forked(function, x, {id(scale): scale}).sum(), x)
     torch.testing.assert_close(found, expected)
 
 
@@ -65,7 +65,7 @@ def test_second_run_that_changes_what_a_later_layer_has_saved(whole, device):
         return (y.exp() if whole else y) * scale
 
     x = torch.ones(2, device=device, requires_grad=True)
-    forked(function, x, {id(scale)}).sum().backward()
+    forked(function, x, {id(scale): scale}).sum().backward()
     (expected,) = torch.autograd.grad(function(x).sum(), x)
     torch.testing.assert_close(x.grad, expected)
 
@@ -79,7 +79,7 @@ def test_changed_by_somebody_else_between(device):
         return scale * x.exp()
 
     x = torch.ones(2, device=device, requires_grad=True)
-    output = forked(function, x, {id(scale)})
+    output = forked(function, x, {id(scale): scale})
     with torch.no_grad():
         scale.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
