@@ -380,7 +380,7 @@ MUTANTS = {
     ),
     "locks of a step": (("locks_of(self._devices)", "[]"), "one step at a time"),
     "no locks within a cell": (
-        ("[] if nesting.depth else ", ""),
+        ("if nesting.depth", "if False"),
         "a step within a cell",
         "a recomputation within a cell",
     ),

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -146,7 +145,7 @@ class Around:
 
 
 #: A lock for each generator. Only an outermost step, or recomputation, holds them.
-_locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+_locks: dict[torch.device, threading.RLock] = {}
 
 
 if hasattr(os, "register_at_fork"):
@@ -158,7 +157,10 @@ def locks_of(devices: Iterable[torch.device]) -> list[Lock]:
     """The locks of generators, in one order, so that no two threads wait for each other."""
     # A thread that holds the locks waits for the cell that this thread computes.
     # guard: no locks within a cell
-    return [] if nesting.depth else [_locks[device] for device in sorted(devices, key=str)]
+    if nesting.depth:
+        return []
+    # In one call, also without the interpreter's lock: two threads must get the same one.
+    return [_locks.setdefault(x, threading.RLock()) for x in sorted(devices, key=str)]
 
 
 def holding(locks: Sequence[Lock], function: Callable[[], Result]) -> Result:
