@@ -13,9 +13,9 @@ phony is None, which orders the two functions on the host and makes no stream wa
 
 A fork is a view of the tensor, and its phony a copy of no element of the fork. Autograd passes
 through both without calling Python, for which all of its threads would have to queue. An empty view
-would keep the memory of the tensor until the last cell has been computed. The fork is
-made by ``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as``
-hands on a view, and autograd does not add another gradient to a view in place.
+would keep the memory of the tensor until the last cell has been computed. The fork is made by
+``expand_as``, whose derivative hands a gradient on as it is. The derivative of ``view_as`` hands on
+a view, and autograd does not add another gradient to a view in place.
 """
 
 from __future__ import annotations

@@ -142,6 +142,5 @@ def dropped(tensor: Tensor, shapes: dict[torch.Size, torch.Size]) -> Slot:
     Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
     which the kernel never writes.
     """
-    if is_verifying() and tensor.dtype != torch.uint8:
-        return Compared(tensor, shapes)
-    return Slot(tensor, shapes)
+    kind = Slot if tensor.dtype == torch.uint8 else Compared
+    return kind(tensor, shapes)
