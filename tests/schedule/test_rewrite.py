@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.cases import BUILT_IN, examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, one_f_one_b, parse, simulate, validate
+from torchgpipe.schedule.rewrite import checkpointed
 
 
 def rewritten(text, change, chunks=2):
@@ -121,3 +122,32 @@ def test_arguments_that_do_not_fit_are_errors():
     for chunks in (0, 4):
         with pytest.raises(ValueError, match=r"chunks"):
             schedule.first(chunks)
+
+
+def text(program):
+    return [" ".join(map(str, line)) for line in program]
+
+
+def test_modes_of_checkpoints():
+    program = one_f_one_b(2, 2).program
+    assert checkpointed(program, "never", 2) == program
+    assert text(checkpointed(program, "always", 2)) == [
+        "0F0 0F1 0R0 0B0 0R1 0B1",
+        "1F0 1R0 1B0 1F1 1R1 1B1",
+    ]
+    # What follows its forward at once would free nothing.
+    assert text(checkpointed(program, "except_last", 2)) == [
+        "0F0 0F1 0R0 0B0 0B1",
+        "1F0 1B0 1F1 1B1",
+    ]
+
+
+def test_recomputation_beside_an_overlap():
+    program = parse("0F0 0F1 (0F2;0B0) 0B1 0B2", [0], 3).program
+    assert text(checkpointed(program, "except_last", 3)) == ["0F0 0F1 0R0 (0F2;0B0) 0R1 0B1 0B2"]
+
+
+def test_recomputation_of_its_own_stays():
+    program = one_f_one_b(2, 2).recompute(stages=[0]).program
+    for mode in ("never", "except_last", "always"):
+        assert checkpointed(program, mode, 2) == program

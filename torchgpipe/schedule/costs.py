@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise
 from math import inf
 from numbers import Real
 from typing import Any, TypeAlias
 
-from torchgpipe.schedule.program import Edge, Instruction, operations
+from torchgpipe.schedule.program import Edge, Instruction, Skips, operations
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
 
@@ -28,8 +28,8 @@ class Costs:
     Args:
         F, I, W, R: the time of each kind for one micro-batch.
         copy: the time of a copy between stages on two workers, or ``{(from, to): time}`` for
-            outputs to the next stage and gradients to the previous stage. Copies keep no worker
-            busy.
+            outputs to the next stage, for skips, and for the gradients of both. Copies keep no
+            worker busy.
         overlap: the time of an overlap, from the times of its two computations. By default the
             sum, as if one computation waited for the other; ``max`` if neither slows the other.
         activation: memory that a cell keeps from F (or from R, if it has one) until B or I.
@@ -67,7 +67,7 @@ def numbers(name: str, value: Any, count: int) -> list[float]:
 class Table:
     """Costs for one placement, with a number for each stage."""
 
-    def __init__(self, costs: Costs, placement: Sequence[int]) -> None:
+    def __init__(self, costs: Costs, placement: Sequence[int], skips: Skips = ()) -> None:
         def each(name: str) -> list[float]:
             return numbers(name, getattr(costs, name), len(placement))
 
@@ -76,8 +76,9 @@ class Table:
         self.overlap, self.checkpoint = costs.overlap, each("checkpoint")
         self.activation = each("activation")
         self.pending = self.activation if costs.pending is None else each("pending")
-        pairs = [(j, k) for j, k in permutations(range(len(placement)), 2) if abs(j - k) == 1]
-        pairs = [(j, k) for j, k in pairs if placement[j] != placement[k]]
+        there = [*pairwise(range(len(placement))), *skips]
+        pairs = [(j, k) for j, k in there if placement[j] != placement[k]]
+        pairs += [(k, j) for j, k in pairs]
         copy = costs.copy if isinstance(costs.copy, Mapping) else dict.fromkeys(pairs, costs.copy)
         self.copy = {x: numbers(f"copy of {x}", copy.get(x, "missing"), 1)[0] for x in pairs}
 

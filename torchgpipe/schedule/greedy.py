@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import isclose
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from torchgpipe.schedule.costs import Costs, Each, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.limits import capacities
-from torchgpipe.schedule.program import Op, needs
+from torchgpipe.schedule.program import Op, Skips, needs
 
 __all__ = ["greedy"]
 
@@ -30,6 +31,7 @@ def greedy(
     split: bool = False,
     costs: Costs = Costs(),
     capacity: Each | None = None,
+    skips: Skips = (),
 ) -> Schedule:
     """Make a schedule from a priority, without recomputation and overlaps.
 
@@ -42,6 +44,7 @@ def greedy(
         split: whether backward is two computations, I and W, or one, B.
         costs: the costs of the stages, from which the order follows.
         capacity: the memory of all workers, or of each; unlimited if None.
+        skips: the stages that each skip leads from and to.
 
     Raises:
         ValueError: One micro-batch alone needs more memory than a worker has, or the arguments do
@@ -56,15 +59,18 @@ def greedy(
     """
     placement = tuple(placement)
     workers = len(set(placement))
-    Schedule(placement, chunks, ((),) * workers)  # Raises if they do not fit each other.
-    table = Table(costs, placement)
+    # Raises if they do not fit each other.
+    empty = Schedule(placement, chunks, ((),) * workers, tuple(skips))
+    table = Table(costs, placement, skips)
     memory = _Memory(placement, table, capacity, split)
     stages, kinds = range(len(placement)), "FIW" if split else "FB"
     ops = {Op(j, kind, i) for j in stages for kind in kinds for i in range(chunks)}
-    missing = {op: len(needs(op, ops)) for op in ops}
+    missing = {op: len(needs(op, ops, skips)) for op in ops}
+    #: When what a computation needs has arrived, as far as it has been computed.
+    arrived: dict[Op, float] = dict.fromkeys(ops, 0)
     targets: dict[Op, list[Op]] = {op: [] for op in ops}
     for op in ops:
-        for source in needs(op, ops):
+        for source in needs(op, ops, skips):
             targets[source].append(op)
 
     lines: list[list[Op]] = [[] for _ in range(workers)]
@@ -93,15 +99,14 @@ def greedy(
         free[w] = now + table.duration(op)
         heapq.heappush(wakeups, (free[w], w))
         for target in targets[op]:
-            # A backward needs the F of its cell and the backward of the next stage. That F ended
-            # before the other one started, so the need that starts last also arrives last.
             missing[target] -= 1
+            arrived[target] = max(arrived[target], free[w] + table.delay((op, target)))
             if not missing[target]:
-                to, arrival = placement[target.stage], free[w] + table.delay((op, target))
+                to, arrival = placement[target.stage], arrived[target]
                 heapq.heappush(coming[to], (arrival, target))
                 heapq.heappush(wakeups, (arrival, to))
     assert sum(map(len, lines)) == len(ops)
-    return Schedule(placement, chunks, tuple(map(tuple, lines)))
+    return replace(empty, program=tuple(map(tuple, lines)))
 
 
 class _Memory:

@@ -26,6 +26,8 @@ class Schedule:
         placement: stage -> worker (device). Workers are numbered from 0, and each has a stage.
         chunks: the number of micro-batches.
         program: the instructions of each worker, in order.
+        skips: the stage that stashes and the stage that pops each skip. Text and CSV files have no
+            skips.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -35,6 +37,7 @@ class Schedule:
     placement: tuple[int, ...]
     chunks: int
     program: Program
+    skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
@@ -43,6 +46,14 @@ class Schedule:
             raise TypeError(
                 "placement and chunks must be integers "
                 f"(placement: {self.placement}, chunks: {self.chunks!r}); pass ints"
+            )
+        object.__setattr__(self, "skips", tuple(sorted({(j, k) for j, k in self.skips})))
+        stages = range(len(self.placement))
+        wrong = [(j, k) for j, k in self.skips if j not in stages or k not in stages or j >= k]
+        if wrong:
+            raise ValueError(
+                f"a skip must lead from a stage to a later one (skips: {wrong}, stages: "
+                f"{len(stages)}); leave out those within a stage"
             )
         workers = set(self.placement)
         if self.chunks < 1 or not workers or workers != {*range(len(self.program))}:

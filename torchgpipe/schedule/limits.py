@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from math import inf, isclose
 from typing import TypeAlias
 
 from torchgpipe.schedule.costs import Costs, Each, Table, numbers
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.program import Op, Overlap
+from torchgpipe.schedule.program import Op, Overlap, Skips, needs
 from torchgpipe.schedule.simulator import Report
 
 __all__ = ["Bounds", "bounds", "capacities"]
@@ -67,7 +67,11 @@ def _share_above(value: float, bound: float) -> float:
 
 
 def bounds(
-    placement: Sequence[int], chunks: int, costs: Costs = Costs(), capacity: Each | None = None
+    placement: Sequence[int],
+    chunks: int,
+    costs: Costs = Costs(),
+    capacity: Each | None = None,
+    skips: Skips = (),
 ) -> Bounds:
     """Compute bounds that hold for every valid schedule of a placement.
 
@@ -76,6 +80,7 @@ def bounds(
         chunks: the number of micro-batches.
         costs: the costs of the stages.
         capacity: the memory of all workers, or of each; unlimited if None.
+        skips: the stages that each skip leads from and to.
 
     Raises:
         TypeError, ValueError: The arguments do not fit each other.
@@ -87,10 +92,12 @@ def bounds(
     """
     placement = tuple(placement)
     workers = len(set(placement))
-    Schedule(placement, chunks, ((),) * workers)  # Raises if they do not fit each other.
-    table = Table(costs, placement)
+    Schedule(placement, chunks, ((),) * workers, tuple(skips))  # Raises if they do not fit.
+    table = Table(costs, placement, skips)
     limits = capacities(capacity, workers)
-    heads, tails = _chains(table)
+    edges = _edges(table, skips)
+    heads, tails = _heads(table, edges), _tails(table, edges)
+    trips = _trips(table, edges)
     makespans: list[float] = []
     peaks: list[float] = []
     for w, limit in enumerate(limits):
@@ -104,7 +111,7 @@ def bounds(
         if peaks[w] > limit and not isclose(peaks[w], limit):
             makespans += [inf]
         elif limit < inf:
-            makespans += [_little(table, stages, chunks, limit, share, heads, tails)]
+            makespans += [_little(table, stages, chunks, limit, share, heads, tails, trips)]
     return Bounds(max(makespans), tuple(peaks))
 
 
@@ -113,20 +120,48 @@ def capacities(capacity: Each | None, workers: int) -> list[float]:
     return [inf] * workers if capacity is None else numbers("capacity", capacity, workers)
 
 
-def _chains(table: Table) -> tuple[Chains, Chains]:
-    """Return the heads and the tails of all computations."""
+def _edges(table: Table, skips: Skips) -> list[tuple[Op, list[Op]]]:
+    """Return the computations of one micro-batch, each behind those that it needs, and these."""
     stages = range(len(table.activation))
-    steps = [("F", j) for j in stages] + [("I", j) for j in reversed(stages)]
-    copies = [table.copy.get((j, k), 0) for (_, j), (_, k) in pairwise(steps)]
-    heads: Chains = {steps[0]: 0}
-    for (before, step), copy in zip(pairwise(steps), copies):
-        heads[step] = heads[before] + table.time[before[0]][before[1]] + copy
-    tails: Chains = {("W", j): 0 for j in stages} | {steps[-1]: table.time["W"][0]}
-    for (step, after), copy in reversed([*zip(pairwise(steps), copies)]):
-        chain = copy + table.time[after[0]][after[1]] + tails[after]
-        tails[step] = max(chain, table.time["W"][step[1]]) if step[0] == "I" else chain
-    heads |= {("W", j): heads["I", j] + table.time["I"][j] for j in stages}
-    return heads, tails
+    ops = [Op(j, "F", 0) for j in stages]
+    ops += [Op(j, kind, 0) for j in reversed(stages) for kind in "IW"]
+    return [(op, needs(op, {*ops}, skips)) for op in ops]
+
+
+def _heads(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
+    """Return the heads of all computations."""
+    heads: Chains = {}
+    for op, sources in edges:
+        ends = [
+            heads[x.kind, x.stage] + table.time[x.kind][x.stage] + table.delay((x, op))
+            for x in sources
+        ]
+        heads[op.kind, op.stage] = max(ends, default=0)
+    return heads
+
+
+def _tails(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
+    """Return the tails of all computations."""
+    tails: Chains = {(op.kind, op.stage): 0 for op, _ in edges}
+    for op, sources in reversed(edges):
+        after = table.time[op.kind][op.stage] + tails[op.kind, op.stage]
+        for x in sources:
+            chain = table.delay((x, op)) + after
+            tails[x.kind, x.stage] = max(tails[x.kind, x.stage], chain)
+    return tails
+
+
+def _trips(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> list[float]:
+    """Return, for each stage, the longest chain from the start of its F to the end of its I."""
+    found: list[float] = []
+    for j in range(len(table.activation)):
+        ends: dict[Op, float] = {}
+        for op, sources in edges:
+            starts = [ends[x] + table.delay((x, op)) for x in sources if x in ends]
+            if starts or op == (j, "F", 0):
+                ends[op] = max(starts, default=0) + table.time[op.kind][op.stage]
+        found.append(ends[Op(j, "I", 0)])
+    return found
 
 
 def _one_machine(jobs: Sequence[Job], share: float) -> float:
@@ -170,6 +205,7 @@ def _little(
     share: float,
     heads: Chains,
     tails: Chains,
+    trips: Sequence[float],
 ) -> float:
     """Return the bound by Little's law: of F and I alone, and of F, I and W."""
     found: list[float] = []
@@ -179,7 +215,7 @@ def _little(
         choices: list[tuple[float, float]] = []
         for j in stages:
             activation, checkpoint = table.activation[j], table.checkpoint[j]
-            trip = heads["I", j] + table.time["I"][j] - heads["F", j]
+            trip = trips[j]
             # With recomputation, a worker holds the checkpoint first, and the activation only
             # during R and I.
             short = min(trip, table.time["R"][j] + table.time["I"][j])

@@ -8,6 +8,9 @@
                              2R0        recomputation: the forward again, between F and B (or I)
                              (0F1;2B0)  two computations at once, on two streams of one device
 
+A skip leads from a stage to a later one, and its gradient back. Then there is an edge between the F
+of the two stages, and another one between their B or I.
+
 A worker starts an instruction when its previous instruction has ended and every computation that
 the instruction needs has ended. A copy between workers is not an instruction. It belongs to an edge
 between two computations, so a copy never blocks a worker.
@@ -47,6 +50,8 @@ Instruction: TypeAlias = Op | Overlap
 Program: TypeAlias = tuple[tuple[Instruction, ...], ...]
 #: A computation, then another one that needs it.
 Edge: TypeAlias = tuple[Op, Op]
+#: The stage that stashes and the stage that pops each skip.
+Skips: TypeAlias = Sequence[tuple[int, int]]
 #: For each worker that waits: its next instruction, and a computation that this instruction needs.
 Waiting: TypeAlias = dict[int, tuple[Instruction, Op]]
 
@@ -66,8 +71,17 @@ def operations_of(program: Program) -> Iterator[Op]:
     return (op for line in program for instruction in line for op in operations(instruction))
 
 
-def needs(op: Op, ops: Container[tuple[int, str, int]]) -> list[Op]:
-    """Return the computations that must end before ``op`` starts, as far as they are in ``ops``."""
+def needs(op: Op, ops: Container[tuple[int, str, int]], skips: Skips = ()) -> list[Op]:
+    """Return the computations that must end before ``op`` starts, as far as they are in ``ops``.
+
+    This is the one model of what waits for what: of the validator, the simulator, the bounds, and
+    of whatever runs a schedule.
+
+    Args:
+        op: a computation.
+        ops: the computations of the program.
+        skips: the stages that each skip leads from and to.
+    """
     j, kind, i = op
     if kind == "F":
         found = [(j - 1, "F", i)]
@@ -77,11 +91,18 @@ def needs(op: Op, ops: Container[tuple[int, str, int]]) -> list[Op]:
         found = [(j, "I", i)]
     else:
         found = [(j, "F", i), (j, "R", i), (j + 1, "B", i), (j + 1, "I", i)]
+    if skips:
+        if kind == "F":
+            found += [(k, "F", i) for k, target in skips if target == j]
+        elif kind in "BI":
+            found += [(k, half, i) for source, k in skips if source == j for half in "BI"]
+        # A skip to the next stage takes the way of the value.
+        found = list(dict.fromkeys(found))
     return [Op(*x) for x in found if x in ops]
 
 
 def walk(
-    program: Program, stuck: Callable[[Waiting], int | None]
+    program: Program, stuck: Callable[[Waiting], int | None], skips: Skips = ()
 ) -> Iterator[tuple[int, Instruction, list[Edge]]]:
     """Visit all instructions so that each comes after the computations that it needs.
 
@@ -91,6 +112,7 @@ def walk(
         program: the instructions of each worker.
         stuck: called when all remaining workers wait. It returns the worker that shall go on
             without the computations that it needs, or None to end the walk.
+        skips: the stages that each skip leads from and to.
 
     Yields:
         The worker, its next instruction, and the edges that lead to this instruction.
@@ -98,6 +120,8 @@ def walk(
     ops = set(operations_of(program))
     done: set[Op] = set()
     waiting: Waiting = {}
+    #: The workers that wait for a computation, so that nobody has to look for them.
+    waiters: dict[Op, list[int]] = {}
     position = [0] * len(program)
     awake = [*range(len(program))]
     freed = None
@@ -106,18 +130,22 @@ def walk(
         while position[w] < len(program[w]):
             instruction = program[w][position[w]]
             parts = operations(instruction)
-            edges = [(x, op) for op in parts for x in needs(op, ops)]
+            edges = [(x, op) for op in parts for x in needs(op, ops, skips)]
             missing = [x for x, _ in edges if x not in done]
             if missing and w != freed:
                 waiting[w] = instruction, missing[0]
+                waiters.setdefault(missing[0], []).append(w)
                 break
             freed = None
             yield w, instruction, edges
             position[w] += 1
             done.update(parts)
-            for x in [x for x, (_, op) in waiting.items() if op in parts]:
-                del waiting[x]
-                awake.append(x)
+            for op in parts:
+                for x in waiters.pop(op, ()):
+                    # The worker may have been freed since, and wait for something else.
+                    if x in waiting and waiting[x][1] == op:
+                        del waiting[x]
+                        awake.append(x)
         freed = stuck(waiting) if waiting and not awake else None
         if freed is not None:
             del waiting[freed]
@@ -125,7 +153,10 @@ def walk(
 
 
 def timetable(
-    program: Program, duration: Callable[[Instruction], float], delay: Callable[[Edge], float]
+    program: Program,
+    duration: Callable[[Instruction], float],
+    delay: Callable[[Edge], float],
+    skips: Skips = (),
 ) -> tuple[dict[Op, float], dict[Op, float]]:
     """Return the start and the end of each computation, except of those that a deadlock blocks.
 
@@ -133,11 +164,12 @@ def timetable(
         program: the instructions of each worker.
         duration: how long an instruction keeps its worker busy.
         delay: how long the copy along an edge takes.
+        skips: the stages that each skip leads from and to.
     """
     free: list[float] = [0] * len(program)
     start: dict[Op, float] = {}
     end: dict[Op, float] = {}
-    for w, instruction, edges in walk(program, stuck=lambda waiting: None):
+    for w, instruction, edges in walk(program, lambda waiting: None, skips):
         begin = max([free[w], *(end[edge[0]] + delay(edge) for edge in edges)])
         free[w] = begin + duration(instruction)
         for op in operations(instruction):

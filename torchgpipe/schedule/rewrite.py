@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from numbers import Integral
 
 from torchgpipe.schedule.program import (
@@ -18,7 +19,7 @@ from torchgpipe.schedule.program import (
     together,
 )
 
-__all__ = ["deferred", "fused", "halved", "recomputed", "truncated"]
+__all__ = ["checkpointed", "deferred", "fused", "halved", "recomputed", "truncated"]
 
 
 def halved(program: Program) -> Program:
@@ -110,6 +111,40 @@ def recomputed(
         cells = [op._replace(kind="R") for op in operations(instruction) if op.kind in "BI"]
         wanted = [x for x in cells if x.stage in chosen[0] and x.microbatch in chosen[1]]
         return [*(x for x in wanted if x not in ops), instruction]
+
+    return _replaced(program, again)
+
+
+def checkpointed(program: Program, mode: str, chunks: int) -> Program:
+    """Add the R of a mode of GPipe; a program with an R of its own stays as it is.
+
+    Args:
+        program: the instructions of each worker.
+        mode: ``'always'`` recomputes all cells, and ``'never'`` none. ``'except_last'`` recomputes
+            all micro-batches but the last, and no cell whose backward comes right after its
+            forward, since that would free no memory.
+        chunks: the number of micro-batches.
+    """
+    if mode == "never" or any(op.kind == "R" for op in operations_of(program)):
+        return program
+    if mode == "always":
+        return recomputed(program, None, None)
+    at_once = {
+        (op.stage, op.microbatch)
+        for line in program
+        for before, after in pairwise(line)
+        for op in operations(after)
+        if op.kind in "BI" and op._replace(kind="F") in operations(before)
+    }
+
+    def again(instruction: Instruction) -> list[Instruction]:
+        cells = [op._replace(kind="R") for op in operations(instruction) if op.kind in "BI"]
+        wanted = [
+            op
+            for op in cells
+            if op.microbatch < chunks - 1 and (op.stage, op.microbatch) not in at_once
+        ]
+        return [*wanted, instruction]
 
     return _replaced(program, again)
 

@@ -9,10 +9,10 @@ from os import PathLike
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.picture import write_svg
-from torchgpipe.schedule.program import Op, timetable
+from torchgpipe.schedule.program import Edge, Instruction, Op, operations, timetable, walk
 from torchgpipe.schedule.validator import validate
 
-__all__ = ["Report", "simulate"]
+__all__ = ["Report", "in_order", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,27 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     if faults := validate(schedule):
         rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
         raise ValueError("\n".join([rule, *faults[:10]]))
-    table = Table(costs, schedule.placement)
-    start, end = timetable(schedule.program, table.duration, table.delay)
+    table = Table(costs, schedule.placement, schedule.skips)
+    start, end = timetable(schedule.program, table.duration, table.delay, schedule.skips)
     makespan = max(end.values())
     busy = tuple(sum(map(table.duration, line)) for line in schedule.program)
     bubble = tuple(makespan - time for time in busy)
     peak = tuple(max(table.held(line)) for line in schedule.program)
     return Report(schedule, makespan, start, end, busy, bubble, peak)
+
+
+def in_order(
+    schedule: Schedule, costs: Costs = Costs()
+) -> list[tuple[int, Instruction, list[Edge]]]:
+    """List the instructions of a valid schedule by their simulated starts.
+
+    Each comes after those that it needs.
+
+    Returns:
+        For each instruction its worker, the instruction, and the edges that lead to it.
+    """
+    table = Table(costs, schedule.placement, schedule.skips)
+    start, _ = timetable(schedule.program, table.duration, table.delay, schedule.skips)
+    # Sorting is stable. So what starts at the same time stays in an order that respects the edges.
+    walked = walk(schedule.program, lambda waiting: None, schedule.skips)
+    return sorted(walked, key=lambda found: start[operations(found[1])[0]])

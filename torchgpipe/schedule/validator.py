@@ -82,14 +82,14 @@ def _deadlocks(schedule: Schedule) -> list[str]:
         found.append("deadlock: " + "; ".join(links))
         return w
 
-    for _ in walk(schedule.program, stuck):
+    for _ in walk(schedule.program, stuck, schedule.skips):
         pass
     return found
 
 
 def _excesses(schedule: Schedule, capacity: Each, costs: Costs) -> Iterator[str]:
     """Find the workers that hold too much: where each first does, and its peak."""
-    table = Table(costs, schedule.placement)
+    table = Table(costs, schedule.placement, schedule.skips)
     for w, limit in enumerate(numbers("capacity", capacity, len(schedule.program))):
         line = schedule.program[w]
         held = [*table.held(line)]
