@@ -3,12 +3,15 @@
 from torchgpipe.gpipe import GPipe
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
+from torchgpipe.scheduled import ScheduledLoss, arguments
 from torchgpipe.values.structure import NoChunk, PerMicroBatch
 
 __all__ = [
     "GPipe",
     "NoChunk",
     "PerMicroBatch",
+    "ScheduledLoss",
+    "arguments",
     "is_checkpointing",
     "is_recomputing",
     "verify_recomputation",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -318,6 +318,21 @@ class GPipe(nn.Module):
         """
         if not self._devices:
             return self.module(*args, **kwargs)
+        input = arguments(args, kwargs)
+        batches = self._scattered(input)
+        m = len(batches)
+        rows = microbatch.sizes(input, m)
+        recorded = self.training and torch.is_grad_enabled()
+        if recorded:
+            self._traps.no_pipelining(len(self._devices), self.chunks)
+        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+        whole = microbatch.in_all(batches)
+        pipeline = Pipeline(self._stages, batches, checkpointed if recorded else 0)
+        self._run(pipeline.run, whole)
+        return microbatch.gather(batches, rows)
+
+    def _scattered(self, input: Any) -> list[microbatch.Batch]:
+        """The micro-batches of a mini-batch that can be computed."""
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork, and a lock may be held for good.
             self._prepare()
@@ -326,27 +341,25 @@ class GPipe(nn.Module):
         partitions: Any = self.partitions
         verify_sharding(self, self._devices)
         verify_placement(partitions, self._devices)
-
-        input = arguments(args, kwargs)
         batches = microbatch.scatter(input, self.chunks)
         self._check_input(batches[0])
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
-        m = len(batches)
-        rows = microbatch.sizes(input, m)
-        recorded = self.training and torch.is_grad_enabled()
         if batches[0].others:
-            self._traps.whole(input, m)
-        if recorded:
-            self._traps.no_pipelining(len(self._devices), self.chunks)
-        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
-        pipeline = Pipeline(self._stages, batches, checkpointed if recorded else 0)
-        whole = microbatch.in_all(batches)
+            self._traps.whole(input, len(batches))
+        return batches
+
+    def _run(self, step: Callable[[], None], whole: Sequence[Tensor]) -> None:
+        """Run a step.
+
+        Args:
+            step: runs it.
+            whole: the tensors that every micro-batch gets.
+        """
         # guard: what is interrupted
         with Snapshot(self._devices), deferred_updates(self._norms), unchanged(whole):
-            pipeline.run()
+            step()
         # The first layer to be compiled in this process may have been compiled here.
         watch(self, is_within_cell)
-        return microbatch.gather(batches, rows)
 
     def _check_input(self, batch: microbatch.Batch) -> None:
         for tensor in batch:

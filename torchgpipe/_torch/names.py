@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -72,6 +73,16 @@ def _is_alias_of(a: Tensor, b: Tensor) -> bool:
         return a is b
 
 
+def _add(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    for x, term in zip(sums, terms):
+        x.add_(term)
+
+
+def _multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    for x in tensors:
+        x.mul_(factor)
+
+
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
@@ -132,6 +143,13 @@ NAMES: dict[str, Name] = {
     "queue_callback": Name(
         "torch.autograd:Variable._execution_engine.queue_callback", "callbacks after backward"
     ),
+    # The public functions refuse a root whose gradient has yet to be summed to the root's shape.
+    "run_backward": Name(
+        "torch.autograd:Variable._execution_engine.run_backward", "backward within a step"
+    ),
+    # One call for all weights of a stage.
+    "add_each": Name("torch:_foreach_add_", "sums of gradients", _add),
+    "multiply_each": Name("torch:_foreach_mul_", "sums of gradients", _multiply),
     # Without it, second runs of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
@@ -197,6 +215,7 @@ ATTRIBUTES = {
     "_metadata": "The versions of layers in a state dict.",
     "_version": "How often a tensor was changed in place.",
     "_base": "What a tensor is a view of.",
+    "_backward_hooks": "The table of a tensor's hooks, which are not for the parts of a gradient.",
     "_indices": "The parts of a sparse tensor, also of one that is not coalesced.",
     "_values": "Likewise.",
     "_torchdynamo_disable": "What the compiler asks functions for.",

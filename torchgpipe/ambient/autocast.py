@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from torchgpipe.ambient.context import Modes, autocast_nesting
+from torchgpipe.devices.streams import device_types
 
 __all__: list[str] = []
 
@@ -20,6 +21,19 @@ def is_within_autocast(modes: Modes) -> bool:
             the modes of the place where backward was called.
     """
     return autocast_nesting() > 0 or True in [autocast.enabled for autocast in modes.autocast]
+
+
+class without_autocast:
+    """Compute without autocast within a ``with`` block, as backward outside of its blocks does."""
+
+    def __enter__(self) -> None:
+        self.enabled = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
+        for kind in self.enabled:
+            torch.set_autocast_enabled(kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        for kind in self.enabled:
+            torch.set_autocast_enabled(kind, True)
 
 
 class own_casts:

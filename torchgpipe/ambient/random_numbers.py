@@ -112,7 +112,7 @@ class StepNumbers:
         return locks_of(self._devices)
 
     def __enter__(self) -> None:
-        self._nest = begin_step(self._devices)
+        self.nest = begin_step(self._devices)
         self._found = _get(self._devices)
         self._seeds = {
             device: int.from_bytes(blake2b(_bytes(state), digest_size=8).digest(), "little")
@@ -138,11 +138,26 @@ class StepNumbers:
             # guard: generators are put back after an exception
             is_home = error is None and device == self._home[device.type]
             set_state(device, self._last(device) if is_home else self._found[device])
-        end_step(self._nest)
+        end_step(self.nest)
 
     def of(self, i: int, device: torch.device) -> CellNumbers:
         """Context manager that installs the RNG state of micro-batch ``i`` on a device."""
-        return CellNumbers(self.states[i], generator_of(device), self._nest)
+        return CellNumbers(self.states[i], generator_of(device), self.nest)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a cell has drawn from any of the generators."""
+        return any(
+            _bytes(state) != _bytes(first[kind])
+            for first, states in zip(self._first, self.states)
+            for kind, state in states.items()
+        )
+
+    def look(self, device: torch.device) -> None:
+        """Take note of numbers that were drawn from a generator that no cell has exchanged."""
+        state = get_state(device)
+        if _bytes(state) != _bytes(self._found[device]):
+            self.states[0][device.type] = state
 
     def _state(self, device: torch.device, i: int) -> Tensor:
         """The state that micro-batch ``i`` begins with."""

@@ -134,8 +134,8 @@ class Copy(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         # guard: target's lane
-        moved = _moved(grads, ctx.next_stream, ctx.prev_stream, other=ctx.prev_stream)
-        return (None, None, None, *[None] * ctx.count, *moved)
+        gone = moved(grads, ctx.next_stream, ctx.prev_stream, other=ctx.prev_stream)
+        return (None, None, None, *[None] * ctx.count, *gone)
 
 
 class Wait(torch.autograd.Function):
@@ -165,15 +165,23 @@ def _copied(
         # guard: hand-over by Copy
         hand_over(detached, prev_stream, next_stream)
     # guard: source's lane
-    return _moved(detached, prev_stream, next_stream, other=prev_stream)
+    return moved(detached, prev_stream, next_stream, other=prev_stream)
 
 
-def _moved(
+def moved(
     tensors: Sequence[Any],
     prev_stream: AbstractStream,
     next_stream: AbstractStream,
     other: AbstractStream,
 ) -> tuple[Any, ...]:
+    """Copy tensors to the device of the next stream.
+
+    Args:
+        tensors: the tensors; None stays None.
+        prev_stream: a stream of the device that they are on.
+        next_stream: a stream of the device that they go to.
+        other: the one of the two streams that is not current.
+    """
     device = get_device(next_stream)
     # The host reads and writes the CPU's memory without waiting for any stream.
     non_blocking = "cpu" not in (get_device(prev_stream).type, device.type)

@@ -101,6 +101,17 @@ class Last(Done):
         _drain_queue()
 
 
+class drained_after_failure:
+    """Leave nothing in this thread's queue if a backward within a ``with`` block raises."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            _drain_queue()
+
+
 def _drain_queue() -> None:
     """Run a backward, which runs all that is left in this thread's queue."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -162,6 +162,19 @@ def wait_all(sources: Iterable[AbstractStream], target: AbstractStream) -> None:
             source.wait_event(event)
 
 
+def record(stream: AbstractStream) -> torch.Event | None:
+    """An event behind all work that the stream was given so far; None for a streamless device."""
+    return stream.record_event() if isinstance(stream, torch.Stream) else None
+
+
+def wait_for(stream: AbstractStream, event: torch.Event) -> None:
+    """Make a stream wait for an event; where it is of the CPU, the host itself waits."""
+    if isinstance(stream, torch.Stream):
+        stream.wait_event(event)
+    else:
+        event.synchronize()
+
+
 def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
     """Keep the tensor's memory, once freed, from being reused before ``stream`` is past this point.
 

@@ -34,7 +34,7 @@ from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import fork, join
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.engine.step import Step
+from torchgpipe.engine.step import PipelineStep
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import Batch
 
@@ -49,7 +49,7 @@ class Cell:
 
     __slots__ = ("_checkpoint", "arriving", "body", "departing", "i", "j", "step", "stream")
 
-    def __init__(self, step: Step, i: int, j: int) -> None:
+    def __init__(self, step: PipelineStep, i: int, j: int) -> None:
         self.step, self.i, self.j = step, i, j
         self.body = step.bodies[j]
         #: The compute stream.

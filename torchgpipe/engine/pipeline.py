@@ -58,7 +58,7 @@ from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.step import Step
+from torchgpipe.engine.step import PipelineStep
 from torchgpipe.engine.workers import Task
 from torchgpipe.skip.tracker import not_stashed
 from torchgpipe.values.microbatch import Batch, Part
@@ -89,7 +89,7 @@ class Pipeline:
     def __init__(self, stages: Stages, batches: list[Batch], checkpointed: int) -> None:
         self.stages = stages
         self.batches = batches
-        self.step = Step(stages, len(batches), checkpointed)
+        self.step = PipelineStep(stages, len(batches), checkpointed)
         #: The phonies of each cell, for cells that backward shall come to before it.
         self.phonies: dict[tuple[int, int], list[Tensor]] = {}
         #: For each micro-batch, the skips that were stashed and not popped yet.

@@ -1,6 +1,8 @@
-"""One step: what the cells of one forward, and of its backward, have in common."""
+"""One step: what its cells have in common, whoever orders them."""
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 import torch
 
@@ -20,22 +22,40 @@ class Step:
     Args:
         stages: the stages of the wrapper.
         m: the number of micro-batches.
-        checkpointed: how many micro-batches, from the first, are computed under checkpointing.
+        again: the partitions with cells that are computed under checkpointing.
     """
 
-    def __init__(self, stages: Stages, m: int, checkpointed: int) -> None:
+    def __init__(self, stages: Stages, m: int, again: Container[int]) -> None:
         self.stages = stages
-        self.checkpointed = checkpointed
         #: The modes of the caller.
         self.context = Context()
         #: The layers of each partition.
         self.bodies = [
-            Body(
-                layers, lock, LayersState(layers, stages.learned) if checkpointed else None, j == 0
-            )
+            Body(layers, lock, LayersState(layers, stages.learned) if j in again else None, j == 0)
             for j, (layers, lock) in enumerate(zip(stages.partitions, stages.locks))
         ]
         self.numbers = StepNumbers(stages.devices, m)
+
+    def end_forward(self) -> None:
+        """Take note that all cells were computed."""
+        for body in self.bodies:
+            if body.state is not None:
+                body.state.settle()
+                body.state.buffers.settle()
+
+
+class PipelineStep(Step):
+    """A step whose backward is autograd's, on lanes and held by a fence.
+
+    Args:
+        stages: the stages of the wrapper.
+        m: the number of micro-batches.
+        checkpointed: how many micro-batches, from the first, are computed under checkpointing.
+    """
+
+    def __init__(self, stages: Stages, m: int, checkpointed: int) -> None:
+        super().__init__(stages, m, range(len(stages.devices) if checkpointed else 0))
+        self.checkpointed = checkpointed
         self.lanes = Lanes(stages)
         #: Whether forks and joins are needed. On the CPU alone autograd has one thread, which runs
         #: the node that was recorded last first, and so keeps the order by itself.
@@ -44,10 +64,3 @@ class Step:
             and torch.is_grad_enabled()
             and {*stages.devices} != {torch.device("cpu")}
         )
-
-    def end_forward(self) -> None:
-        """Take note that all cells were computed."""
-        for body in self.bodies:
-            if body.state is not None:
-                body.state.settle()
-                body.state.buffers.settle()

@@ -30,7 +30,7 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -57,6 +57,10 @@ ASLEEP = 0.001
 PATIENCE = 0.5
 
 
+#: A worker: its device, and a number if the device has several.
+Key: TypeAlias = tuple[torch.device, int]
+
+
 class Task(NamedTuple):
     """Something to run for a device.
 
@@ -65,13 +69,20 @@ class Task(NamedTuple):
             first by name is raised.
         device: the device whose worker runs it.
         function: the function to run.
-        needs: the names of tasks of other devices that must be done before.
+        needs: the names of tasks of other workers that must be done before.
+        line: which of several workers of the device runs it; by default a device has one.
     """
 
     name: Any
     device: torch.device
     function: Callable[[], None]
     needs: Sequence[Any] = ()
+    line: int = 0
+
+    @property
+    def worker(self) -> Key:
+        """The worker that runs it."""
+        return self.device, self.line
 
 
 #: The threads of all workers, and how to submit functions to each.
@@ -124,7 +135,7 @@ def _end_threads() -> None:
 
 
 class Round:
-    """Some tasks that the workers of several devices run.
+    """Some tasks that several workers run.
 
     Args:
         tasks: each behind those that it needs.
@@ -133,25 +144,25 @@ class Round:
 
     def __init__(self, tasks: Sequence[Task], context: Context) -> None:
         self.context = context
-        self.tasks: dict[torch.device, list[Task]] = {}
+        self.tasks: dict[Key, list[Task]] = {}
         for task in tasks:
-            self.tasks.setdefault(task.device, []).append(task)
+            self.tasks.setdefault(task.worker, []).append(task)
         #: A lock for each task that others need, held until the task is done or will never be.
         self.gates = {name: _locked() for task in tasks for name in task.needs}
-        #: The devices that run no task any more.
-        self.ended: SimpleQueue[torch.device] = SimpleQueue()
+        #: The workers that run no task any more.
+        self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
 
-    def work(self, device: torch.device) -> None:
-        """Run the tasks of a device, unless the round was abandoned."""
-        remaining = self.tasks.pop(device, None)
+    def work(self, worker: Key) -> None:
+        """Run the tasks of a worker, unless the round was abandoned."""
+        remaining = self.tasks.pop(worker, None)
         if remaining is None:
             return
         remaining.reverse()
         try:
             self.context.lend_threads()
-            with self.context.entered(Snapshot([device])):
+            with self.context.entered(Snapshot([worker[0]])):
                 while remaining:
                     for name in remaining[-1].needs:
                         with self.gates[name]:
@@ -164,26 +175,26 @@ class Round:
             self.errors[remaining[-1].name] = error
             self.stopped = True
         finally:
-            self._end(device, remaining)
+            self._end(worker, remaining)
             # The error refers to this frame.
             del self, remaining
 
     def abandon(self) -> None:
         """Make no further task start."""
         self.stopped = True
-        for device in [*self.tasks]:
-            # Its worker may begin at the same time.
-            remaining = self.tasks.pop(device, None)
+        for worker in [*self.tasks]:
+            # It may begin at the same time.
+            remaining = self.tasks.pop(worker, None)
             if remaining is not None:
-                self._end(device, remaining)
+                self._end(worker, remaining)
 
-    def _end(self, device: torch.device, remaining: list[Task]) -> None:
+    def _end(self, worker: Key, remaining: list[Task]) -> None:
         # Workers that wait for these tasks see that the round has stopped.
         for task in remaining:
             self._open(task)
         # The caller goes on, and expects the tensors of these tasks to be free.
         remaining.clear()
-        self.ended.put(device)
+        self.ended.put(worker)
 
     def _open(self, task: Task) -> None:
         gate = self.gates.get(task.name)
@@ -211,12 +222,12 @@ class Workers:
         self._rounds = 0
         #: The seconds that a task took the last time, by the caller and by the workers.
         self._seconds = {"caller": 0.0, "workers": math.inf}
-        self._workers: dict[torch.device, Worker] = {}
+        self._workers: dict[Key, Worker] = {}
 
     def run(self, tasks: Sequence[Task], context: Context) -> None:
         """Run tasks, and return when all are done.
 
-        The tasks of one device are run in order, each behind the tasks that it needs.
+        The tasks of one worker are run in order, each behind the tasks that it needs.
 
         Args:
             tasks: the tasks, each behind the tasks that it needs.
@@ -228,7 +239,8 @@ class Workers:
                 longer than :data:`PATIENCE`, and no other starts.
         """
         # guard: modes that only the caller computes in
-        if context.alone or len(self._devices) < 2:
+        single = len(self._devices) < 2 and not any(task.line for task in tasks)
+        if context.alone or single:
             for task in tasks:
                 task.function()
             return
@@ -273,8 +285,8 @@ class Workers:
         round = Round(tasks, context)
         working = {*round.tasks}
         try:
-            for device in working:
-                self._worker(device).submit(partial(round.work, device))
+            for key in working:
+                self._worker(key).submit(partial(round.work, key))
             while working and not round.stopped:
                 # In pieces, since Python hears a Ctrl-C that came just before only after get().
                 with suppress(Empty):
@@ -295,10 +307,11 @@ class Workers:
         finally:
             del errors
 
-    def _worker(self, device: torch.device) -> Worker:
-        if device not in self._workers:
-            self._workers[device] = Worker(f"torchgpipe-{device}")
-        return self._workers[device]
+    def _worker(self, key: Key) -> Worker:
+        if key not in self._workers:
+            device, line = key
+            self._workers[key] = Worker(f"torchgpipe-{device}" + (f"-{line}" if line else ""))
+        return self._workers[key]
 
 
 def _switches() -> tuple[int, int]:

@@ -50,7 +50,11 @@ class Busy(nn.Module):
         self.weight = nn.Parameter(torch.rand(features) + 0.5)
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = BusyFunction.apply(input, self.weight, self.costs, self.name)
+        forward, own, weights = self.costs
+        # Autograd runs the function that was applied last first: I, then W.
+        weight = Spend.apply(self.weight, 0.0, "", weights, "W" + self.name)
+        input = Spend.apply(input, forward, "F" + self.name, own, "I" + self.name)
+        output: Tensor = input * weight
         return output
 
     def extra_repr(self) -> str:
@@ -58,30 +62,28 @@ class Busy(nn.Module):
         return f"forward={forward}, input={input}, weight={weight}"
 
 
-class BusyFunction(torch.autograd.Function):
-    """``input, weight, costs, name → output``."""
+class Spend(torch.autograd.Function):
+    """``tensor, forward, its name, backward, its name → tensor``: pass on, and take time.
+
+    There is one for the input, and another one for the weight, so that backward can be run for one
+    of them alone.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, costs: tuple[float, float, float], name: str
+        ctx: Any, tensor: Tensor, forward: float, name: str, backward: float, its_name: str
     ) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.costs, ctx.name = costs, name
-        _spend(input, costs[0], "F" + name)
-        return input * weight
+        ctx.backward = backward, its_name
+        if forward:
+            _spend(tensor, forward, name)
+        return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        input, weight = ctx.saved_tensors
-        grad_input = grad_weight = None
-        _, cost_input, cost_weight = ctx.costs
-        if ctx.needs_input_grad[0]:
-            _spend(grad, cost_input, "I" + ctx.name)
-            grad_input = grad * weight
-        if ctx.needs_input_grad[1]:
-            _spend(grad, cost_weight, "W" + ctx.name)
-            grad_weight = (grad * input).sum_to_size(weight.shape)
-        return grad_input, grad_weight, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cost, name = ctx.backward
+        if cost:
+            _spend(grad, cost, name)
+        return grad, None, None, None, None
 
 
 def _spend(tensor: Tensor, cost: float, name: str) -> None:

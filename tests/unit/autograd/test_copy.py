@@ -110,7 +110,7 @@ def test_copies_from_and_to_the_cpu_block(source, target, non_blocking):
 
     source, target = torch.device(source), torch.device(target)
     streams = CPUStream(source), CPUStream(target)
-    moved = copy._moved([Fake(), None], *streams, other=streams[0])
+    moved = copy.moved([Fake(), None], *streams, other=streams[0])
     assert moved == ((target, {"non_blocking": non_blocking}), None)
 
 

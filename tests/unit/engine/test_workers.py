@@ -386,12 +386,12 @@ def test_caller_that_is_interrupted_while_it_submits(monkeypatch):
     workers = Workers(CPUS)
     release, done = threading.Event(), []
     run(workers, (A, lambda: None), (B, lambda: None))
-    workers._workers[A].submit(release.wait)
+    workers._workers[A, 0].submit(release.wait)
 
     def submit(function):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(workers._workers[B], "submit", submit)
+    monkeypatch.setattr(workers._workers[B, 0], "submit", submit)
     with pytest.raises(KeyboardInterrupt):
         run(workers, (A, partial(done.append, "late")), (B, lambda: None))
     release.set()

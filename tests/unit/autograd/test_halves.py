@@ -1,0 +1,292 @@
+"""Both halves of backward together are the whole of it, and W does what I has left."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchgpipe.autograd.halves import Graph, Halves, backward
+from torchgpipe.autograd.phony import get_phony
+from torchgpipe.autograd.recompute import Unpack
+
+CPU = torch.device("cpu")
+
+
+class Product(torch.autograd.Function):
+    """A function that computes all its gradients or none."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        Product.runs += 1
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class InPython(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 6))
+
+    def forward(self, x):
+        return Product.apply(x, self.weight * 2)
+
+
+class Beside(nn.Module):
+    """Weights that hang on no input, weights that do twice, and weights without a use."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.alone = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+        self.linear, self.unused = nn.Linear(6, 6), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.linear(x) * self.weight + self.linear(self.alone) + self.linear(x.detach())
+
+
+class Hooked(nn.Module):
+    """A hook that changes a gradient, of a tensor that a weight was applied to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x)
+        y.register_hook(lambda grad: grad * 3)
+        return y
+
+
+class Computed(nn.Module):
+    """A weight that somebody has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.made_of = nn.Parameter(torch.rand(6, 6))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x) @ self.computed
+
+    def weights(self):
+        self.computed = self.made_of.exp()
+        return [*self.linear.parameters(), self.computed]
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.linear(x).clone()
+        x[:, :2] = self.linear.bias[:2]
+        return x.view(-1, 2, 3).flatten(1)
+
+
+def deep(*layers):
+    return nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 6), nn.Sigmoid())
+
+
+LAYERS = {
+    "linear": nn.Linear(6, 6),
+    "deep": deep(nn.GELU(), nn.LayerNorm(6)),
+    "without weights": nn.Sequential(nn.Tanh(), nn.Dropout(0.0)),
+    "in Python": deep(InPython(), nn.Tanh(), InPython()),
+    "beside": deep(Beside()),
+    "hooked": deep(Hooked(), Hooked()),
+    "in place": deep(nn.ReLU(inplace=True), Masked()),
+    "frozen": deep(nn.Linear(6, 6).requires_grad_(False)),
+    "computed": Computed(),
+    "twice": nn.Sequential(*[nn.Linear(6, 6)] * 3),
+    "broadcast": nn.Sequential(nn.PReLU(), nn.Softmax(-1), nn.PReLU(6)),
+    "batch norm": deep(nn.BatchNorm1d(6)),
+}
+
+
+def entered(x):
+    """A tensor at the beginning of a graph, and the edge of its gradient."""
+    (y,) = Unpack.apply(get_phony(CPU, requires_grad=True), x)
+    return y, get_gradient_edge(y)
+
+
+def weights_of(layer):
+    found = layer.weights() if isinstance(layer, Computed) else layer.parameters()
+    return [x for x in found if x.requires_grad]
+
+
+def halves(layer, x, grad, needs_input=True, thread=False):
+    weights = weights_of(layer)
+    input, edge = entered(x) if needs_input else (x, None)
+    root = get_gradient_edge(layer(input))
+    found = Halves([root], [grad], [edge] if needs_input else [], weights)
+    inputs = found.input()
+    result = []
+    work = threading.Thread(target=lambda: result.append(found.weight()))
+    if thread:
+        work.start()
+        work.join()
+    else:
+        work.run()
+    return inputs, [result[0][id(x)] for x in weights]
+
+
+def whole(layer, x, grad, needs_input=True):
+    weights = weights_of(layer)
+    input, edge = entered(x) if needs_input else (x, None)
+    root = get_gradient_edge(layer(input))
+    edges = [edge] if needs_input else []
+    found = backward([root], [grad], [*edges, *weights])
+    return found[: len(edges)], found[len(edges) :]
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for own, other in zip(found, expected):
+        assert (own is None) == (other is None)
+        if own is not None:
+            assert own.shape == other.shape
+            torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("needs_input", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_two_halves_are_the_whole(name, needs_input, thread):
+    torch.manual_seed(0)
+    layer = LAYERS[name]
+    if not needs_input and not weights_of(layer):
+        pytest.skip("nothing requires a gradient")
+    x, grad = torch.rand(4, 6), torch.rand(4, 6)
+    inputs, weights = halves(layer, x, grad, needs_input, thread)
+    expected = whole(layer, x, grad, needs_input)
+    same(inputs, expected[0])
+    same(weights, expected[1])
+    if not isinstance(layer, Computed):
+        assert all(x.grad is None for x in layer.parameters())
+
+
+def test_function_in_python_runs_once():
+    Product.runs = 0
+    halves(LAYERS["in Python"], torch.rand(4, 6), torch.rand(4, 6))
+    assert Product.runs == 2
+
+
+def test_hooks_run_once():
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            y.register_hook(lambda _: calls.append("tensor"))
+            y.grad_fn.register_prehook(lambda _: calls.append("node"))
+            return y
+
+    halves(deep(Counted(6, 6)), torch.rand(4, 6), torch.rand(4, 6))
+    assert sorted(calls) == ["node", "tensor"]
+
+
+def test_work_is_not_done_twice():
+    """The matrices that I multiplies are those for the input, and W those for the weights."""
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    layer, x, grad = LAYERS["deep"], torch.rand(4, 6), torch.rand(4, 6)
+    input, edge = entered(x)
+    found = Halves([get_gradient_edge(layer(input))], [grad], [edge], list(layer.parameters()))
+    for half in (found.input, found.weight):
+        with Count() as mode:
+            mode.count = 0
+            half()
+        assert mode.count == 2
+
+
+def test_nothing_to_do_for_the_input():
+    layer = nn.Linear(6, 6)
+    root = get_gradient_edge(layer(torch.rand(4, 6)))
+    found = Halves([root], [torch.ones(4, 6)], [], list(layer.parameters()))
+    assert found.input() == ()
+    assert all(grad is not None for grad in found.weight().values())
+
+
+def test_what_only_the_input_needed_is_let_go_of():
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            saved = x * 2
+            alive.append(weakref.ref(saved))
+            ctx.save_for_backward(saved)
+            return x + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (saved,) = ctx.saved_tensors
+            return grad * (saved > -9)
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Kept.apply(x)
+
+    alive = []
+    layer = deep(Layer())
+    input, edge = entered(torch.rand(4, 6))
+    weights = list(layer.parameters())
+    found = Halves([get_gradient_edge(layer(input))], [torch.rand(4, 6)], [edge], weights)
+    del input, edge
+    assert alive[0]() is not None
+    found.input()
+    assert alive[0]() is None
+    assert all(grad is not None for grad in found.weight().values())
+
+
+def test_several_roots():
+    layer = nn.Linear(6, 6)
+    x, grad = torch.rand(4, 6), torch.rand(4, 6)
+
+    def roots(input):
+        y = layer(input)
+        return [get_gradient_edge(z) for z in (y.sin(), y, layer.weight * 2)]
+
+    grads = [grad, grad, torch.rand(6, 6)]
+    weights = list(layer.parameters())
+    input, edge = entered(x)
+    expected = backward(roots(input), grads, [edge, *weights])
+    input, edge = entered(x)
+    found = Halves(roots(input), grads, [edge], weights)
+    inputs, rest = found.input(), found.weight()
+    same([*inputs, *[rest[id(x)] for x in weights]], expected)
+
+
+def test_weight_that_is_not_among_the_weights():
+    layer, stray = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
+    input, edge = entered(torch.rand(4, 6))
+    root = get_gradient_edge(layer(input) * stray)
+    graph = Graph([root], edge.node, list(layer.parameters()))
+    assert [id(x) for x in graph.strays] == [id(stray)]
+    found = Halves([root], [torch.ones(4, 6)], [edge], list(layer.parameters()))
+    found.input()
+    assert found.weight()[id(stray)] is not None
+
+
+def test_deep_graph():
+    x, edge = entered(torch.rand(2))
+    weight = nn.Parameter(torch.rand(2))
+    y = x
+    for _ in range(5000):
+        y = y + weight
+    found = Halves([get_gradient_edge(y)], [torch.ones(2)], [edge], [weight])
+    found.input()
+    assert torch.equal(found.weight()[id(weight)], torch.full((2,), 5000.0))

@@ -1,0 +1,127 @@
+"""Gradients are summed up, and handed over once, without a second copy."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
+from torchgpipe.devices.streams import CPU, CPUStream
+
+STREAMS = [CPUStream(CPU)]
+
+
+def loss_of(sums, *tensors, divisor=None):
+    zero = HandOver.apply(sums, CPU, torch.float32, *tensors)
+    return Outcome.apply(torch.tensor(3.0), divisor, STREAMS, zero)
+
+
+@pytest.fixture
+def weight():
+    return nn.Parameter(torch.rand(3))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_sum(weight, count):
+    terms = [torch.rand(3) for _ in range(count)]
+    before = [term.clone() for term in terms]
+    sums = Sums()
+    for term in terms:
+        sums.add([weight, weight.detach()], [term, None])
+    loss = loss_of(sums, weight)
+    (loss * 2).backward()
+    assert loss == 3
+    torch.testing.assert_close(weight.grad, 2 * sum(before))
+    # Somebody else may have these.
+    assert all(map(torch.equal, terms, before))
+
+
+def test_gradients_that_share_memory(weight):
+    other, shared = nn.Parameter(torch.rand(3)), torch.rand(3)
+    expected = shared.clone()
+    for count in (1, 2, 3):
+        sums = Sums()
+        for _ in range(count):
+            sums.add([weight, other], [shared, shared])
+        weight.grad = other.grad = None
+        (loss_of(sums, weight, other) * 0.5).backward()
+        torch.testing.assert_close(weight.grad, expected * count / 2)
+        torch.testing.assert_close(other.grad, expected * count / 2)
+
+
+def test_sum_becomes_the_gradient(weight):
+    sums = Sums()
+    for _ in range(3):
+        sums.add([weight], [torch.rand(3)])
+    (memory,) = [x.data_ptr() for x in sums._sums.values()]
+    loss_of(sums, weight).backward()
+    assert weight.grad.data_ptr() == memory
+
+
+def test_sparse_gradients():
+    table = nn.Embedding(5, 2, sparse=True)
+    terms = [
+        torch.autograd.grad(table(torch.tensor([k, k + 1])).sum(), table.weight)[0]
+        for k in range(3)
+    ]
+    sums = Sums()
+    for term in terms:
+        sums.add([table.weight], [term])
+    (loss_of(sums, table.weight) * 2).backward()
+    assert table.weight.grad.is_sparse
+    expected = 2 * sum(term.to_dense() for term in terms)
+    torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+
+
+def test_gradients_move_to_other_sums(weight):
+    other = nn.Parameter(torch.rand(3))
+    first, second, target = Sums(), Sums(), Sums()
+    first.add([weight], [torch.ones(3)])
+    first.add([weight, other], [torch.ones(3), torch.ones(3)])
+    second.add([weight], [torch.ones(3)])
+    owner = {id(weight): target, id(other): target}
+    first.move_to(owner)
+    second.move_to(owner)
+    loss_of(target, weight, other).backward()
+    assert weight.grad.tolist() == [3, 3, 3]
+    assert other.grad.tolist() == [1, 1, 1]
+
+
+def test_tensor_without_a_gradient(weight):
+    loss_of(Sums(), weight).backward()
+    assert weight.grad is None
+
+
+def test_divisor(weight):
+    sums = Sums()
+    sums.add([weight], [torch.ones(3)])
+    loss_of(sums, weight, divisor=torch.tensor(4.0)).backward()
+    assert weight.grad.tolist() == [0.25] * 3
+
+
+def test_grad_of_some(weight):
+    sums = Sums()
+    other = nn.Parameter(torch.rand(3))
+    sums.add([weight, other], [torch.ones(3), torch.ones(3)])
+    (found,) = torch.autograd.grad(loss_of(sums, weight, other), [other])
+    assert found.tolist() == [1, 1, 1]
+    assert weight.grad is None
+
+
+def test_second_backward(weight):
+    sums = Sums()
+    sums.add([weight], [torch.ones(3)])
+    loss = loss_of(sums, weight)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed its gradients over"):
+        loss.backward()
+
+
+def test_graph_of_the_gradient(weight):
+    sums = Sums()
+    sums.add([weight], [torch.ones(3)])
+    loss = loss_of(sums, weight)
+    with pytest.raises(RuntimeError, match="no graph of their own"):
+        loss.backward(create_graph=True)
+    # The gradients are there still.
+    loss.backward()
+    assert weight.grad is not None

@@ -1,0 +1,363 @@
+"""The two halves of backward: for the input (I) at once, for the weights (W) when there is time.
+
+A node of autograd's graph can compute the gradient of one of its inputs and not of the others. So I
+runs backward to the input alone. On its way it comes to *boundaries*: nodes from which one edge
+leads on towards the input, and another one to weights and nothing else::
+
+    output ──→ addmm ──→ gelu ──→ addmm ──→ input
+                 │                  │
+                 ↓                  ↓
+              weights            weights
+
+I notes the gradients that arrive at boundaries. W has each boundary compute the rest from them, and
+then runs backward from there to the weights.
+
+The obvious way for W is a backward from each boundary to its own weights, as
+torch.distributed.pipelining does. Each of these walks through all nodes between its boundary and
+the input, only to find that none of them is needed; and one backward from all boundaries would run
+these nodes again. Here W calls the node of a boundary itself, as a function. A node asks the
+backward that is under way which of its edges are needed. So W calls all boundaries within a small
+backward that needs nothing but the edges to weights.
+
+Not every node can be run in halves:
+
+- A function in Python (:class:`torch.autograd.Function`) computes all its gradients or none. The
+  weights that it leads to get their gradients in I, which W hands on.
+- Compiled layers free what they have saved when they run, and refuse to run in a backward that
+  keeps its graph (PyTorch issue 161904). If a cell has one on the way to the input, I is its whole
+  backward, and W hands on the gradients of the weights.
+- Where nothing that requires a gradient came in, there is nothing to do for I.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the halves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from torchgpipe import _torch
+from torchgpipe._torch.dynamo import uncompiled
+
+__all__: list[str] = []
+
+Node: TypeAlias = Any
+#: The end of a backward: a tensor, or an edge of a node.
+End: TypeAlias = Tensor | GradientEdge
+
+logger = logging.getLogger(__name__)
+
+#: Where the edges of a node lead to: nowhere that matters, to the input, to weights, or to both.
+INPUT, WEIGHT = 1, 2
+
+
+def backward(
+    roots: Sequence[GradientEdge],
+    grads: Sequence[Tensor],
+    ends: Sequence[End],
+    *,
+    keep: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Run backward in this thread, and return the gradients of ends; None for what it leads not to.
+
+    No gradient is added to any ``.grad``, and nodes behind the ends do not run.
+
+    Args:
+        roots: where backward begins.
+        grads: the gradient of each root.
+        ends: whose gradients are wanted.
+        keep: whether another backward through the same nodes will follow.
+    """
+    if not (roots and ends):
+        return (None,) * len(ends)
+    with torch.autograd.set_multithreading_enabled(False):
+        found: tuple[Tensor | None, ...] = _torch.run_backward(
+            tuple(roots), tuple(grads), keep, False, tuple(ends), True, False
+        )
+    return found
+
+
+class Graph:
+    """The part of autograd's graph that one cell has made.
+
+    Args:
+        roots: the edges from which gradients come in.
+        inputs: the node that hands gradients to the cell's input, if any is wanted.
+        weights: the weights.
+    """
+
+    def __init__(
+        self, roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
+    ) -> None:
+        self.weights = {id(x): x for x in weights}
+        #: Tensors that require a gradient, and are not among the weights.
+        self.strays: list[Tensor] = []
+        #: For each node, where its edges lead to.
+        self.leads: dict[Node, int] = {}
+        #: The nodes and their edges, each behind those that it leads to.
+        self.nodes: list[tuple[Node, Any]] = []
+        self._leaves: dict[Node, int] = {}
+        if inputs is not None:
+            self.leads[inputs] = INPUT
+        for x in self.weights.values():
+            if x.grad_fn is not None:
+                # A weight that somebody has computed: what it was computed from is not ours.
+                self.leads[x.grad_fn] = WEIGHT
+                self._leaves[x.grad_fn] = id(x)
+        for root in roots:
+            self._visit(root.node)
+
+    def _visit(self, root: Node) -> None:
+        leads = self.leads
+        stack: list[tuple[Node, Any]] = [(root, None)]
+        while stack:
+            node, edges = stack.pop()
+            if edges is None:
+                if node in leads:
+                    continue
+                leads[node] = 0
+                edges = node.next_functions
+                stack.append((node, edges))
+                stack += [(x, None) for x, _ in edges if x is not None and x not in leads]
+                continue
+            found = 0
+            for x, _ in edges:
+                if x is not None:
+                    found |= leads[x]
+            if not edges:
+                found = self._leaf(node)
+            leads[node] = found
+            self.nodes.append((node, edges))
+
+    def _leaf(self, node: Node) -> int:
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            return 0
+        if id(leaf) not in self.weights:
+            self.strays.append(leaf)
+            self.weights[id(leaf)] = leaf
+        self._leaves[node] = id(leaf)
+        return WEIGHT
+
+    def below(self, node: Node) -> set[int]:
+        """The identities of the weights that a node leads to."""
+        found: set[int] = set()
+        seen = {node}
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node in self._leaves:
+                found.add(self._leaves[node])
+                continue
+            for x, _ in node.next_functions:
+                if x is not None and x not in seen and self.leads.get(x, 0) & WEIGHT:
+                    seen.add(x)
+                    stack.append(x)
+        return found
+
+
+class Boundary:
+    """A node from which one edge leads on towards the input, and another one to weights alone."""
+
+    __slots__ = ("edges", "grads", "node")
+
+    def __init__(self, node: Node, edges: list[tuple[int, GradientEdge]]) -> None:
+        self.node = node
+        #: The edges to weights, by their place among the node's edges.
+        self.edges = edges
+        #: The gradients that arrive at the node, once they have.
+        self.grads: list[tuple[Tensor | None, ...]] = []
+        # A hook in C. The node itself runs with what hooks of others have made of the gradients.
+        node.register_prehook(self.grads.append)
+
+    def run(self) -> list[tuple[GradientEdge, Tensor]]:
+        """Compute the gradients of the edges to weights, within a backward that needs these."""
+        if not self.grads:
+            return []
+        found = self.node(*self.grads.pop())
+        outputs = found if isinstance(found, tuple) else (found,)
+        return [(edge, outputs[k]) for k, edge in self.edges if outputs[k] is not None]
+
+
+class Halves:
+    """The backward of one cell, in two halves.
+
+    Args:
+        roots: the edges from which gradients come in.
+        grads: the gradient of each.
+        inputs: the edges whose gradients are wanted first, all of one node.
+        weights: the weights whose gradients are wanted later.
+        forget: called with what somebody's hooks have saved, when only I needed it.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[GradientEdge],
+        grads: Sequence[Tensor],
+        inputs: Sequence[GradientEdge],
+        weights: Sequence[Tensor],
+        forget: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        graph = Graph(roots, inputs[0].node if inputs else None, weights)
+        self._graph: Graph | None = graph
+        self._roots, self._grads, self._inputs = list(roots), list(grads), inputs
+        self._forget = forget
+        #: The weights, and the gradients that I has computed, by identity.
+        self.weights = graph.weights
+        self._early: dict[int, Tensor | None] = {}
+        self._boundaries: list[Boundary] = []
+
+    def input(self) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the input.
+
+        What only this half needed is let go of.
+        """
+        graph = self._graph
+        assert graph is not None
+        self._graph = None
+        on_the_way = [(node, edges) for node, edges in graph.nodes if graph.leads[node] & INPUT]
+        if any(_is_compiled(node) for node, _ in on_the_way):
+            logger.debug("a cell with compiled layers runs its whole backward at I")
+            early = list(graph.weights)
+        else:
+            early = self._find_boundaries(graph, on_the_way)
+        # What leads to weights alone is for W, but for weights whose gradients come now.
+        now = [bool(early) or bool(graph.leads[root.node] & INPUT) for root in self._roots]
+        roots = [root for root, due in zip(self._roots, now) if due]
+        grads = [grad for grad, due in zip(self._grads, now) if due]
+        later = len(early) < len(graph.weights)
+        first = [graph.weights[x] for x in early]
+        count = len(self._inputs)
+        found = backward(roots, grads, [*self._inputs, *first], keep=later)
+        self._early = dict(zip(early, found[count:]))
+        rest = [
+            (root, grad)
+            for root, grad in zip(self._roots, self._grads)
+            if later and graph.leads[root.node] == WEIGHT
+        ]
+        self._roots, self._grads = [x for x, _ in rest], [x for _, x in rest]
+        if later:
+            needed = {boundary.node for boundary in self._boundaries}
+            for node, _ in on_the_way:
+                if node not in needed:
+                    _let_go(node, self._forget)
+        return found[:count]
+
+    def weight(self) -> dict[int, Tensor | None]:
+        """Compute the gradients of the weights; return them by the identities of the weights."""
+        late = [(x, weight) for x, weight in self.weights.items() if x not in self._early]
+        found, self._early = self._early, {}
+        roots, grads = self._roots, self._grads
+        self._roots, self._grads = [], []
+        if late:
+            boundaries, self._boundaries = self._boundaries, []
+            arrived = _run(boundaries)
+            roots += [edge for edge, _ in arrived]
+            grads += [grad for _, grad in arrived]
+            del arrived
+            ends = [weight for _, weight in late]
+            found.update(zip([x for x, _ in late], backward(roots, grads, ends)))
+        return found
+
+    def _find_boundaries(self, graph: Graph, on_the_way: Collection[tuple[Node, Any]]) -> list[int]:
+        """Find the boundaries; return the weights whose gradients must be computed in I."""
+        early: dict[int, None] = {}
+        found = []
+        for node, edges in on_the_way:
+            own = [
+                (k, GradientEdge(x, number))
+                for k, (x, number) in enumerate(edges)
+                if x is not None and graph.leads[x] == WEIGHT
+            ]
+            if own and isinstance(node, BackwardCFunction):
+                for _, edge in own:
+                    early.update(dict.fromkeys(graph.below(edge.node)))
+            elif own:
+                found.append((node, own))
+        for node, own in found:
+            if early:
+                # An edge may lead to both kinds of weights.
+                own = [(k, edge) for k, edge in own if graph.below(edge.node) - early.keys()]
+            if own:
+                self._boundaries.append(Boundary(node, own))
+        return list(early)
+
+
+def _is_compiled(node: Node) -> bool:
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+@cache
+def _saved(kind: Any) -> list[str]:
+    """The names under which nodes of a class have what they saved."""
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def _let_go(node: Node, forget: Callable[[Any], None]) -> None:
+    """Make a node let go of the tensors that it has saved."""
+    kind: Any = type(node)
+    for name in _saved(kind):
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            # Nothing may be saved there, or hooks may have packed it already.
+            try:
+                one.register_hooks(_nothing, _gone)
+            except (RuntimeError, AttributeError):
+                with suppress(RuntimeError, AttributeError):
+                    forget(one.data)
+
+
+@uncompiled
+def _nothing(_: Tensor) -> None:
+    """Pack nothing."""
+
+
+@uncompiled
+def _gone(_: None) -> Tensor:
+    raise RuntimeError(
+        "what a layer has saved for its input's gradient was let go of once that was computed, and "
+        "something asks for it again; use a schedule that does not split backward into I and W"
+    )
+
+
+class Within(torch.autograd.Function):
+    """A node that calls a function in its backward: ``calls, tensor → tensor``."""
+
+    @staticmethod
+    def forward(ctx: Any, calls: list[Callable[[], None]], tensor: Tensor) -> Tensor:
+        ctx.calls = calls
+        return tensor.clone()
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.calls.pop()()
+        return None, grad
+
+
+def _run(boundaries: Sequence[Boundary]) -> list[tuple[GradientEdge, Tensor]]:
+    """Run boundaries within a backward that needs their edges to weights, and no others."""
+    if not boundaries:
+        return []
+    found: list[tuple[GradientEdge, Tensor]] = []
+
+    def run() -> None:
+        for boundary in boundaries:
+            found.extend(boundary.run())
+
+    start = torch.zeros((), device="cpu", requires_grad=True)
+    with torch.enable_grad():
+        within = Within.apply([run], start)
+    edges = [edge for boundary in boundaries for _, edge in boundary.edges]
+    root = torch.autograd.graph.get_gradient_edge(within)
+    # A boundary must come to its node in this thread, where the caller has set the stream.
+    backward([root], [torch.ones((), device="cpu")], [start, *edges])
+    return found

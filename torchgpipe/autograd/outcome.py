@@ -1,0 +1,155 @@
+"""The loss of a step whose gradients are there already, as a function that autograd can run.
+
+A schedule that interleaves forward and backward computes gradients during the call. Gradients are
+linear in the loss. So backward has only to multiply them by the gradient of the loss, and to hand
+them over to the tensors that they belong to::
+
+    weights on device 0 ── HandOver ── 0 ┐
+    weights on device 1 ── HandOver ── 0 ┼─ Outcome ── loss
+                                 value ──┘
+
+There is one :class:`HandOver` for each device, whose output is a zero on that device. So autograd
+runs each on the caller's stream of its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe import _torch
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.devices.streams import AbstractStream, use_stream
+
+__all__: list[str] = []
+
+
+class Sums:
+    """The gradients of some tensors on one device, summed up over micro-batches.
+
+    Sums are computed in place. A gradient that came alone may share its memory with another one, as
+    those of the two terms of an addition do, so it is never changed in place.
+    """
+
+    def __init__(self) -> None:
+        #: The tensors, by identity.
+        self.tensors: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        #: The tensors whose sums are nobody else's.
+        self._own: set[int] = set()
+
+    def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of some tensors; None adds nothing."""
+        sums, terms = [], []
+        for tensor, grad in zip(tensors, grads):
+            if grad is None:
+                continue
+            key = id(tensor)
+            self.tensors[key] = tensor
+            found = self._sums.get(key)
+            if found is None:
+                self._sums[key] = grad
+            elif key in self._own and not grad.is_sparse:
+                sums.append(found)
+                terms.append(grad)
+            else:
+                # One by one, so that the memory of the two terms is free for the next sum.
+                # guard: sums of what is not ours
+                self._sums[key] = found + grad
+                if not self._sums[key].is_sparse:
+                    self._own.add(key)
+        if sums:
+            _torch.add_each(sums, terms)
+
+    def move_to(self, others: Mapping[int, Sums]) -> None:
+        """Add each gradient to the sums of its tensor, by identity, and let go of it."""
+        for key in [*self._sums]:
+            tensor = self.tensors[key]
+            other, grad = others[key], self._sums.pop(key)
+            if key in self._own and key not in other._sums:
+                other._own.add(key)
+            other.add([tensor], [grad])
+
+    def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
+        """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""
+        own = [self._sums[key] for key in self._sums if key in self._own]
+        if own:
+            _torch.multiply_each(own, factor)
+        del own
+        for key in self._sums:
+            if key not in self._own:
+                self._sums[key] = self._sums[key] * factor
+        found = [self._sums.pop(id(tensor), None) for tensor in tensors]
+        self._sums.clear()
+        return found
+
+
+class HandOver(torch.autograd.Function):
+    """``sums, device, dtype, *tensors → 0``: backward hands the gradients over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: Sums, device: torch.device, dtype: torch.dtype, *tensors: Tensor
+    ) -> Tensor:
+        ctx.sums = sums
+        # Not saved for backward: whoever hands weights over may change them in place before.
+        ctx.tensors = tensors
+        return torch.zeros((), device=device, dtype=dtype)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, ctx.tensors = ctx.tensors, ()
+        # guard: no second copy of gradients
+        return (None, None, None, *ctx.sums.scaled(tensors, grad))
+
+
+class Outcome(torch.autograd.Function):
+    """``value, divisor, streams, *zeros → value``.
+
+    Args:
+        value: the value of the loss.
+        divisor: what the gradients have to be divided by, of shape ``()``, or None.
+        streams: the caller's stream for the device of each zero.
+        *zeros: the outputs of :class:`HandOver`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        divisor: Tensor | None,
+        streams: Sequence[AbstractStream],
+        *zeros: Tensor,
+    ) -> Tensor:
+        ctx.divisor, ctx.streams, ctx.done = divisor, streams, False
+        ctx.devices = [zero.device for zero in zeros]
+        return value.clone()
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of a scheduled loss are computed during the call, so they have no "
+                "graph of their own (create_graph: True); use the loss of a GPipe for gradients "
+                "of gradients"
+            )
+        if ctx.done:
+            raise RuntimeError(
+                "a scheduled loss has handed its gradients over in its first backward, and keeps "
+                "no copy (backwards: 2); call it once for each backward, and add losses that share "
+                "a backward before it"
+            )
+        ctx.done = True
+        if ctx.divisor is not None:
+            grad = grad / ctx.divisor
+        found = []
+        for device, stream in zip(ctx.devices, ctx.streams):
+            # guard: stream of the factor
+            with use_stream(stream):
+                found.append(grad.to(device, non_blocking=device.type != "cpu"))
+        return (None, None, None, *found)

@@ -1,0 +1,190 @@
+"""A cell of a schedule: one micro-batch in one stage, and what each instruction does to it.
+
+::
+
+    F   input ── enter ── layers ── output        the cell keeps the edges at both ends of its graph
+    R                     layers, again           what was dropped is computed again
+    B   input ←── layers ←── output               gradients of the input, and of the weights
+    I   input ←── layers ←── output               of the input alone
+    W             layers                          of the weights, from what I has noted
+
+Each cell has a graph of its own, since its backward runs when the schedule says so. Its input
+comes without what it was computed from. ``enter`` makes it the output of a node, whose edges tell
+autograd where the gradient of the input is wanted. Unlike a leaf, such a tensor is not kept alive
+by its graph, and layers may change it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from torchgpipe.autograd.halves import Graph, Halves, backward
+from torchgpipe.autograd.phony import get_phony
+from torchgpipe.autograd.recompute import Unpack
+from torchgpipe.devices.streams import AbstractStream
+from torchgpipe.engine.step import Step
+from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.slots import Slot
+from torchgpipe.values.microbatch import Batch
+
+__all__: list[str] = []
+
+Run = Callable[..., Batch]
+#: For each part of a micro-batch, the gradients of its tensors, each tensor once.
+Gradients = Mapping[Any, Sequence[Tensor | None]]
+
+
+class Cell:
+    """Micro-batch ``i`` in stage ``j`` of a step, from its F until it is done.
+
+    Args:
+        step: the step.
+        i: the micro-batch.
+        j: the stage.
+        stream: the compute stream of its worker, which is current whenever a method is called.
+        weights: the weights of the stage that require a gradient.
+    """
+
+    __slots__ = (
+        *("_checkpoint", "_halves", "_inputs", "_outputs"),
+        *("i", "j", "step", "stream", "weights"),
+    )
+
+    def __init__(
+        self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
+    ) -> None:
+        self.step, self.i, self.j, self.stream = step, i, j, stream
+        self.weights = list(weights)
+        #: For each part of the input and of the output, the edges of its tensors, each tensor once.
+        self._inputs: dict[Any, list[GradientEdge | None]] = {}
+        self._outputs: dict[Any, list[GradientEdge | None]] = {}
+        self._checkpoint: Checkpoint | None = None
+        self._halves: Halves | None = None
+
+    def forward(
+        self, batch: Batch, run: Run, *, again: bool, within: AbstractContextManager[None]
+    ) -> Batch:
+        """Run the layers (F). ``batch`` lets go of its tensors, which are freed at their last use.
+
+        Args:
+            batch: the input. Tensors that a gradient is wanted of require one.
+            run: runs the layers on a micro-batch.
+            again: whether the cell has an R.
+            within: a context manager to recompute in.
+        """
+        batch = self._enter(batch)
+        if again:
+            run = self._checkpointed(run, within)
+        batch = batch.take()
+        output = self.step.context.run(run, batch)
+        if torch.is_grad_enabled():
+            for key in output.parts:
+                distinct = {id(x): x for x in output.parts[key]}.values()
+                self._outputs[key] = [
+                    get_gradient_edge(x) if x.requires_grad else None for x in distinct
+                ]
+        return output
+
+    def _enter(self, batch: Batch) -> Batch:
+        """Make the input the beginning of a graph."""
+        needing = [x for x in batch if x.requires_grad] if torch.is_grad_enabled() else []
+        if not needing:
+            return batch.replace([x.detach() for x in batch])
+        found = Unpack.apply(get_phony(needing[0].device, requires_grad=True), *needing)
+        edges = {id(x): get_gradient_edge(y) for x, y in zip(needing, found)}
+        for key in batch.parts:
+            distinct = {id(x): x for x in batch.parts[key]}.values()
+            self._inputs[key] = [edges.get(id(x)) for x in distinct]
+        entered = iter(found)
+        return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
+
+    def _checkpointed(self, run: Run, within: AbstractContextManager[None]) -> Run:
+        state = self.step.bodies[self.j].state
+        assert state is not None
+        self._checkpoint = Checkpoint(
+            partial(run, copies=[]) if state.buffers.any else run,
+            self.step.context,
+            self.stream,
+            within,
+            state.lasting,
+            state.always_calls,
+            state.shapes,
+        )
+        return self._checkpoint.forward
+
+    def look_for_strays(self) -> list[Tensor]:
+        """Find the tensors that require a gradient, and are neither input nor known weights."""
+        edges = [edge for part in self._outputs.values() for edge in part if edge is not None]
+        node = next((e.node for part in self._inputs.values() for e in part if e is not None), None)
+        return Graph(edges, node, self.weights).strays
+
+    def recompute(self) -> None:
+        """Compute again what was dropped (R)."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        assert checkpoint is not None
+        checkpoint.recompute()
+
+    def backward(
+        self, grads: Gradients
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
+        """Compute the gradients of input and weights (B), and let go of the graph.
+
+        Args:
+            grads: the gradients of the output.
+
+        Returns:
+            The gradients of the input; the weights, and their gradients.
+        """
+        roots, given = self._roots(grads)
+        inputs, self._inputs = self._inputs, {}
+        edges = [edge for part in inputs.values() for edge in part if edge is not None]
+        found = backward(roots, given, [*edges, *self.weights])
+        return _by_part(inputs, found), self.weights, found[len(edges) :]
+
+    def backward_input(self, grads: Gradients) -> Gradients:
+        """Compute the gradients of the input (I), and let go of what W does not need."""
+        roots, given = self._roots(grads)
+        inputs, self._inputs = self._inputs, {}
+        edges = [edge for part in inputs.values() for edge in part if edge is not None]
+        self._halves = Halves(roots, given, edges, self.weights, _forget)
+        return _by_part(inputs, self._halves.input())
+
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Compute the gradients of the weights (W), and let go of the graph."""
+        halves, self._halves = self._halves, None
+        assert halves is not None
+        found = halves.weight()
+        return [halves.weights[x] for x in found], list(found.values())
+
+    def _roots(self, grads: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
+        outputs, self._outputs = self._outputs, {}
+        pairs = [
+            (edge, grad)
+            for key, given in grads.items()
+            for edge, grad in zip(outputs[key], given)
+            if edge is not None and grad is not None
+        ]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+def _by_part(
+    parts: dict[Any, list[GradientEdge | None]], grads: Sequence[Tensor | None]
+) -> Gradients:
+    found = iter(grads)
+    return {
+        key: [None if edge is None else next(found) for edge in edges]
+        for key, edges in parts.items()
+    }
+
+
+def _forget(saved: Any) -> None:
+    """Empty a slot. What hooks of the caller have saved is the caller's."""
+    if isinstance(saved, Slot):
+        saved.empty()

@@ -1,0 +1,112 @@
+"""The loss of each micro-batch, behind the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.ambient.notes import layer as current
+from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.values.microbatch import Batch
+
+__all__: list[str] = []
+
+
+class Criterion:
+    """A loss function, and what it has made of each micro-batch of a step.
+
+    Args:
+        loss: takes an output of the last stage and the arguments; returns the mean over the rows
+            of the micro-batch, or a sum and the weight that the sum of all is divided by.
+        arguments: the further arguments of each micro-batch, positional and by name.
+        shares: the share of each micro-batch in a mean over all rows.
+        scale: multiplies losses before backward, against gradients that are too small for float16.
+        outputs: whether outputs are kept.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        shares: Sequence[float],
+        scale: Callable[[Tensor], Tensor] | None,
+        outputs: bool,
+    ) -> None:
+        self.loss, self.arguments, self.shares, self.scale = loss, arguments, shares, scale
+        m = len(arguments)
+        #: For each micro-batch, the loss and the weight of its sum; None for a mean.
+        self.found: list[tuple[Tensor, Any] | None] = [None] * m
+        #: For each micro-batch, its output without what it was computed from.
+        self.outputs: list[Batch | None] | None = [None] * m if outputs else None
+        #: Whether a loss depends on something that requires a gradient.
+        self.depends = False
+
+    def behind(self, run: Callable[..., Batch], i: int) -> Callable[..., Batch]:
+        """A function that runs the last stage and the loss on micro-batch ``i``."""
+        return partial(self._run, run, i)
+
+    def _run(self, run: Callable[..., Batch], i: int, batch: Batch, **options: Any) -> Batch:
+        output = run(batch.take(), **options)
+        args, kwargs = self.arguments[i]
+        current.name, current.kind = "loss", type(self.loss).__name__
+        found = self.loss(output.value, *args, **kwargs)
+        loss, weight = _checked(found)
+        current.name = None
+        if not is_recomputing():
+            self.found[i] = loss.detach(), weight
+            self.depends |= loss.requires_grad
+            if self.outputs is not None:
+                self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
+        return Batch(loss)
+
+    def grad(self, i: int) -> Tensor:
+        """The gradient of the loss of micro-batch ``i``, with which its backward begins."""
+        found = self.found[i]
+        assert found is not None
+        loss, weight = found
+        grad = torch.full_like(loss, 1 if weight is not None else self.shares[i])
+        return grad if self.scale is None else self.scale(grad).to(grad.dtype)
+
+    def results(self, i: int) -> list[Tensor]:
+        """The tensors of micro-batch ``i`` that go to the caller."""
+        found = self.found[i]
+        output = None if self.outputs is None else self.outputs[i]
+        results = [] if found is None else [x for x in found if isinstance(x, Tensor)]
+        return results if output is None else [*results, *output]
+
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """The loss of the mini-batch before it is divided, and what it is divided by.
+
+        Raises:
+            TypeError: some micro-batches had a weight, and others had none.
+        """
+        pairs = [pair for pair in self.found if pair is not None]
+        losses = torch.stack([loss.reshape(()) for loss, _ in pairs])
+        if all(weight is None for _, weight in pairs):
+            shares = torch.tensor(self.shares, dtype=losses.dtype)
+            return (losses * shares.to(losses.device, non_blocking=True)).sum(), None
+        if any(weight is None for _, weight in pairs):
+            raise TypeError(
+                "a loss function must return a mean for all micro-batches, or (sum, weight) for "
+                f"all (weights: {[weight for _, weight in pairs]}); return the same for each"
+            )
+        weights = [torch.as_tensor(weight, device=losses.device) for _, weight in pairs]
+        return losses.sum(), torch.stack([x.reshape(()) for x in weights]).sum().to(losses.dtype)
+
+
+def _checked(found: Any) -> tuple[Tensor, Any]:
+    loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(
+            "a loss function must return the mean over the rows of its micro-batch, a tensor of "
+            f"one element, or (sum, weight) (returned: {what}); reduce it with mean(), or return "
+            "the sum and the number of what was summed up"
+        )
+    if weight is not None and isinstance(weight, Tensor):
+        weight = weight.detach()
+    return loss, weight

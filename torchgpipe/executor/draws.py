@@ -1,0 +1,85 @@
+"""Random numbers of a step whose cells several threads compute.
+
+The CPU's generator is one for all threads. So while layers draw from it, one cell at a time may
+exchange its state. Most models draw none, or draw on accelerators, and their cells must not wait
+for each other. Whether layers draw is only known when they have run. So the first step is computed
+with forwards one at a time. If it has drawn nothing, later steps leave the generator alone, until
+layers change between training and evaluation, or a step has drawn after all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torchgpipe.ambient.nesting import first_run
+from torchgpipe.devices.streams import CPU
+from torchgpipe.engine.step import Step
+from torchgpipe.executor.plan import Plan
+
+__all__: list[str] = []
+
+
+class Draws:
+    """The knowledge of whether layers draw random numbers."""
+
+    def __init__(self) -> None:
+        #: The training flags of all layers when a step has drawn no numbers.
+        self._quiet: list[bool] | None = None
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def step(self, step: Step, plan: Plan) -> Iterator[None]:
+        """Prepare for a step, and learn from it, in a ``with`` block around it."""
+        self._step = step
+        several = plan.devices.count(CPU) > 1
+        flags = [x.training for layers in step.stages.partitions for x in layers.modules()]
+        #: Whether cells of the CPU leave its generator alone, and whether they take turns.
+        # guard: quiet steps
+        self._free = several and flags == self._quiet
+        self._turns = several and not self._free
+        try:
+            yield
+            if self._free:
+                step.numbers.look(CPU)
+            self._quiet = None if step.numbers.drawn else flags
+        finally:
+            del self._step
+
+    def of(self, i: int, j: int) -> AbstractContextManager[Any]:
+        """Context manager for the first run of a cell."""
+        step = self._step
+        device = step.stages.devices[j]
+        if self._free and device == CPU:
+            return first_run(step.numbers.nest)
+        numbers = step.numbers.of(i, device)
+        # guard: turns of forwards
+        return _Turn(self._lock, numbers) if self._turns else numbers
+
+    def again(self, j: int) -> AbstractContextManager[Any]:
+        """Context manager for the second run of a cell."""
+        run = first_run(self._step.numbers.nest)
+        return _Turn(self._lock, run) if self._turns else run
+
+
+class _Turn:
+    """A context manager entered while a lock is held."""
+
+    def __init__(self, lock: threading.RLock, inner: AbstractContextManager[Any]) -> None:
+        self.lock, self.inner = lock, inner
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        try:
+            self.inner.__enter__()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self.inner.__exit__(*exception)
+        finally:
+            self.lock.release()

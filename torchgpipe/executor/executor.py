@@ -1,0 +1,343 @@
+"""The idea: run the instructions of a schedule, each when what it needs is there.
+
+::
+
+    worker 0   0F0 0F1 0F2 0B0     0F3 0B1 ...         values go down to the next stage,
+                 ╲   ╲   ╲  ↑                          skips to the stage that pops them,
+    worker 1     1F0 1B0 1F1 1B1 1F2 ...               gradients the same way back
+
+One instruction is one cell's forward, recomputation, backward, or half of a backward, on the
+compute stream of its worker. What it computes is sent on at once, and received by the instruction
+that needs it. A worker has its instructions in order. Whoever issues them, the caller in the order
+of their simulated starts or a thread for each worker, the streams do the same work in the same
+order.
+
+Each cell has a graph of its own. Its backward is run here, within the call, and leaves sums of
+gradients behind, which the caller hands over when somebody runs backward from the loss.
+
+Sources: Narayanan et al., PipeDream (arXiv 2006.09503) for 1F1B; Qi et al., Zero Bubble Pipeline
+Parallelism (arXiv 2401.10241) for I and W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchgpipe.ambient.autocast import without_autocast
+from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.notes import noted
+from torchgpipe.autograd.ends import drained_after_failure
+from torchgpipe.autograd.outcome import Sums
+from torchgpipe.devices.streams import AbstractStream, record_stream, use_stream, wait_stream
+from torchgpipe.engine.stages import Stages
+from torchgpipe.engine.step import Step
+from torchgpipe.engine.workers import Task, Workers
+from torchgpipe.executor.cell import Cell, Gradients
+from torchgpipe.executor.criterion import Criterion
+from torchgpipe.executor.draws import Draws
+from torchgpipe.executor.links import Links, Sent, Streams
+from torchgpipe.executor.plan import Plan
+from torchgpipe.schedule.program import Instruction, Op, operations
+from torchgpipe.skip.tracker import not_stashed
+from torchgpipe.values.microbatch import VALUE, Batch, Part
+
+__all__: list[str] = []
+
+
+class Crew:
+    """The parts that last from step to step: streams, threads, knowledge of random numbers.
+
+    Args:
+        stages: the stages of the wrapper.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.streams = Streams()
+        self.workers = Workers(stages.devices)
+        self.draws = Draws()
+
+
+class Executor:
+    """One step of a schedule.
+
+    Args:
+        crew: what lasts from step to step.
+        plan: the plan of the step.
+        batches: the micro-batches; each is let go of when it is computed.
+        criterion: the loss of each micro-batch.
+        weights: for each stage, its weights that require a gradient; those of the loss belong to
+            the last stage.
+        arriving: the events of copies that the last stage waits for.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        plan: Plan,
+        batches: list[Batch],
+        criterion: Criterion,
+        weights: Sequence[Sequence[Tensor]],
+        arriving: Sequence[Any] = (),
+    ) -> None:
+        self.crew, self.plan, self.criterion, self.arriving = crew, plan, criterion, arriving
+        self.stages = stages = crew.stages
+        self.weights = [list(x) for x in weights]
+        self.step = Step(stages, len(batches), {j for j, _ in plan.again})
+        self.links = Links(plan, crew.streams)
+        self.recording = torch.is_grad_enabled()
+        #: The stages whose weights are known to be all.
+        self._known: set[int] = set()
+        #: The cells between F and their last instruction.
+        self.cells: dict[tuple[int, int], Cell] = {}
+        #: The values that wait for a stage, with their events, by stage and micro-batch.
+        self.values: dict[tuple[int, int], tuple[Batch, Any]] = {
+            (0, i): (batch, None) for i, batch in enumerate(batches)
+        }
+        batches.clear()
+        #: For each micro-batch, the skips that were stashed and not popped yet.
+        self.skips: list[dict[Any, tuple[Part, Any]]] = [{} for _ in range(plan.schedule.chunks)]
+        #: For each micro-batch, the skips that share memory with another part.
+        self.shared: list[set[Any]] = [set() for _ in range(plan.schedule.chunks)]
+        #: The gradients that wait for a cell, by stage and micro-batch, for each part.
+        self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
+        #: For each worker, the sums of the gradients of its weights.
+        self.sums = [Sums() for _ in plan.devices]
+        #: For each micro-batch, the gradients of the tensors that came from the caller.
+        self.input_grads: list[Sequence[Tensor | None]] = [()] * plan.schedule.chunks
+
+    def run(self) -> None:
+        """Run all instructions."""
+        line = [self.plan.devices[:w].count(device) for w, device in enumerate(self.plan.devices)]
+        place: dict[Op, tuple[int, int]] = {}
+        tasks = []
+        for number, (w, instruction, edges) in enumerate(self.plan.order):
+            for op in operations(instruction):
+                place[op] = w, number
+            others = [place[source] for source, _ in edges]
+            tasks.append(
+                Task(
+                    number,
+                    self.plan.devices[w],
+                    partial(self.perform, w, instruction),
+                    [other for worker, other in dict.fromkeys(others) if worker != w],
+                    line[w],
+                )
+            )
+        holding(self.step.numbers.locks, partial(self._run, tasks))
+        self.step.end_forward()
+
+    def _run(self, tasks: Sequence[Task]) -> None:
+        with self.step.numbers, self.crew.draws.step(self.step, self.plan):
+            # guard: schedule after the caller
+            self.links.begin(self.arriving)
+            for batch, _ in self.values.values():
+                self.links.arrive(batch, 0)
+            try:
+                self.crew.workers.run(tasks, self.step.context)
+            finally:
+                # guard: caller after the schedule
+                self.links.end()
+
+    def perform(self, w: int, instruction: Instruction) -> None:
+        """Run an instruction of a worker: receive, compute, and deliver.
+
+        The two computations of an overlap are on two streams, and start and end together.
+
+        Raises:
+            BaseException: what a layer raised, with a note that names the computation.
+        """
+        main = self.links.compute[w]
+        ops = operations(instruction)
+        streams = self._streams(w, ops)
+        runs = [self._kinds[op.kind](self, w, op, stream) for op, stream in zip(ops, streams)]
+        for op, run in zip(ops, runs):
+            with use_stream(main), noted(f"raised in {op} on worker {w}"):
+                # guard: what an instruction needs
+                next(run)
+        for stream in streams:
+            if stream != main:
+                # guard: start of an overlap
+                wait_stream(stream, main)
+        for op, run, stream in zip(ops, runs, streams):
+            with use_stream(stream), noted(f"raised in {op} on worker {w}"):
+                next(run, None)
+        for stream in streams:
+            if stream != main:
+                # guard: end of an overlap
+                wait_stream(main, stream)
+        for run in runs:
+            with use_stream(main):
+                next(run, None)
+
+    def _streams(self, w: int, ops: Sequence[Op]) -> list[AbstractStream]:
+        """The stream of each computation: that of the stage, or of the cell once it has run.
+
+        Autograd runs backward on the stream of the forward. So where both computations of an
+        overlap would be on one stream, a forward takes the other one.
+        """
+        links = self.links
+        found = []
+        for op in ops:
+            cell = self.cells.get((op.stage, op.microbatch))
+            found.append(links.home[op.stage] if cell is None else cell.stream)
+        if len(ops) == 2 and found[0] == found[1]:
+            for k, op in enumerate(ops):
+                if op.kind == "F":
+                    both = links.compute[w], links.beside[w]
+                    found[k] = both[found[1 - k] == both[0]]
+                    break
+        return found
+
+    def _forward(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+        j, _, i = op
+        batch = self._received(j, i)
+        self.links.lend(batch, w, stream)
+        yield
+        body = self.step.bodies[j]
+        run: Callable[..., Batch] = body.run
+        if body.visited:
+            run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
+        if j + 1 == len(self.stages.partitions):
+            run = self.criterion.behind(run, i)
+        cell = Cell(self.step, i, j, stream, self.weights[j])
+        within = noted(f"raised in {op} on worker {w}")
+        with self.crew.draws.of(i, j):
+            output = cell.forward(batch, run, again=(j, i) in self.plan.again, within=within)
+        del batch
+        if self.recording:
+            self.cells[j, i] = cell
+            if j not in self._known:
+                # A layer may use weights of another module. All cells of a stage use the same.
+                self._known.add(j)
+                strays = cell.look_for_strays()
+                # guard: strays
+                self.weights[j] += strays
+                cell.weights += strays
+        yield
+        self.links.give_back(output, w, stream)
+        if j + 1 < len(self.stages.partitions):
+            self._send(j, i, output)
+        else:
+            self.links.leave(self.criterion.results(i), j)
+
+    def _received(self, j: int, i: int) -> Batch:
+        """The micro-batch that waits for a stage, beside the skips that the stage pops."""
+        batch, event = self.values.pop((j, i))
+        self.links.receive(Sent(tuple(batch), event), j)
+        popped = {}
+        for skip in self.stages.skip_layout.popped[j]:
+            part, event = self.skips[i].pop(skip, (None, None))
+            if part is None:
+                raise not_stashed(skip)
+            self.links.receive(Sent(part.tensors, event), j)
+            popped[skip] = part
+        return batch.with_skips(popped, self.shared[i])
+
+    def _send(self, j: int, i: int, output: Batch) -> None:
+        """Send an output to the next stage, and its skips to those that pop them."""
+        events: dict[Any, Any] = {}
+        targets: dict[Any, int] = {VALUE: j + 1, **self.stages.skip_layout.stashed[j]}
+
+        def sent(key: Any, *tensors: Tensor) -> list[Tensor]:
+            found = self.links.send([x.detach() for x in tensors], j, targets[key])
+            events[key] = found.event
+            return [
+                # A mark for the next cell. No leaf is made of it.
+                y.requires_grad_(x.requires_grad)
+                for x, y in zip(tensors, found.tensors)
+                if y is not None
+            ]
+
+        for key in [*output.parts]:
+            output = output.map(partial(sent, key), [key])
+        skips = output.skips
+        self.shared[i] |= output.shared
+        value = output.with_skips({})
+        if len(value) < 2 and not skips and not self.skips[i]:
+            # Nothing is left that it could share memory with.
+            value.shared = frozenset()
+        self.skips[i].update({key: (part, events[key]) for key, part in skips.items()})
+        self.values[j + 1, i] = value, events.get(VALUE)
+
+    def _recompute(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+        cell = self.cells[op.stage, op.microbatch]
+        yield
+        with self.crew.draws.again(op.stage):
+            cell.recompute()
+
+    def _backward(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+        cell = self.cells.pop((op.stage, op.microbatch))
+        grads = self._incoming(w, op, stream)
+        yield
+        with without_autocast(), drained_after_failure():
+            inputs, weights, found = cell.backward(grads)
+            self._add(w, op, weights, found, stream)
+        del cell, grads, weights, found
+        yield
+        self._outgoing(w, op, inputs, stream)
+
+    def _input(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+        grads = self._incoming(w, op, stream)
+        yield
+        with without_autocast(), drained_after_failure():
+            inputs = self.cells[op.stage, op.microbatch].backward_input(grads)
+        del grads
+        yield
+        self._outgoing(w, op, inputs, stream)
+
+    def _weight(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+        cell = self.cells.pop((op.stage, op.microbatch))
+        yield
+        with without_autocast(), drained_after_failure():
+            # guard: autocast in backward
+            self._add(w, op, *cell.backward_weight(), stream)
+
+    def _add(
+        self,
+        w: int,
+        op: Op,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        stream: AbstractStream,
+    ) -> None:
+        """Add gradients of weights to the sums, which belong to the stream of the stage."""
+        home = self.links.home[op.stage]
+        for grad in grads if stream != home else ():
+            if grad is not None:
+                # guard: sums of an overlap
+                record_stream(grad, home)
+        self.sums[w].add(weights, grads)
+
+    def _incoming(self, w: int, op: Op, stream: AbstractStream) -> Gradients:
+        """The gradients of a cell's output."""
+        j, _, i = op
+        if j + 1 == len(self.stages.partitions):
+            return {VALUE: [self.criterion.grad(i)]}
+        arrived = self.grads.pop((j, i), {})
+        found = {key: self.links.receive(sent, j) for key, sent in arrived.items()}
+        for grads in found.values():
+            self.links.lend(grads, w, stream)
+        return found
+
+    def _outgoing(self, w: int, op: Op, grads: Gradients, stream: AbstractStream) -> None:
+        """Send the gradients of a cell's input to where its parts came from."""
+        j, _, i = op
+        for found in grads.values():
+            self.links.give_back(found, w, stream)
+        sources: dict[Any, int] = {VALUE: j - 1, **self.stages.skip_layout.popped[j]}
+        for key, found in grads.items():
+            source = sources[key]
+            if source < 0:
+                self.links.leave(found, j)
+                self.input_grads[i] = found
+            else:
+                arriving = self.grads.setdefault((source, i), {})
+                arriving[key] = self.links.send(found, j, source)
+
+    _kinds: ClassVar = {"F": _forward, "R": _recompute, "B": _backward, "I": _input, "W": _weight}

@@ -1,0 +1,293 @@
+"""Links: how tensors get from one worker to another, on lanes, while both go on computing.
+
+::
+
+    worker 0   compute ──┬──────────── ...        compute ──┬──────────── ...
+                         ↓ event                            ↑ event
+               lane      └── copy ──┐              lane ────┘ wait
+                                    ↓                 ↑
+    worker 1             lane       └─────────────────┘
+
+A link leads from a stage to another one on another worker, and back for gradients. Each direction
+of it has lanes of its own on both devices, used round-robin. So a copy waits for nothing but the
+computation that made the tensors, and nothing but the computation that needs them waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe import _torch
+from torchgpipe.autograd.copy import moved
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    current_stream,
+    has_streams,
+    new_stream,
+    record,
+    record_stream,
+    use_stream,
+    wait_for,
+    wait_stream,
+)
+from torchgpipe.executor.plan import Plan
+from torchgpipe.schedule.program import Instruction, Overlap
+
+__all__: list[str] = []
+
+#: The number of streams in a device's pool, as far as is known (CUDA: 32).
+POOL = 32
+
+
+class Sent(NamedTuple):
+    """Tensors on their way.
+
+    Args:
+        tensors: the tensors on their new device.
+        event: what the receiver has to wait for; None if there is nothing.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    event: Any = None
+
+
+class Streams:
+    """The streams of a wrapper, made once for each device."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, list[AbstractStream]] = {}
+
+    def get(self, device: torch.device, count: int) -> list[AbstractStream]:
+        """Return some streams of a device, at most as many as asked for; none is the caller's."""
+        current = current_stream(device)
+        if not has_streams(device):
+            return [current] * count
+        made = self._made.setdefault(device, [])
+        count = min(count, POOL - 1)
+        # The caller's current stream may be from the same pool, and another one in the next step.
+        while len([x for x in made if x != current]) < count:
+            made.append(new_stream(device))
+        return [x for x in made if x != current][:count]
+
+
+class Links:
+    """The streams of one step.
+
+    Args:
+        plan: the plan of the step.
+        streams: the streams of the wrapper.
+    """
+
+    def __init__(self, plan: Plan, streams: Streams) -> None:
+        devices = plan.devices
+        self._placement = placement = plan.schedule.placement
+        counts = Counter(devices)
+        #: The caller's stream for the device of each worker.
+        self.outside = [current_stream(device) for device in devices]
+        ways = self._ways(plan)
+        ends = Counter(devices[placement[stage]] for way in ways for stage in way)
+        pools = {
+            device: streams.get(device, POOL - 1 if has_streams(device) else 1) for device in counts
+        }
+        #: The stream on which each worker computes. A worker that is alone on its device computes
+        #: on the caller's stream, and so in order with what the caller gave to that device.
+        self.compute: list[AbstractStream] = []
+        taken: Counter[torch.device] = Counter()
+        for device, outside in zip(devices, self.outside):
+            if counts[device] == 1 or not has_streams(device):
+                self.compute.append(outside)
+            else:
+                # guard: own streams of workers
+                self.compute.append(pools[device][taken[device]])
+                taken[device] += 1
+        self._lanes: dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]] = {}
+        self._used: Counter[tuple[int, int]] = Counter()
+        #: A second stream for each worker with overlaps, and the stream of each stage.
+        self.beside = list(self.compute)
+        self.home = [self.compute[w] for w in placement]
+        for w, line in enumerate(plan.schedule.program):
+            device = devices[w]
+            if has_streams(device) and any(isinstance(x, Overlap) for x in line):
+                self.beside[w] = pools[device][taken[device]]
+                taken[device] += 1
+                for j in _on_the_other_stream(line):
+                    self.home[j] = self.beside[w]
+        own = dict(taken)
+        for way in ways:
+            pair = []
+            for stage in way:
+                device = devices[placement[stage]]
+                pool = pools[device][own.get(device, 0) :] or [pools[device][-1]]
+                size = max(1, len(pool) // ends[device])
+                start = taken[device] - own.get(device, 0)
+                taken[device] += size
+                # Where there are more ends than streams, some share one.
+                pair.append([pool[(start + k) % len(pool)] for k in range(size)])
+            self._lanes[way] = pair[0], pair[1]
+
+    def _ways(self, plan: Plan) -> list[tuple[int, int]]:
+        """The pairs of stages on two workers that tensors pass between: there, and back."""
+        n = len(self._placement)
+        pairs = dict.fromkeys([*((j, j + 1) for j in range(n - 1)), *plan.schedule.skips])
+        found = [(j, k) for j, k in pairs if self._placement[j] != self._placement[k]]
+        return [*found, *((k, j) for j, k in found)]
+
+    def send(self, tensors: Sequence[Tensor | None], source: int, target: int) -> Sent:
+        """Send tensors from one stage to another; the compute stream of the source is current."""
+        present = [x for x in tensors if x is not None]
+        way = source, target
+        if way not in self._lanes or not present:
+            return Sent(tuple(tensors))
+        one, other = self._placement[source], self._placement[target]
+        here, there = self.compute[one], self.compute[other]
+        if here == there:
+            # Devices without streams have done all that was issued before.
+            return Sent(tuple(tensors))
+        # The compute stream goes on, and may change what leaves: a layer may return one buffer
+        # each time.
+        # guard: clone of what is sent
+        leaving = [x.clone() for x in present]
+        number = self._used[way]
+        self._used[way] += 1
+        sources, targets = self._lanes[way]
+        lane, arriving = sources[number % len(sources)], targets[number % len(targets)]
+        # guard: lane after computing
+        wait_stream(lane, here)
+        for x in leaving:
+            # guard: recording what is sent
+            record_stream(x, lane)
+        with use_stream(arriving):
+            if lane.device == arriving.device:
+                wait_stream(arriving, lane)
+                for x in leaving:
+                    record_stream(x, arriving)
+                found = leaving
+            else:
+                # guard: lane of the source
+                found = list(moved(leaving, lane, arriving, other=lane))
+        event = record(arriving)
+        rest = iter(found)
+        return Sent(tuple([None if x is None else next(rest) for x in tensors]), event)
+
+    def receive(self, sent: Sent, target: int) -> tuple[Tensor | None, ...]:
+        """Receive tensors on the compute stream of a stage, which is current."""
+        stream = self.compute[self._placement[target]]
+        if sent.event is not None:
+            # guard: waiting for what is sent
+            wait_for(stream, sent.event)
+            for x in sent.tensors:
+                if x is not None:
+                    # guard: recording what is received
+                    record_stream(x, stream)
+        return sent.tensors
+
+    def lend(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
+        """Announce that tensors of a worker's compute stream are used on its other stream."""
+        if stream != self.compute[w]:
+            for x in tensors:
+                if x is not None:
+                    # guard: lending to an overlap
+                    record_stream(x, stream)
+
+    def give_back(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
+        """Announce that tensors of a worker's other stream are used on its compute stream."""
+        if stream != self.compute[w]:
+            for x in tensors:
+                if x is not None:
+                    # guard: back from an overlap
+                    record_stream(x, self.compute[w])
+
+    def arrive(self, tensors: Iterable[Tensor], j: int) -> None:
+        """Announce that tensors of the caller are used by a stage."""
+        w = self._placement[j]
+        if self.home[j] != self.outside[w]:
+            for x in tensors:
+                # guard: recording what comes from the caller
+                record_stream(x, self.home[j])
+
+    def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
+        """Announce that tensors of a stage are used by the caller."""
+        w = self._placement[j]
+        if self.home[j] != self.outside[w]:
+            for x in tensors:
+                if x is not None:
+                    # guard: recording what goes to the caller
+                    record_stream(x, self.outside[w])
+
+    def begin(self, arriving: Iterable[tuple[Tensor, Any]]) -> None:
+        """Make compute streams wait for the caller's, who may have changed weights.
+
+        Args:
+            arriving: what the last stage needs, each with the event of its copy.
+        """
+        last = self._placement[-1]
+        for tensor, event in arriving:
+            if event is not None:
+                # guard: waiting for targets
+                wait_for(self.compute[last], event)
+            if event is not None or self.home[-1] != self.outside[last]:
+                # guard: recording targets
+                record_stream(tensor, self.home[-1])
+        for own, caller in zip(self.compute, self.outside):
+            if own != caller:
+                # guard: workers after the caller
+                wait_stream(own, caller)
+
+    def end(self) -> None:
+        """Make the caller's streams wait for the compute streams."""
+        for own, caller in zip(self.compute, self.outside):
+            if own != caller:
+                # guard: the caller after workers
+                wait_stream(caller, own)
+
+
+def _on_the_other_stream(line: Iterable[Instruction]) -> set[int]:
+    """The stages of a worker whose computations are on its second stream.
+
+    A stage stays on one stream as far as that can be: autograd adds the gradients of a weight on
+    the stream on which the weight was used first.
+    """
+    other: dict[int, bool] = {}
+    for x in line:
+        if isinstance(x, Overlap):
+            first, second = x.first.stage, x.second.stage
+            if second in other:
+                other.setdefault(first, not other[second])
+            other.setdefault(first, False)
+            other.setdefault(second, not other[first])
+    return {j for j, is_other in other.items() if is_other}
+
+
+def fetched(
+    streams: Streams, value: Any, device: torch.device
+) -> tuple[Any, list[tuple[Tensor, Any]]]:
+    """Copy the tensors of a value to a device, on lanes.
+
+    Args:
+        streams: the streams of the wrapper.
+        value: any nested structure, on any devices.
+        device: where the tensors are wanted.
+
+    Returns:
+        The value, and its tensors, each with an event that whoever uses it has to wait for.
+    """
+    arriving: list[tuple[Tensor, Any]] = []
+
+    def fetch(x: Tensor) -> Tensor:
+        if x.device == device:
+            arriving.append((x, None))
+            return x
+        here, there = streams.get(x.device, 1)[-1], streams.get(device, 1)[-1]
+        wait_stream(here, current_stream(x.device))
+        record_stream(x, here)
+        with use_stream(there):
+            copy: Tensor = moved([x], here, there, other=here)[0]
+        arriving.append((copy, record(there)))
+        return copy
+
+    return _torch.tree_map_only(Tensor, fetch, value), arriving

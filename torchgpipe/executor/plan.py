@@ -1,0 +1,143 @@
+"""Plans: the schedule of a step, made for a model and checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.program import Edge, Instruction, Program, operations_of
+from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.search import named
+from torchgpipe.schedule.simulator import in_order
+from torchgpipe.schedule.validator import validate
+
+__all__: list[str] = []
+
+#: What a user may give: a name, a function of the numbers of workers and micro-batches, or a value.
+Choice: TypeAlias = str | Callable[[int, int], Schedule] | Schedule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule of a step.
+
+    Args:
+        schedule: the schedule, with an R for each cell that is computed under checkpointing.
+        devices: the device of each worker.
+        order: all instructions in the order of their simulated starts, each with its worker and
+            the edges that lead to it.
+        again: the cells ``(stage, micro-batch)`` with an R.
+    """
+
+    schedule: Schedule
+    devices: tuple[torch.device, ...]
+    order: Sequence[tuple[int, Instruction, Sequence[Edge]]]
+    again: frozenset[tuple[int, int]]
+
+
+def plan(
+    choice: Choice,
+    devices: Sequence[torch.device],
+    m: int,
+    mode: str,
+    skips: Sequence[tuple[int, int]],
+    *,
+    forward: bool,
+) -> Plan:
+    """Make the schedule of a step.
+
+    Args:
+        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
+        devices: the device of each stage.
+        m: the number of micro-batches.
+        mode: which micro-batches are checkpointed.
+        skips: the stages that each skip leads from and to.
+        forward: whether only forward runs.
+
+    Raises:
+        TypeError: the choice is none of these.
+        ValueError: the schedule has faults, or does not fit the model.
+    """
+    schedule = replace(_fitting(choice, devices, m), skips=tuple(skips))
+    if faults := validate(schedule):
+        rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
+        raise ValueError("\n".join([rule, *faults[:10]]))
+    program: Program
+    if forward:
+        program = tuple(
+            tuple(op for op in operations_of((line,)) if op.kind == "F")
+            for line in schedule.program
+        )
+    else:
+        program = checkpointed(schedule.program, mode, m)
+    schedule = replace(schedule, program=program)
+    again = {(op.stage, op.microbatch) for op in operations_of(program) if op.kind == "R"}
+    of_worker = dict(zip(schedule.placement, devices))
+    return Plan(
+        schedule,
+        tuple(of_worker[w] for w in range(len(program))),
+        in_order(schedule),
+        frozenset(again),
+    )
+
+
+def _fitting(choice: Choice, devices: Sequence[torch.device], m: int) -> Schedule:
+    if isinstance(choice, Schedule):
+        return _checked(choice.first(m) if m < choice.chunks else choice, devices, m)
+    if not (isinstance(choice, str) or callable(choice)):
+        raise TypeError(
+            "schedule must be a name, a function of the numbers of workers and micro-batches, or a "
+            f"Schedule (schedule: {type(choice).__name__}); use '1f1b', for one"
+        )
+    schedule = None
+    for schedule in _tries(choice, len(devices), len({*devices}), m):
+        if len(schedule.placement) == len(devices):
+            break
+    assert schedule is not None
+    return _checked(schedule, devices, m)
+
+
+def _tries(choice: Any, stages: int, devices: int, m: int) -> Iterator[Schedule]:
+    """Yield schedules, of which one may have as many stages as the model.
+
+    There is a worker for each device. Where all stages are on one device, as on the CPU, there may
+    be any number of them.
+    """
+    counts = [devices] if devices > 1 else [w for w in range(stages, 0, -1) if stages % w == 0]
+    for workers in counts:
+        if not isinstance(choice, str):
+            yield choice(workers, m)
+            continue
+        yield named(choice, workers, m)
+        for name, divisor in (("stages_per_worker", workers), ("waves", 2 * workers)):
+            if stages % divisor == 0:
+                # Other schedules have no such parameter.
+                with suppress(TypeError):
+                    yield named(choice, workers, m, **{name: stages // divisor})
+    if not isinstance(choice, str):
+        yield choice(counts[0], m)
+    else:
+        yield named(choice, counts[0], m)
+
+
+def _checked(schedule: Schedule, devices: Sequence[torch.device], m: int) -> Schedule:
+    placement = schedule.placement
+    of_worker: dict[int, torch.device] = {}
+    fits = len(placement) == len(devices) and schedule.chunks == m
+    for worker, device in zip(placement, devices):
+        fits &= of_worker.setdefault(worker, device) == device
+    if not fits:
+        raise ValueError(
+            "a schedule must fit the model: as many stages as partitions, those of one worker on "
+            "one device, and as many micro-batches "
+            f"(workers of the stages: {[*placement]}, devices of the partitions: "
+            f"{[str(x) for x in devices]}, micro-batches of the schedule: {schedule.chunks}, of "
+            f"the mini-batch: {m}); give GPipe the devices in the order of the workers, as in "
+            "devices=[0, 1, 1, 0] for a V, or choose another schedule"
+        )
+    return schedule

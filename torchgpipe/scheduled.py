@@ -1,0 +1,323 @@
+"""The loss of a wrapped model under any schedule, whose backward runs within the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.notes import warn
+from torchgpipe.autograd.hooks import without_hooks
+from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
+from torchgpipe.devices.streams import AbstractStream, current_stream, device_types, use_stream
+from torchgpipe.executor.criterion import Criterion
+from torchgpipe.executor.executor import Crew, Executor
+from torchgpipe.executor.links import fetched
+from torchgpipe.executor.plan import Choice, Plan, plan
+from torchgpipe.gpipe import GPipe
+from torchgpipe.partition.sharding import is_shard
+from torchgpipe.values import microbatch
+from torchgpipe.values.structure import arguments as packed
+from torchgpipe.values.structure import is_split, names, split
+
+__all__ = ["ScheduledLoss", "arguments"]
+
+
+def arguments(*args: Any, **kwargs: Any) -> Any:
+    """The input of a model whose first layer takes several arguments, as one value.
+
+    ::
+
+        loss = training(arguments(tokens, mask=NoChunk(mask)), target)
+    """
+    return packed(args, kwargs)
+
+
+class ScheduledLoss(nn.Module):
+    """Train a wrapped model under any schedule, by an ordinary ``loss.backward()``.
+
+    ::
+
+        model = GPipe(layers, balance, devices=[0, 1, 2, 3, 3, 2, 1, 0], chunks=8)
+        training = ScheduledLoss(model, F.cross_entropy, schedule="zbv")
+        loss = training(input, target)
+        loss.backward()
+
+    A schedule that runs backward of one micro-batch before forward of another needs the loss of
+    each micro-batch, so the loss is inside. The call computes the gradients, too.
+    ``loss.backward()`` hands them over, multiplied by whatever was done to the loss. So everything
+    that works with a loss works with this one: several losses added up, gradient scalers, hooks,
+    data parallelism.
+
+    In eval mode, and without grad, the call computes the loss alone, and keeps no memory.
+
+    Args:
+        model: the wrapped model. Its ``chunks`` and ``checkpoint`` hold here, too, and may be
+            changed between steps. Under ``checkpoint='except_last'`` a cell whose backward comes
+            right after its forward is not recomputed either, since that would free nothing.
+        loss: called as ``loss(output, *targets, **more)`` for each micro-batch, on the device of
+            the last partition. It returns the mean over the rows of the micro-batch, a tensor of
+            one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
+            loss is then the sum of all sums over the sum of all weights. Its parameters, if it has
+            any, must be on that device.
+        schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
+            workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`. There is a
+            worker for each device. It may be changed between steps.
+
+    Keyword Args:
+        outputs: whether the call returns ``(loss, output)``, where the output has no gradient.
+        scaler: a gradient scaler, whose ``scale()`` multiplies the losses before backward, against
+            gradients that are too small for float16. The caller scales the loss with the same one.
+
+    Raises:
+        TypeError: the model is no :class:`GPipe`, or the loss cannot be called.
+        ValueError: the schedule does not fit the model, which the message shows beside it.
+
+    Source: Narayanan et al. (arXiv 2006.09503) for 1F1B; Qi et al. (arXiv 2401.10241) for backward
+    in two halves; :mod:`torchgpipe.schedule` names the source of each schedule.
+    """
+
+    def __init__(
+        self,
+        model: GPipe,
+        loss: Callable[..., Any],
+        schedule: Choice = "1f1b",
+        *,
+        outputs: bool = False,
+        scaler: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, GPipe):
+            raise TypeError(
+                "model must be a GPipe, which has the stages and their devices (model: "
+                f"{type(model).__name__}); wrap the layers first, as in GPipe(layers, balance)"
+            )
+        if not callable(loss):
+            raise TypeError(
+                "loss must be a function of an output and its targets "
+                f"(loss: {type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
+            )
+        self.model = model
+        self.loss = loss
+        self.outputs = outputs
+        self.scaler = scaler
+        self.training = model.training
+        self._prepare()
+        self.schedule = schedule
+
+    def _prepare(self) -> None:
+        self.__dict__["_crew"] = None
+        self.__dict__["_plans"] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: x for key, x in self.__dict__.items() if key not in ("_crew", "_plans")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
+    @uncompiled
+    def forward(self, input: Any, *targets: Any, **more: Any) -> Any:
+        """Compute the loss of a mini-batch, and the gradients of all that it depends on.
+
+        Args:
+            input: the input of the model: what its first layer takes, any nested structure of
+                tensors, on the first device.
+            *targets: further arguments of the loss. Tensors are split along dimension 0, as those
+                of the input are, and moved to the last device.
+            **more: likewise, by name.
+
+        Returns:
+            The loss, of shape ``()``, on the last device; with ``outputs``, also the outputs of the
+            last layer, joined as those of the model are, without a gradient.
+
+        Raises:
+            ValueError: the targets have other rows than the input.
+            RuntimeError: backward was run twice, or with ``create_graph=True``.
+        """
+        model = self.model
+        batches = model._scattered(input)
+        m = len(batches)
+        rows = microbatch.sizes(input, m)
+        weights = self._weights()
+        inputs = [[*batch] for batch in batches]
+        mine = [x for x in chain(*inputs) if x.requires_grad]
+        recorded = self.training and torch.is_grad_enabled() and bool(any(weights) or mine)
+        crew = self._crew_of(model)
+        arguments, arriving = self._arguments((targets, more), rows, m, crew)
+        criterion = Criterion(
+            self.loss,
+            arguments,
+            [size / sum(rows) for size in rows] if rows else [1.0],
+            self._scale() if recorded else None,
+            self.outputs,
+        )
+        chosen = self._plan(m, forward=not recorded)
+        whole = microbatch.in_all(batches)
+        with torch.set_grad_enabled(recorded), without_hooks([*chain(*weights), *mine]):
+            executor = Executor(crew, chosen, batches, criterion, weights, arriving)
+            model._run(executor.run, whole)
+        del batches
+        value, divisor = criterion.total()
+        if recorded and criterion.depends:
+            value = self._hand_over(executor, value, divisor, inputs)
+        elif divisor is not None:
+            value = value / divisor
+        if criterion.outputs is None:
+            return value
+        return value, microbatch.gather([x for x in criterion.outputs if x is not None], rows)
+
+    @property
+    def schedule(self) -> Choice:
+        """The schedule, as it was given."""
+        choice: Choice = self.__dict__["_schedule"]
+        return choice
+
+    @schedule.setter
+    def schedule(self, choice: Choice) -> None:
+        before = self.__dict__.get("_schedule")
+        self.__dict__["_schedule"] = choice
+        try:
+            # A schedule that does not fit is better found now than in the first step.
+            if self.model.devices:
+                self._plan(self.model.chunks, forward=False)
+        except BaseException:
+            self.__dict__["_schedule"] = before
+            raise
+
+    def _plan(self, m: int, *, forward: bool) -> Plan:
+        plans = self.__dict__["_plans"]
+        model = self.model
+        key = id(self.schedule), m, model.checkpoint, forward
+        if key not in plans:
+            layout = model._stages.skip_layout
+            skips = {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
+            made = plan(
+                self.schedule, model.devices, m, model.checkpoint, sorted(skips), forward=forward
+            )
+            # The choice, too: while it lives, no other one has its identity.
+            plans[key] = made, self.schedule
+        found: Plan = plans[key][0]
+        return found
+
+    def _crew_of(self, model: GPipe) -> Crew:
+        crew = self.__dict__["_crew"]
+        if crew is None or crew.stages is not model._stages:
+            # The model makes its stages anew in a child process.
+            crew = self.__dict__["_crew"] = Crew(model._stages)
+        found: Crew = crew
+        return found
+
+    def _weights(self) -> list[list[Tensor]]:
+        """For each stage, its weights that require a gradient."""
+        own: list[nn.Module] = [*self.model.partitions]
+        found: list[list[Tensor]] = [
+            [x for x in layers.parameters() if x.requires_grad] for layers in own
+        ]
+        if isinstance(self.loss, nn.Module):
+            found[-1] += [x for x in self.loss.parameters() if x.requires_grad]
+        if any(map(is_shard, chain(*found))):
+            raise ValueError(
+                "a scheduled loss must not have layers that are sharded by FSDP2, which gathers "
+                "and frees weights around a backward of its own (schedule: "
+                f"{self.schedule!r}); use the GPipe itself, with the loss behind it"
+            )
+        return found
+
+    def _scale(self) -> Callable[[Tensor], Tensor] | None:
+        if self.scaler is not None:
+            scale: Callable[[Tensor], Tensor] = self.scaler.scale
+            return scale
+        kinds = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
+        if any(torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds):
+            warn(
+                "under autocast to float16, a scheduled loss needs the gradient scaler, since its "
+                "backward runs within the call, before scaler.scale(loss) (scaler: None); pass "
+                "ScheduledLoss(..., scaler=scaler), or use bfloat16"
+            )
+        return None
+
+    def _arguments(
+        self, value: Any, rows: Sequence[int], m: int, crew: Crew
+    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
+        """The arguments of the loss for each micro-batch, and the events of their copies."""
+        for name, leaf in names(value):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    "targets must not require a gradient, since the loss hands over those of its "
+                    f"input and weights (argument: {name}, shape: {tuple(leaf.shape)}); pass "
+                    "target.detach(), or make it an input that the layers pass on"
+                )
+            if is_split(leaf) and rows and len(leaf) != sum(rows):
+                raise ValueError(
+                    "targets must have as many rows as the input, since each micro-batch takes "
+                    f"the same rows of all (argument: {name}, shape: {tuple(leaf.shape)}, rows: "
+                    f"{sum(rows)}); pass what every micro-batch shall get whole as "
+                    "torchgpipe.NoChunk(value)"
+                )
+        value, events = fetched(crew.streams, value, self.model.devices[-1])
+        return [*split(value, rows or _one(value))], events
+
+    def _hand_over(
+        self,
+        executor: Executor,
+        value: Tensor,
+        divisor: Tensor | None,
+        inputs: Sequence[Sequence[Tensor]],
+    ) -> Tensor:
+        """Make the loss hand the gradients over in its backward.
+
+        Args:
+            executor: the step.
+            value: the loss before it is divided.
+            divisor: what it is divided by, if by anything.
+            inputs: for each micro-batch, the tensors of the input.
+        """
+        links = executor.links
+        #: By stream: the sums, and the tensors that they belong to. A weight stays on its stream.
+        sums: dict[AbstractStream, Sums] = {}
+        tensors: dict[AbstractStream, dict[int, Tensor]] = {}
+        owner: dict[int, Sums] = {}
+
+        def own(stream: AbstractStream, some: Iterable[Tensor]) -> None:
+            for x in some:
+                if x.requires_grad and id(x) not in owner:
+                    # A layer may use a weight of another device.
+                    at = stream if x.device == stream.device else current_stream(x.device)
+                    owner[id(x)] = sums.setdefault(at, Sums())
+                    tensors.setdefault(at, {})[id(x)] = x
+
+        own(links.outside[0], chain(*inputs))
+        for stream, weights in zip(links.home, executor.weights):
+            own(stream, weights)
+        for some, found in zip(inputs, executor.input_grads):
+            for x, grad in zip(some, found):
+                if grad is not None:
+                    owner[id(x)].add([x], [grad])
+        for part in executor.sums:
+            part.move_to(owner)
+        zeros = []
+        for stream, mine in tensors.items():
+            with use_stream(stream):
+                zeros.append(
+                    HandOver.apply(sums[stream], stream.device, value.dtype, *mine.values())
+                )
+        streams = list(tensors)
+        scale = self._scale()
+        if scale is not None:
+            one = scale(torch.ones((), device=value.device, dtype=value.dtype))
+            divisor = one if divisor is None else divisor * one
+            value = value / divisor * one
+        elif divisor is not None:
+            value = value / divisor
+        loss: Tensor = Outcome.apply(value, divisor, streams, *zeros)
+        return loss
+
+
+def _one(value: Any) -> list[int]:
+    """The rows of one micro-batch, which gets all."""
+    return [next((len(leaf) for _, leaf in names(value) if is_split(leaf)), 1)]
