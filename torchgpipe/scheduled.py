@@ -300,13 +300,14 @@ class ScheduledLoss(nn.Module):
                     owner[id(x)].add([x], [grad])
         for part in executor.sums:
             part.move_to(owner)
+        callers = dict(zip(executor.plan.devices, links.outside))
         zeros = []
         for stream, mine in tensors.items():
             with use_stream(stream):
-                zeros.append(
-                    HandOver.apply(sums[stream], stream.device, value.dtype, *mine.values())
-                )
-        streams = list(tensors)
+                device = stream.device
+                caller = callers.get(device, stream)
+                zero = HandOver.apply(sums[stream], device, value.dtype, caller, *mine.values())
+                zeros.append(zero)
         scale = self._scale()
         if scale is not None:
             one = scale(torch.ones((), device=value.device, dtype=value.dtype))
@@ -314,7 +315,7 @@ class ScheduledLoss(nn.Module):
             value = value / divisor * one
         elif divisor is not None:
             value = value / divisor
-        loss: Tensor = Outcome.apply(value, divisor, streams, *zeros)
+        loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss
 
 

@@ -95,7 +95,7 @@ def stand_in(stages: StageCosts, j: int, busy: Any) -> nn.Module:
     Args:
         stages: costs of all partitions.
         j: number of the partition.
-        busy: autograd function that takes virtual time.
+        busy: function that takes virtual time.
     """
     costs = stages.forward[j], 0.0, stages.backward[j]
     value = stages.values[j] if j < len(stages.values) else 1
@@ -112,7 +112,7 @@ def stand_in(stages: StageCosts, j: int, busy: Any) -> nn.Module:
                 skip = yield pop(name)
                 input = input + skip.sum(1, keepdim=True)
             # Saving tanh(input), and not the input, gives a checkpoint something to recompute.
-            done: Tensor = busy.apply(input.tanh(), self.weight, costs, COMPUTES)
+            done: Tensor = busy(input.tanh(), self.weight, costs, COMPUTES)
             done = done.sum(1, keepdim=True)
             for name, size in stashed.items():
                 yield stash(name, done.repeat(1, size))
@@ -139,7 +139,7 @@ class Steps:
     def __init__(self, library: Library, stages: dict[str, Any], m: int, mode: str) -> None:
         self.library, self.stages = library, StageCosts(**stages)
         n = len(self.stages.forward)
-        busy = library.testing.busy.BusyFunction
+        busy = library.testing.busy.busy
         layers = nn.Sequential(*[stand_in(self.stages, j, busy) for j in range(n)])
         self.devices = library.devices[:n]
         self.model = library.wrap(layers, [1] * n, devices=self.devices, chunks=m, checkpoint=mode)

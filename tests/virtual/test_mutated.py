@@ -5,8 +5,11 @@ import inspect
 
 import pytest
 
-from tests.virtual.guarded import MUTANTS, TESTS
+from tests.virtual import guarded, guarded_schedules
 from tests.virtual.mutants import guards, mutated
+
+MUTANTS = guarded.MUTANTS | guarded_schedules.MUTANTS
+TESTS = guarded.TESTS | guarded_schedules.TESTS
 
 
 def judge(test, devices):

@@ -248,6 +248,7 @@ class Halves:
             needed = {boundary.node for boundary in self._boundaries}
             for node, _ in on_the_way:
                 if node not in needed:
+                    # guard: what only the input needed
                     _let_go(node, self._forget)
         return found[:count]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.devices.streams import AbstractStream, use_stream
+from torchgpipe.devices.streams import AbstractStream, record_stream
 
 __all__: list[str] = []
 
@@ -88,13 +88,26 @@ class Sums:
 
 
 class HandOver(torch.autograd.Function):
-    """``sums, device, dtype, *tensors → 0``: backward hands the gradients over."""
+    """``sums, device, dtype, caller, *tensors → 0``: backward hands the gradients over.
+
+    Args:
+        sums: the gradients, whose memory belongs to the current stream.
+        device: the device of the output.
+        dtype: its dtype.
+        caller: the caller's stream on that device.
+        *tensors: the tensors that get the gradients.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, sums: Sums, device: torch.device, dtype: torch.dtype, *tensors: Tensor
+        ctx: Any,
+        sums: Sums,
+        device: torch.device,
+        dtype: torch.dtype,
+        caller: AbstractStream,
+        *tensors: Tensor,
     ) -> Tensor:
-        ctx.sums = sums
+        ctx.sums, ctx.caller = sums, caller
         # Not saved for backward: whoever hands weights over may change them in place before.
         ctx.tensors = tensors
         return torch.zeros((), device=device, dtype=dtype)
@@ -103,17 +116,20 @@ class HandOver(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, ctx.tensors = ctx.tensors, ()
-        # guard: no second copy of gradients
-        return (None, None, None, *ctx.sums.scaled(tensors, grad))
+        found = ctx.sums.scaled(tensors, grad)
+        for x in found:
+            if x is not None:
+                # guard: recording what is handed over
+                record_stream(x, ctx.caller)
+        return (None, None, None, None, *found)
 
 
 class Outcome(torch.autograd.Function):
-    """``value, divisor, streams, *zeros → value``.
+    """``value, divisor, *zeros → value``.
 
     Args:
         value: the value of the loss.
         divisor: what the gradients have to be divided by, of shape ``()``, or None.
-        streams: the caller's stream for the device of each zero.
         *zeros: the outputs of :class:`HandOver`.
     """
 
@@ -122,10 +138,9 @@ class Outcome(torch.autograd.Function):
         ctx: Any,
         value: Tensor,
         divisor: Tensor | None,
-        streams: Sequence[AbstractStream],
         *zeros: Tensor,
     ) -> Tensor:
-        ctx.divisor, ctx.streams, ctx.done = divisor, streams, False
+        ctx.divisor, ctx.done = divisor, False
         ctx.devices = [zero.device for zero in zeros]
         return value.clone()
 
@@ -147,9 +162,5 @@ class Outcome(torch.autograd.Function):
         ctx.done = True
         if ctx.divisor is not None:
             grad = grad / ctx.divisor
-        found = []
-        for device, stream in zip(ctx.devices, ctx.streams):
-            # guard: stream of the factor
-            with use_stream(stream):
-                found.append(grad.to(device, non_blocking=device.type != "cpu"))
-        return (None, None, None, *found)
+        found = [grad.to(x, non_blocking=x.type != "cpu") for x in ctx.devices]
+        return (None, None, *found)

@@ -238,8 +238,8 @@ class Workers:
                 name. By then the tasks that were running have ended, if it did not take them
                 longer than :data:`PATIENCE`, and no other starts.
         """
-        # guard: modes that only the caller computes in
         single = len(self._devices) < 2 and not any(task.line for task in tasks)
+        # guard: modes that only the caller computes in
         if context.alone or single:
             for task in tasks:
                 task.function()

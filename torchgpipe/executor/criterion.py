@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -87,15 +88,33 @@ class Criterion:
         pairs = [pair for pair in self.found if pair is not None]
         losses = torch.stack([loss.reshape(()) for loss, _ in pairs])
         if all(weight is None for _, weight in pairs):
-            shares = torch.tensor(self.shares, dtype=losses.dtype)
-            return (losses * shares.to(losses.device, non_blocking=True)).sum(), None
+            # Numbers of the host that become kernels' arguments. A tensor would have to be copied,
+            # and the host would wait for the device.
+            terms = [
+                losses[start : start + count].sum() * share
+                for share, start, count in _runs(self.shares)
+            ]
+            return sum(terms[1:], terms[0]), None
         if any(weight is None for _, weight in pairs):
             raise TypeError(
                 "a loss function must return a mean for all micro-batches, or (sum, weight) for "
                 f"all (weights: {[weight for _, weight in pairs]}); return the same for each"
             )
-        weights = [torch.as_tensor(weight, device=losses.device) for _, weight in pairs]
-        return losses.sum(), torch.stack([x.reshape(()) for x in weights]).sum().to(losses.dtype)
+        weights = [
+            weight.to(losses.device) if isinstance(weight, Tensor) else losses.new_full((), weight)
+            for _, weight in pairs
+        ]
+        total = torch.stack([x.reshape(()).to(losses.dtype) for x in weights]).sum()
+        return losses.sum(), total
+
+
+def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:
+    """Each value that comes several times in a row, with its first place and its count."""
+    start = 0
+    for value, same in groupby(values):
+        count = len([*same])
+        yield value, start, count
+        start += count
 
 
 def _checked(found: Any) -> tuple[Tensor, Any]:

@@ -1,21 +1,22 @@
 """Random numbers of a step whose cells several threads compute.
 
-The CPU's generator is one for all threads. So while layers draw from it, one cell at a time may
-exchange its state. Most models draw none, or draw on accelerators, and their cells must not wait
-for each other. Whether layers draw is only known when they have run. So the first step is computed
-with forwards one at a time. If it has drawn nothing, later steps leave the generator alone, until
-layers change between training and evaluation, or a step has drawn after all.
+A device's generator is one for all threads. So while layers draw from it, one cell of the device at
+a time may exchange its state. Most models draw none, or have one worker for each device, and their
+cells must not wait for each other. Whether layers draw is only known when they have run. So the
+first step is computed with forwards one at a time. If it has drawn nothing, later steps leave the
+generator alone, until layers change between training and evaluation, or a step has drawn after all.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torchgpipe.ambient.nesting import first_run
-from torchgpipe.devices.streams import CPU
+from torchgpipe.ambient.random_numbers import generator_of
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.plan import Plan
 
@@ -34,34 +35,38 @@ class Draws:
     def step(self, step: Step, plan: Plan) -> Iterator[None]:
         """Prepare for a step, and learn from it, in a ``with`` block around it."""
         self._step = step
-        several = plan.devices.count(CPU) > 1
+        counts = Counter(map(generator_of, plan.devices))
+        #: The generators of several workers.
+        self._shared = {generator for generator, count in counts.items() if count > 1}
         flags = [x.training for layers in step.stages.partitions for x in layers.modules()]
-        #: Whether cells of the CPU leave its generator alone, and whether they take turns.
+        #: Whether the cells of these workers leave the generator alone.
         # guard: quiet steps
-        self._free = several and flags == self._quiet
-        self._turns = several and not self._free
+        self._free = bool(self._shared) and flags == self._quiet
         try:
             yield
-            if self._free:
-                step.numbers.look(CPU)
+            for generator in self._shared if self._free else ():
+                step.numbers.look(generator)
             self._quiet = None if step.numbers.drawn else flags
         finally:
             del self._step
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the first run of a cell."""
-        step = self._step
-        device = step.stages.devices[j]
-        if self._free and device == CPU:
-            return first_run(step.numbers.nest)
-        numbers = step.numbers.of(i, device)
+        numbers = self._step.numbers.of(i, self._step.stages.devices[j])
+        if not self._is_shared(j):
+            return numbers
+        if self._free:
+            return first_run(self._step.numbers.nest)
         # guard: turns of forwards
-        return _Turn(self._lock, numbers) if self._turns else numbers
+        return _Turn(self._lock, numbers)
 
     def again(self, j: int) -> AbstractContextManager[Any]:
         """Context manager for the second run of a cell."""
         run = first_run(self._step.numbers.nest)
-        return _Turn(self._lock, run) if self._turns else run
+        return _Turn(self._lock, run) if self._is_shared(j) and not self._free else run
+
+    def _is_shared(self, j: int) -> bool:
+        return generator_of(self._step.stages.devices[j]) in self._shared
 
 
 class _Turn:

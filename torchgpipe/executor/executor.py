@@ -33,7 +33,7 @@ from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.ends import drained_after_failure
 from torchgpipe.autograd.outcome import Sums
-from torchgpipe.devices.streams import AbstractStream, record_stream, use_stream, wait_stream
+from torchgpipe.devices.streams import AbstractStream, use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task, Workers
@@ -134,31 +134,27 @@ class Executor:
 
     def _run(self, tasks: Sequence[Task]) -> None:
         with self.step.numbers, self.crew.draws.step(self.step, self.plan):
-            # guard: schedule after the caller
             self.links.begin(self.arriving)
-            for batch, _ in self.values.values():
-                self.links.arrive(batch, 0)
             try:
                 self.crew.workers.run(tasks, self.step.context)
             finally:
-                # guard: caller after the schedule
                 self.links.end()
 
     def perform(self, w: int, instruction: Instruction) -> None:
         """Run an instruction of a worker: receive, compute, and deliver.
 
-        The two computations of an overlap are on two streams, and start and end together.
+        The two computations of an overlap start and end together. They are on two streams, unless
+        they are of one stage.
 
         Raises:
             BaseException: what a layer raised, with a note that names the computation.
         """
         main = self.links.compute[w]
         ops = operations(instruction)
-        streams = self._streams(w, ops)
+        streams = [self.links.home[op.stage] for op in ops]
         runs = [self._kinds[op.kind](self, w, op, stream) for op, stream in zip(ops, streams)]
         for op, run in zip(ops, runs):
             with use_stream(main), noted(f"raised in {op} on worker {w}"):
-                # guard: what an instruction needs
                 next(run)
         for stream in streams:
             if stream != main:
@@ -174,25 +170,6 @@ class Executor:
         for run in runs:
             with use_stream(main):
                 next(run, None)
-
-    def _streams(self, w: int, ops: Sequence[Op]) -> list[AbstractStream]:
-        """The stream of each computation: that of the stage, or of the cell once it has run.
-
-        Autograd runs backward on the stream of the forward. So where both computations of an
-        overlap would be on one stream, a forward takes the other one.
-        """
-        links = self.links
-        found = []
-        for op in ops:
-            cell = self.cells.get((op.stage, op.microbatch))
-            found.append(links.home[op.stage] if cell is None else cell.stream)
-        if len(ops) == 2 and found[0] == found[1]:
-            for k, op in enumerate(ops):
-                if op.kind == "F":
-                    both = links.compute[w], links.beside[w]
-                    found[k] = both[found[1 - k] == both[0]]
-                    break
-        return found
 
     def _forward(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
         j, _, i = op
@@ -215,8 +192,8 @@ class Executor:
             if j not in self._known:
                 # A layer may use weights of another module. All cells of a stage use the same.
                 self._known.add(j)
-                strays = cell.look_for_strays()
                 # guard: strays
+                strays = cell.look_for_strays()
                 self.weights[j] += strays
                 cell.weights += strays
         yield
@@ -275,9 +252,10 @@ class Executor:
         cell = self.cells.pop((op.stage, op.microbatch))
         grads = self._incoming(w, op, stream)
         yield
+        # guard: autocast in backward
         with without_autocast(), drained_after_failure():
             inputs, weights, found = cell.backward(grads)
-            self._add(w, op, weights, found, stream)
+            self.sums[w].add(weights, found)
         del cell, grads, weights, found
         yield
         self._outgoing(w, op, inputs, stream)
@@ -285,6 +263,7 @@ class Executor:
     def _input(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
         grads = self._incoming(w, op, stream)
         yield
+        # guard: autocast in backward
         with without_autocast(), drained_after_failure():
             inputs = self.cells[op.stage, op.microbatch].backward_input(grads)
         del grads
@@ -294,25 +273,9 @@ class Executor:
     def _weight(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
         cell = self.cells.pop((op.stage, op.microbatch))
         yield
+        # guard: autocast in backward
         with without_autocast(), drained_after_failure():
-            # guard: autocast in backward
-            self._add(w, op, *cell.backward_weight(), stream)
-
-    def _add(
-        self,
-        w: int,
-        op: Op,
-        weights: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        stream: AbstractStream,
-    ) -> None:
-        """Add gradients of weights to the sums, which belong to the stream of the stage."""
-        home = self.links.home[op.stage]
-        for grad in grads if stream != home else ():
-            if grad is not None:
-                # guard: sums of an overlap
-                record_stream(grad, home)
-        self.sums[w].add(weights, grads)
+            self.sums[w].add(*cell.backward_weight())
 
     def _incoming(self, w: int, op: Op, stream: AbstractStream) -> Gradients:
         """The gradients of a cell's output."""

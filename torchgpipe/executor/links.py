@@ -202,14 +202,6 @@ class Links:
                     # guard: back from an overlap
                     record_stream(x, self.compute[w])
 
-    def arrive(self, tensors: Iterable[Tensor], j: int) -> None:
-        """Announce that tensors of the caller are used by a stage."""
-        w = self._placement[j]
-        if self.home[j] != self.outside[w]:
-            for x in tensors:
-                # guard: recording what comes from the caller
-                record_stream(x, self.home[j])
-
     def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""
         w = self._placement[j]
@@ -227,12 +219,10 @@ class Links:
         """
         last = self._placement[-1]
         for tensor, event in arriving:
-            if event is not None:
-                # guard: waiting for targets
-                wait_for(self.compute[last], event)
-            if event is not None or self.home[-1] != self.outside[last]:
-                # guard: recording targets
-                record_stream(tensor, self.home[-1])
+            # guard: waiting for targets
+            wait_for(self.compute[last], event)
+            # guard: recording targets
+            record_stream(tensor, self.home[-1])
         for own, caller in zip(self.compute, self.outside):
             if own != caller:
                 # guard: workers after the caller
@@ -274,20 +264,22 @@ def fetched(
         device: where the tensors are wanted.
 
     Returns:
-        The value, and its tensors, each with an event that whoever uses it has to wait for.
+        The value, and the copies, each with an event that whoever uses it has to wait for.
     """
     arriving: list[tuple[Tensor, Any]] = []
 
     def fetch(x: Tensor) -> Tensor:
         if x.device == device:
-            arriving.append((x, None))
             return x
-        here, there = streams.get(x.device, 1)[-1], streams.get(device, 1)[-1]
+        # The last streams, since links take the first ones.
+        here, there = (streams.get(where, POOL - 1)[-1] for where in (x.device, device))
         wait_stream(here, current_stream(x.device))
         record_stream(x, here)
         with use_stream(there):
             copy: Tensor = moved([x], here, there, other=here)[0]
-        arriving.append((copy, record(there)))
+        event = record(there)
+        if event is not None:
+            arriving.append((copy, event))
         return copy
 
     return _torch.tree_map_only(Tensor, fetch, value), arriving

@@ -50,16 +50,20 @@ class Busy(nn.Module):
         self.weight = nn.Parameter(torch.rand(features) + 0.5)
 
     def forward(self, input: Tensor) -> Tensor:
-        forward, own, weights = self.costs
-        # Autograd runs the function that was applied last first: I, then W.
-        weight = Spend.apply(self.weight, 0.0, "", weights, "W" + self.name)
-        input = Spend.apply(input, forward, "F" + self.name, own, "I" + self.name)
-        output: Tensor = input * weight
-        return output
+        return busy(input, self.weight, self.costs, self.name)
 
     def extra_repr(self) -> str:
         forward, input, weight = self.costs
         return f"forward={forward}, input={input}, weight={weight}"
+
+
+def busy(input: Tensor, weight: Tensor, costs: tuple[float, float, float], name: str) -> Tensor:
+    """Compute what a busy layer computes, and take the time of F, and in backward of I and W."""
+    forward, own, weights = costs
+    # Autograd runs the function that was applied last first: I, then W.
+    weight = Spend.apply(weight, 0.0, "", weights, "W" + name)
+    output: Tensor = Spend.apply(input, forward, "F" + name, own, "I" + name) * weight
+    return output
 
 
 class Spend(torch.autograd.Function):

@@ -7,12 +7,12 @@ from torch import nn
 from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
 from torchgpipe.devices.streams import CPU, CPUStream
 
-STREAMS = [CPUStream(CPU)]
+CALLER = CPUStream(CPU)
 
 
 def loss_of(sums, *tensors, divisor=None):
-    zero = HandOver.apply(sums, CPU, torch.float32, *tensors)
-    return Outcome.apply(torch.tensor(3.0), divisor, STREAMS, zero)
+    zero = HandOver.apply(sums, CPU, torch.float32, CALLER, *tensors)
+    return Outcome.apply(torch.tensor(3.0), divisor, zero)
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_sum(weight, count):
     assert all(map(torch.equal, terms, before))
 
 
-def test_gradients_that_share_memory(weight):
-    other, shared = nn.Parameter(torch.rand(3)), torch.rand(3)
+def test_sums_that_share_memory():
+    weight, other, shared = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3)), torch.rand(3)
     expected = shared.clone()
     for count in (1, 2, 3):
         sums = Sums()

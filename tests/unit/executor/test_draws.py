@@ -1,5 +1,7 @@
 """Cells of the CPU take turns while layers draw random numbers, and go side by side else."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +64,24 @@ def test_caller_draws_on_where_micro_batches_have_drawn():
     torch.manual_seed(0)
     training.model(torch.rand(4, 3))
     assert torch.equal(drawn, torch.rand(3))
+
+
+class Noise(nn.Module):
+    """A layer that draws, and takes its time, in which another thread may draw."""
+
+    def forward(self, x):
+        y = x + torch.rand(x.shape)
+        time.sleep(0.001)
+        return y + torch.rand(x.shape)
+
+
+def test_numbers_are_those_of_gpipe():
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), Noise()) for _ in range(3)])
+    model = GPipe(layers, [1] * 3, devices=["cpu"] * 3, chunks=4, checkpoint="never")
+    training = ScheduledLoss(model, lambda x: x.mean(), outputs=True)
+    x = torch.rand(8, 3)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    _, output = training(x)
+    assert torch.equal(output, expected)

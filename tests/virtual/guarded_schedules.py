@@ -1,0 +1,70 @@
+"""Guards of what runs schedules: for each a mutant without it, and tests that must fail then."""
+
+from tests.virtual.mutants import DROP
+
+#: Tests, by a short name: the module, the function, and some of its arguments.
+TESTS = {
+    name: (f"virtual.{module}", f"test_{function}", arguments)
+    for name, (module, function, arguments) in {
+        "workers of one device": ("test_schedule_races", "workers_of_one_device", {}),
+        "time of one device": (
+            "test_schedule_times",
+            "workers_that_share_a_device",
+            {"name": "1f1b"},
+        ),
+        "a V": ("test_schedule_races", "a_v", {}),
+        "overlaps": ("test_schedule_races", "overlaps", {}),
+        "the other order": ("test_schedule_races", "overlaps_in_the_other_order", {}),
+        "targets": ("test_schedule_races", "targets_from_another_device", {}),
+        "evaluation": ("test_schedule_races", "evaluation_with_targets_from_another_device", {}),
+        "one buffer": (
+            "test_schedule_races",
+            "layer_that_returns_one_buffer_each_time",
+            {},
+        ),
+        "copies": ("test_schedule_times", "makespan", {"name": "1f1b", "copy": 0.25}),
+        "halves": ("test_schedule_memory", "peak", {"name": "zbh2", "mode": "never"}),
+    }.items()
+} | {
+    name: (f"unit.{module}", f"test_{function}", arguments)
+    for name, (module, function, arguments) in {
+        "strays": ("test_scheduled", "weight_of_another_module", {}),
+        "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
+        "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
+        "quiet": (
+            "executor.test_draws",
+            "turns_are_taken_until_nothing_was_drawn",
+            {"draws": True},
+        ),
+        "turns": ("executor.test_draws", "numbers_are_those_of_gpipe", {}),
+    }.items()
+}
+
+MUTANTS = {
+    "start of an overlap": (DROP, "overlaps"),
+    "end of an overlap": (DROP, "overlaps"),
+    "lending to an overlap": (DROP, "overlaps"),
+    "back from an overlap": (DROP, "the other order"),
+    "strays": (("cell.look_for_strays()", "[]"), "strays"),
+    "autocast in backward": (("without_autocast(), ", ""), "autocast"),
+    "quiet steps": ((" and flags == self._quiet", ""), "quiet"),
+    "turns of forwards": (("_Turn(self._lock, numbers)", "numbers"), "turns"),
+    "own streams of workers": (
+        ("pools[device][taken[device]]", "outside"),
+        "time of one device",
+    ),
+    "clone of what is sent": (("x.clone()", "x"), "one buffer"),
+    "lane after computing": (DROP, "a V"),
+    "recording what is sent": (DROP, "a V"),
+    "lane of the source": (("other=lane", "other=here"), "copies"),
+    "waiting for what is sent": (DROP, "a V"),
+    "recording what is received": (DROP, "a V"),
+    "recording what goes to the caller": (DROP, "workers of one device"),
+    "waiting for targets": (DROP, "targets"),
+    "recording targets": (DROP, "evaluation"),
+    "workers after the caller": (DROP, "workers of one device"),
+    "the caller after workers": (DROP, "workers of one device"),
+    "sums of what is not ours": (("found + grad", "found.add_(grad)"), "shared sums"),
+    "recording what is handed over": (DROP, "workers of one device"),
+    "what only the input needed": (DROP, "halves"),
+}

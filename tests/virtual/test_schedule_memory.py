@@ -1,0 +1,88 @@
+"""Cells are freed at the instruction where the simulator says so, counted by the allocator."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import MODES, assert_no_races
+from tests.support.schedules import workers_of
+from tests.support.size import SOAK
+from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.schedule import Costs, simulate
+from torchgpipe.testing import observe
+
+ROWS, WIDTH, LAYERS = 4, 256, 24
+#: The bytes of one activation.
+UNIT = ROWS * WIDTH * 4
+#: What a worker has besides: the tensors of one layer, what is on its way, sums of gradients.
+BESIDES = 5
+
+NAMES = ("fill_drain", "1f1b", "zbh1", "zbh2", "zbv")
+NAMES += ("v_half", "v_min", "interleaved", "dualpipe_v") if SOAK else ()
+
+
+class Scale(nn.Module):
+    """A layer that saves its input for the weight, which has almost no size."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def squares(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def peaks(training, devices):
+    model = training.model
+    x = torch.rand(ROWS * model.chunks, WIDTH, device=model.devices[0], requires_grad=True)
+    y = torch.rand(ROWS * model.chunks, WIDTH, device=model.devices[-1])
+    training(x, y).backward()
+    model.zero_grad()
+    x.grad = None
+    gc.collect()
+    before = [torch.accelerator.memory_allocated(device) for device in devices]
+    for device in devices:
+        torch.accelerator.reset_peak_memory_stats(device)
+    with observe() as seen:
+        loss = training(x, y)
+        most = [torch.accelerator.max_memory_allocated(device) for device in devices]
+        after = [torch.accelerator.memory_allocated(device) for device in devices]
+        loss.backward()
+    assert_no_races(seen)
+    units = [(peak - old) / UNIT for peak, old in zip(most, before)]
+    left = [(now - old) / UNIT for now, old in zip(after, before)]
+    return units, left
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_peak(devices, name, mode):
+    workers = workers_of(name)
+    m = 8
+    model = GPipe(
+        nn.Sequential(*[nn.Sequential(Scale(), *[nn.Tanh()] * (LAYERS - 1)) for _ in workers]),
+        [1] * 4,
+        devices=[devices[w] for w in workers],
+        chunks=m,
+        checkpoint=mode,
+    )
+    training = ScheduledLoss(model, squares, name)
+    found, left = peaks(training, devices[: max(workers) + 1])
+    plan = training._plan(m, forward=False)
+    # The caller has the input of the first stage. W needs the input, and the gradient that came.
+    inputs = [0, 1, 1, 1]
+    kept, pending = [x + LAYERS - 1 for x in inputs], [x + 1 for x in inputs]
+    costs = Costs(activation=kept, pending=pending, checkpoint=inputs)
+    expected = simulate(plan.schedule, costs).peak
+    # The gradients of the input, and what the loss saves.
+    more = {workers[0]: m, workers[-1]: m}
+    for w, (own, other) in enumerate(zip(found, expected)):
+        assert other <= own <= other + BESIDES + more.get(w, 0)
+    # Sums of gradients, and the gradient of the input on the first device.
+    assert max(left) <= m + 1
