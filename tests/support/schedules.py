@@ -178,8 +178,10 @@ def block():
 
 
 def tied():
-    first, second = linear(), linear()
-    return [first, second, second, nn.Sequential(nn.Tanh(), first)]
+    """Weights that the first and the last stage share, which are on one worker of a V."""
+    first = linear()
+    layers = [first, relu(), relu(), nn.Sequential(nn.Tanh(), first)]
+    return Case(layers, torch.rand(8, 6), torch.rand(8, 6))
 
 
 def tokens(output, target, weight):
@@ -221,6 +223,8 @@ CASES = {
     "functions of all kinds": lambda: Case(
         [linear(), Custom(), Custom(), Custom()], torch.rand(8, 6), torch.rand(8, 6)
     ),
+    "deferred norms": lambda: images(deferred_batch_norm=True),
+    "weights of two stages": tied,
     "sum and weight": lambda: Case(
         [linear(), relu(), linear(), relu()],
         torch.rand(7, 6),
@@ -283,6 +287,17 @@ def compare(case, name, devices, mode, steps=2):
     plain = nn.Sequential(*layers)
     for own, other in zip(model.parameters(), plain.parameters()):
         same(own.grad, other.grad)
+    if case.options:
+        # Norms that are deferred have the whole mini-batch in mind, as under GPipe.
+        plain = GPipe(
+            nn.Sequential(*copy.deepcopy(case.layers)),
+            [4],
+            devices=["cpu"],
+            chunks=case.chunks,
+            **case.options,
+        )
+        for _ in range(steps):
+            plain(case.input)
     for own, other in zip(model.buffers(), plain.buffers()):
         same(own, other)
     for own, other in zip(tensors(input), tensors(case.input)):

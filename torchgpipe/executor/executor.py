@@ -89,7 +89,7 @@ class Executor:
         self.stages = stages = crew.stages
         self.weights = [list(x) for x in weights]
         self.step = Step(stages, len(batches), {j for j, _ in plan.again})
-        self.links = Links(plan, crew.streams)
+        self.links = Links(plan, crew.streams, stages.groups)
         self.recording = torch.is_grad_enabled()
         #: The stages whose weights are known to be all.
         self._known: set[int] = set()
@@ -144,7 +144,7 @@ class Executor:
         """Run an instruction of a worker: receive, compute, and deliver.
 
         The two computations of an overlap start and end together. They are on two streams, unless
-        they are of one stage.
+        they are of one stage, or of two that share weights.
 
         Raises:
             BaseException: what a layer raised, with a note that names the computation.

@@ -81,9 +81,10 @@ class Links:
     Args:
         plan: the plan of the step.
         streams: the streams of the wrapper.
+        groups: a number for each stage; those with the same one share weights.
     """
 
-    def __init__(self, plan: Plan, streams: Streams) -> None:
+    def __init__(self, plan: Plan, streams: Streams, groups: Sequence[int]) -> None:
         devices = plan.devices
         self._placement = placement = plan.schedule.placement
         counts = Counter(devices)
@@ -107,16 +108,18 @@ class Links:
                 taken[device] += 1
         self._lanes: dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]] = {}
         self._used: Counter[tuple[int, int]] = Counter()
-        #: A second stream for each worker with overlaps, and the stream of each stage.
-        self.beside = list(self.compute)
+        #: The stream of each stage: a worker with overlaps has a second one.
+        beside = list(self.compute)
         self.home = [self.compute[w] for w in placement]
         for w, line in enumerate(plan.schedule.program):
             device = devices[w]
             if has_streams(device) and any(isinstance(x, Overlap) for x in line):
-                self.beside[w] = pools[device][taken[device]]
+                beside[w] = pools[device][taken[device]]
                 taken[device] += 1
-                for j in _on_the_other_stream(line):
-                    self.home[j] = self.beside[w]
+                others = _on_the_other_stream(line, groups)
+                for j, worker in enumerate(placement):
+                    if worker == w and groups[j] in others:
+                        self.home[j] = beside[w]
         own = dict(taken)
         for way in ways:
             pair = []
@@ -236,21 +239,21 @@ class Links:
                 wait_stream(caller, own)
 
 
-def _on_the_other_stream(line: Iterable[Instruction]) -> set[int]:
-    """The stages of a worker whose computations are on its second stream.
+def _on_the_other_stream(line: Iterable[Instruction], groups: Sequence[int]) -> set[int]:
+    """The groups of a worker whose computations are on its second stream.
 
-    A stage stays on one stream as far as that can be: autograd adds the gradients of a weight on
-    the stream on which the weight was used first.
+    A group stays on one stream: autograd adds the gradients of a weight on the stream on which the
+    weight was used first.
     """
     other: dict[int, bool] = {}
     for x in line:
         if isinstance(x, Overlap):
-            first, second = x.first.stage, x.second.stage
+            first, second = groups[x.first.stage], groups[x.second.stage]
             if second in other:
                 other.setdefault(first, not other[second])
             other.setdefault(first, False)
             other.setdefault(second, not other[first])
-    return {j for j, is_other in other.items() if is_other}
+    return {group for group, is_other in other.items() if is_other}
 
 
 def fetched(
