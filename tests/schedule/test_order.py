@@ -53,7 +53,7 @@ def test_what_takes_no_time_still_comes_before_what_needs_it():
 
 
 def test_forward_alone_has_an_order():
-    """It is no valid schedule, but a driver without gradients runs it."""
+    """A driver without gradients runs the forwards of a schedule, which are no valid schedule."""
     program = tuple(
         tuple(op for op in line if op.kind == "F") for line in one_f_one_b(2, 2).program
     )

@@ -2,8 +2,8 @@
 
 A file has one row for each worker (rank) and one column for each time slot. The slot of a worker
 that waits may be empty. An overlap is written as ``(0F1;3B0)OVERLAP_F_B``. The format has no R, and
-contains neither the placement nor the skips. Skips change no instruction, so a file without them
-is still the same program: a reader who needs them adds them with ``dataclasses.replace``.
+contains neither the placement nor the skips. Skips change no instruction. Whoever needs the skips
+adds them to what :func:`read_csv` returns, with ``dataclasses.replace(schedule, skips=...)``.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _is_pair(x: object) -> bool:
 def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
     """Read a schedule: one line for each worker, with spaces between its instructions.
 
-    Empty lines are ignored. The text has no skips; add them with ``dataclasses.replace``.
+    Empty lines are ignored. Text has no skips: add skips with ``dataclasses.replace``.
 
     Args:
         text: the instructions.
