@@ -1,6 +1,7 @@
 """Schedules and costs for several tests, and how many of them a test tries."""
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
@@ -94,6 +95,20 @@ def random_costs(rng, stages):
         checkpoint=each(),
         **rng.choice([{}, {"overlap": max}, {"overlap": mixed_overlap}]),
     )
+
+
+def random_skips(rng, n):
+    pairs = [(j, k) for j in range(n) for k in range(j + 1, n)]
+    return tuple(rng.sample(pairs, rng.randint(0, len(pairs))))
+
+
+def with_copies(rng, costs, placement, skips):
+    """Costs with a time for each copy, those of skips included."""
+    there = [*((j, j + 1) for j in range(len(placement) - 1)), *skips]
+    copies = {}
+    for j, k in there:
+        copies[j, k], copies[k, j] = (Fraction(rng.randint(0, 40), 10) for _ in range(2))
+    return replace(costs, copy=copies)
 
 
 def fused(line, whole):

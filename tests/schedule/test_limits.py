@@ -121,6 +121,15 @@ def test_littles_law():
     assert same.makespan == tight.makespan
 
 
+def test_memory_of_a_skip():
+    """A cell is held for as long as its skip travels, if that takes longer than the value."""
+    costs = Costs(
+        W=0, R=100, copy={(0, 1): 0, (1, 0): 0, (1, 2): 0, (2, 1): 0, (0, 2): 9, (2, 0): 4}
+    )
+    assert bounds(range(3), 5, costs, capacity=1).makespan == 5 * 6
+    assert bounds(range(3), 5, costs, capacity=1, skips=[(0, 2)]).makespan == 5 * (4 + 9 + 4)
+
+
 def test_memory():
     costs = Costs(activation=[4, 2, 3], checkpoint=[1, 5, 0])
     # While the micro-batch comes back to stage 2, the worker keeps stage 0's checkpoint.

@@ -1,11 +1,14 @@
 """Rewrites keep a schedule valid, and refuse arguments that do not fit."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.cases import BUILT_IN, examples, schedules
 from torchgpipe.schedule import Costs, fill_drain, one_f_one_b, parse, simulate, validate
+from torchgpipe.schedule.program import operations_of
 from torchgpipe.schedule.rewrite import checkpointed
 
 
@@ -151,3 +154,28 @@ def test_recomputation_of_its_own_stays():
     program = one_f_one_b(2, 2).recompute(stages=[0]).program
     for mode in ("never", "except_last", "always"):
         assert checkpointed(program, mode, 2) == program
+
+
+@examples
+@given(schedules(), st.sampled_from(["never", "except_last", "always"]))
+def test_checkpoint_modes_keep_a_schedule_valid(case, mode):
+    schedule, _ = case
+    m = schedule.chunks
+    found = replace(schedule, program=checkpointed(schedule.program, mode, m))
+    assert validate(found) == []
+    assert checkpointed(found.program, mode, m) == found.program
+    rest = [[x for x in line if x[1] != "R"] for line in found.program]
+    assert rest == [[x for x in line if x[1] != "R"] for line in schedule.program]
+    again = {(op.stage, op.microbatch) for op in operations_of(found.program) if op.kind == "R"}
+    cells = {(op.stage, op.microbatch) for op in operations_of(found.program)}
+    if any(op.kind == "R" for op in operations_of(schedule.program)) or mode == "never":
+        assert found == schedule
+    elif mode == "always":
+        assert again == cells
+    else:
+        assert again <= {(j, i) for j, i in cells if i < m - 1}
+
+
+def test_unknown_mode():
+    with pytest.raises(AssertionError):
+        checkpointed(one_f_one_b(2, 2).program, "often", 2)

@@ -2,30 +2,26 @@
 
 import random
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.cases import examples, random_costs, schedules
-from torchgpipe.schedule import Costs, Op, Schedule, bounds, greedy, one_f_one_b, simulate, validate
-from torchgpipe.schedule.program import needs, operations, operations_of
-from torchgpipe.schedule.simulator import in_order
-
-
-def random_skips(rng, n):
-    pairs = [(j, k) for j in range(n) for k in range(j + 1, n)]
-    return tuple(rng.sample(pairs, rng.randint(0, len(pairs))))
-
-
-def with_copies(rng, costs, placement, skips):
-    """Costs with a time for each copy, those of skips included."""
-    there = [*((j, j + 1) for j in range(len(placement) - 1)), *skips]
-    copies = {}
-    for j, k in there:
-        copies[j, k], copies[k, j] = (Fraction(rng.randint(0, 40), 10) for _ in range(2))
-    return replace(costs, copy=copies)
+from tests.schedule.cases import examples, random_costs, random_skips, schedules, with_copies
+from torchgpipe.schedule import (
+    Costs,
+    Op,
+    Schedule,
+    bounds,
+    greedy,
+    one_f_one_b,
+    parse,
+    read_csv,
+    simulate,
+    validate,
+    write_csv,
+)
+from torchgpipe.schedule.program import by_stage, needs, operations_of, timetable
 
 
 def test_edges_of_a_skip():
@@ -71,6 +67,20 @@ def test_skip_must_lead_to_a_later_stage(skip):
         replace(one_f_one_b(2, 1), skips=(skip,))
 
 
+@pytest.mark.parametrize("skips", [5, (0, 1), ((0, 1, 2),), ((0, 1.0),), ((False, 1),), ("01",)])
+def test_skips_are_pairs_of_integers(skips):
+    with pytest.raises(TypeError, match=r"skips must be pairs of stages .*; pass"):
+        replace(one_f_one_b(3, 1), skips=skips)
+
+
+def test_files_have_no_skips(tmp_path):
+    schedule = replace(one_f_one_b(3, 2), skips=((0, 2),))
+    write_csv(schedule, tmp_path / "file.csv")
+    plain = replace(schedule, skips=())
+    assert read_csv(tmp_path / "file.csv", schedule.placement, 2) == plain
+    assert parse(schedule.text, schedule.placement, 2) == plain
+
+
 def test_order_and_number_of_skips_do_not_matter():
     a, b = (
         Schedule((0,) * 3, 1, one_f_one_b(1, 1).program, skips)
@@ -103,6 +113,34 @@ def test_skips_without_a_cost_change_nothing(case, seed):
 
 @examples
 @given(schedules(), st.integers(0, 2**32))
+def test_skips_of_a_stage_suffice_for_its_needs(case, seed):
+    schedule, _ = case
+    skips = random_skips(random.Random(seed), len(schedule.placement))
+    near = by_stage(skips)
+    ops = {*operations_of(schedule.program)}
+    for op in ops:
+        assert needs(op, ops, near.get(op.stage, ())) == needs(op, ops, skips)
+
+
+class Counted(tuple):
+    """Skips that count how often somebody looks through them."""
+
+    count = 0
+
+    def __iter__(self):
+        Counted.count += 1
+        return super().__iter__()
+
+
+def test_nobody_looks_through_all_skips_for_each_computation():
+    schedule = one_f_one_b(8, 8)
+    skips = Counted((j, 7 - j) for j in range(4))
+    timetable(schedule.program, lambda x: 1, lambda edge: 0, skips)
+    assert Counted.count <= 2
+
+
+@examples
+@given(schedules(), st.integers(0, 2**32))
 def test_no_schedule_is_below_the_bounds(case, seed):
     schedule, costs = case
     rng = random.Random(seed)
@@ -131,18 +169,3 @@ def test_greedy_with_skips(seed):
     assert not validate(schedule)
     # It starts each computation as soon as its inputs have arrived, as it believed.
     assert simulate(schedule, costs).makespan >= bounds(placement, 3, costs, None, skips).makespan
-
-
-@examples
-@given(schedules())
-def test_instructions_in_order(case):
-    schedule, costs = case
-    order = in_order(schedule, costs)
-    start = simulate(schedule, costs).start
-    done = set()
-    for _, instruction, edges in order:
-        assert {source for source, _ in edges} <= done
-        done |= {*operations(instruction)}
-    assert done == {*operations_of(schedule.program)}
-    starts = [start[operations(x)[0]] for _, x, _ in order]
-    assert starts == sorted(starts)

@@ -2,7 +2,8 @@
 
 A file has one row for each worker (rank) and one column for each time slot. The slot of a worker
 that waits may be empty. An overlap is written as ``(0F1;3B0)OVERLAP_F_B``. The format has no R, and
-does not contain the placement.
+contains neither the placement nor the skips. Skips change no instruction. Whoever needs the skips
+adds them to what :func:`read_csv` returns, with ``dataclasses.replace(schedule, skips=...)``.
 """
 
 from __future__ import annotations

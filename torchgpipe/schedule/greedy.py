@@ -18,7 +18,7 @@ from typing import Any
 from torchgpipe.schedule.costs import Costs, Each, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.limits import capacities
-from torchgpipe.schedule.program import Op, Skips, needs
+from torchgpipe.schedule.program import Op, Skips, by_stage, needs
 
 __all__ = ["greedy"]
 
@@ -65,12 +65,14 @@ def greedy(
     memory = _Memory(placement, table, capacity, split)
     stages, kinds = range(len(placement)), "FIW" if split else "FB"
     ops = {Op(j, kind, i) for j in stages for kind in kinds for i in range(chunks)}
-    missing = {op: len(needs(op, ops, skips)) for op in ops}
+    near = by_stage(skips)
+    sources = {op: needs(op, ops, near.get(op.stage, ())) for op in ops}
+    missing = {op: len(found) for op, found in sources.items()}
     #: When what a computation needs has arrived, as far as it has been computed.
     arrived: dict[Op, float] = dict.fromkeys(ops, 0)
     targets: dict[Op, list[Op]] = {op: [] for op in ops}
     for op in ops:
-        for source in needs(op, ops, skips):
+        for source in sources[op]:
             targets[source].append(op)
 
     lines: list[list[Op]] = [[] for _ in range(workers)]

@@ -26,8 +26,8 @@ class Schedule:
         placement: stage -> worker (device). Workers are numbered from 0, and each has a stage.
         chunks: the number of micro-batches.
         program: the instructions of each worker, in order.
-        skips: the stage that stashes and the stage that pops each skip. Text and CSV files have no
-            skips.
+        skips: the stage that stashes and the stage that pops each skip, in any order. Text and CSV
+            files have no skips.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -46,6 +46,11 @@ class Schedule:
             raise TypeError(
                 "placement and chunks must be integers "
                 f"(placement: {self.placement}, chunks: {self.chunks!r}); pass ints"
+            )
+        if not (isinstance(self.skips, Iterable) and all(map(_is_pair, self.skips))):
+            raise TypeError(
+                f"skips must be pairs of stages (skips: {self.skips!r}); pass the stage that "
+                "stashes and the stage that pops, as in [(0, 2)]"
             )
         object.__setattr__(self, "skips", tuple(sorted({(j, k) for j, k in self.skips})))
         stages = range(len(self.placement))
@@ -149,10 +154,14 @@ def _is_op(x: object) -> bool:
     return isinstance(x, Op) and x.kind in (*"FBIWR",) and type(x[0]) is type(x[2]) is int
 
 
+def _is_pair(x: object) -> bool:
+    return isinstance(x, Sequence) and [type(stage) for stage in x] == [int, int]
+
+
 def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
     """Read a schedule: one line for each worker, with spaces between its instructions.
 
-    Empty lines are ignored.
+    Empty lines are ignored. Text has no skips: add skips with ``dataclasses.replace``.
 
     Args:
         text: the instructions.

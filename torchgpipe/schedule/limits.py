@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from torchgpipe.schedule.costs import Costs, Each, Table, numbers
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.program import Op, Overlap, Skips, needs
+from torchgpipe.schedule.program import Op, Overlap, Skips, by_stage, needs
 from torchgpipe.schedule.simulator import Report
 
 __all__ = ["Bounds", "bounds", "capacities"]
@@ -97,7 +97,7 @@ def bounds(
     limits = capacities(capacity, workers)
     edges = _edges(table, skips)
     heads, tails = _heads(table, edges), _tails(table, edges)
-    trips = _trips(table, edges)
+    trips = _trips(table, edges) if min(limits) < inf else []
     makespans: list[float] = []
     peaks: list[float] = []
     for w, limit in enumerate(limits):
@@ -121,11 +121,12 @@ def capacities(capacity: Each | None, workers: int) -> list[float]:
 
 
 def _edges(table: Table, skips: Skips) -> list[tuple[Op, list[Op]]]:
-    """Return the computations of one micro-batch, each behind those that it needs, and these."""
+    """Return the computations of one micro-batch in an order of time, each with what it needs."""
     stages = range(len(table.activation))
     ops = [Op(j, "F", 0) for j in stages]
     ops += [Op(j, kind, 0) for j in reversed(stages) for kind in "IW"]
-    return [(op, needs(op, {*ops}, skips)) for op in ops]
+    there, near = set(ops), by_stage(skips)
+    return [(op, needs(op, there, near.get(op.stage, ()))) for op in ops]
 
 
 def _heads(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
@@ -152,15 +153,21 @@ def _tails(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> Chains:
 
 
 def _trips(table: Table, edges: Sequence[tuple[Op, list[Op]]]) -> list[float]:
-    """Return, for each stage, the longest chain from the start of its F to the end of its I."""
+    """Return, for each stage, the longest chain from the start of its F to the end of its I.
+
+    The difference of their heads may be less than that: the longest chain to an I may come over a
+    skip that passes its stage by. So each stage needs a search of its own, among the computations
+    from its F to its I.
+    """
     found: list[float] = []
+    place = {op: k for k, (op, _) in enumerate(edges)}
     for j in range(len(table.activation)):
+        back = Op(j, "I", 0)
         ends: dict[Op, float] = {}
-        for op, sources in edges:
+        for op, sources in edges[j : place[back] + 1]:
             starts = [ends[x] + table.delay((x, op)) for x in sources if x in ends]
-            if starts or op == (j, "F", 0):
-                ends[op] = max(starts, default=0) + table.time[op.kind][op.stage]
-        found.append(ends[Op(j, "I", 0)])
+            ends[op] = max(starts, default=0) + table.time[op.kind][op.stage]
+        found.append(ends[back])
     return found
 
 

@@ -29,7 +29,11 @@ Times = tuple[Mapping[Op, float], Mapping[Op, float]]
 
 
 def unit_times(program: Program) -> Times:
-    """Return the times if B takes two units and everything else takes one."""
+    """Return the times if B takes two units and everything else takes one.
+
+    Copies take no time here, so skips would change nothing: what a skip waits for, the value that
+    goes through the stages in between waits for, too.
+    """
 
     def duration(instruction: Instruction) -> float:
         return sum(2 if op.kind == "B" else 1 for op in operations(instruction))

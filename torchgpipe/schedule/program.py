@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Op", "Overlap", "needs", "operations", "operations_of", "timetable", "together", "walk"]
+__all__ = ["Op", "Overlap", "by_stage", "needs", "operations", "operations_of", "timetable"]
+__all__ += ["together", "walk"]
 
 
 class Op(NamedTuple):
@@ -80,7 +81,8 @@ def needs(op: Op, ops: Container[tuple[int, str, int]], skips: Skips = ()) -> li
     Args:
         op: a computation.
         ops: the computations of the program.
-        skips: the stages that each skip leads from and to.
+        skips: the stages that each skip leads from and to; those of other stages than the one of
+            ``op`` may be left out.
     """
     j, kind, i = op
     if kind == "F":
@@ -101,6 +103,19 @@ def needs(op: Op, ops: Container[tuple[int, str, int]], skips: Skips = ()) -> li
     return [Op(*x) for x in found if x in ops]
 
 
+def by_stage(skips: Skips) -> dict[int, list[tuple[int, int]]]:
+    """Return the skips that begin or end at each stage, so that nobody looks through all of them.
+
+    A model may have a skip for each stage. To look through them for each computation would then
+    take longer with each stage.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
+    for skip in skips:
+        for stage in skip:
+            found.setdefault(stage, []).append(skip)
+    return found
+
+
 def walk(
     program: Program, stuck: Callable[[Waiting], int | None], skips: Skips = ()
 ) -> Iterator[tuple[int, Instruction, list[Edge]]]:
@@ -118,6 +133,7 @@ def walk(
         The worker, its next instruction, and the edges that lead to this instruction.
     """
     ops = set(operations_of(program))
+    near = by_stage(skips)
     done: set[Op] = set()
     waiting: Waiting = {}
     #: The workers that wait for a computation, so that nobody has to look for them.
@@ -130,7 +146,7 @@ def walk(
         while position[w] < len(program[w]):
             instruction = program[w][position[w]]
             parts = operations(instruction)
-            edges = [(x, op) for op in parts for x in needs(op, ops, skips)]
+            edges = [(x, op) for op in parts for x in needs(op, ops, near.get(op.stage, ()))]
             missing = [x for x, _ in edges if x not in done]
             if missing and w != freed:
                 waiting[w] = instruction, missing[0]

@@ -125,6 +125,7 @@ def checkpointed(program: Program, mode: str, chunks: int) -> Program:
             forward, since that would free no memory.
         chunks: the number of micro-batches.
     """
+    assert mode in ("never", "except_last", "always")
     if mode == "never" or any(op.kind == "R" for op in operations_of(program)):
         return program
     if mode == "always":

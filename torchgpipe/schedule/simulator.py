@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from os import PathLike
 
 from torchgpipe.schedule.costs import Costs, Table
@@ -77,15 +78,30 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
 def in_order(
     schedule: Schedule, costs: Costs = Costs()
 ) -> list[tuple[int, Instruction, list[Edge]]]:
-    """List the instructions of a valid schedule by their simulated starts.
+    """List the instructions by their simulated starts, as a driver issues them.
 
-    Each comes after those that it needs.
+    Each one comes after those that it needs. Of equal starts, the first worker goes first, except
+    that what takes no time comes before what needs it.
+
+    Args:
+        schedule: a schedule without deadlocks.
+        costs: the costs of its stages.
 
     Returns:
         For each instruction its worker, the instruction, and the edges that lead to it.
     """
     table = Table(costs, schedule.placement, schedule.skips)
     start, _ = timetable(schedule.program, table.duration, table.delay, schedule.skips)
-    # Sorting is stable. So what starts at the same time stays in an order that respects the edges.
-    walked = walk(schedule.program, lambda waiting: None, schedule.skips)
-    return sorted(walked, key=lambda found: start[operations(found[1])[0]])
+    found: list[tuple[tuple[float, int, int], tuple[int, Instruction, list[Edge]]]] = []
+    #: By computation, the longest chain of those before it that start at the same time.
+    depth: dict[Op, int] = {}
+    last: list[Op | None] = [None] * len(schedule.program)
+    for step in walk(schedule.program, lambda waiting: None, schedule.skips):
+        w, instruction, edges = step
+        parts = operations(instruction)
+        begin = start[parts[0]]
+        before = [op for op in (last[w], *(x for x, _ in edges)) if op and start[op] == begin]
+        depth.update(dict.fromkeys(parts, max((depth[op] + 1 for op in before), default=0)))
+        last[w] = parts[0]
+        found.append(((begin, depth[parts[0]], w), step))
+    return [step for _, step in sorted(found, key=itemgetter(0))]
