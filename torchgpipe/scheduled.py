@@ -189,6 +189,11 @@ class ScheduledLoss(nn.Module):
             self.__dict__["_schedule"] = before
             raise
 
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """The device of each layer, by name, as :attr:`GPipe.hf_device_map` has it."""
+        return {f"model.{name}": x for name, x in self.model.hf_device_map.items()}
+
     def _plan(self, m: int, *, forward: bool) -> Plan:
         plans = self.__dict__["_plans"]
         model = self.model

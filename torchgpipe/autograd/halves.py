@@ -225,7 +225,7 @@ class Halves:
         self._graph = None
         on_the_way = [(node, edges) for node, edges in graph.nodes if graph.leads[node] & INPUT]
         if any(_is_compiled(node) for node, _ in on_the_way):
-            logger.debug("a cell with compiled layers runs its whole backward at I")
+            _say_compiled()
             early = list(graph.weights)
         else:
             early = self._find_boundaries(graph, on_the_way)
@@ -290,6 +290,11 @@ class Halves:
             if own:
                 self._boundaries.append(Boundary(node, own))
         return list(early)
+
+
+@cache
+def _say_compiled() -> None:
+    logger.debug("cells with compiled layers run their whole backward at I, and leave W nothing")
 
 
 def _is_compiled(node: Node) -> bool:
