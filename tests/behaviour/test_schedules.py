@@ -26,7 +26,7 @@ def test_gradients_and_buffers(case, name, mode):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_layers_that_refuse_a_retained_graph(mode, caplog):
-    """They run their whole backward at I, which a debug message says once."""
+    """Compiled layers run their whole backward at I, which a debug message says once."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     _say_compiled.cache_clear()
@@ -77,7 +77,7 @@ def test_checkpoints_of_pytorch_within_layers(name, mode):
 
 @pytest.mark.parametrize("name", ["1f1b", "zbh1"])
 def test_hooks_for_saved_tensors(name):
-    """The caller's hooks keep what the caller's hooks keep."""
+    """Hooks of the caller pack what the layers save."""
     torch.manual_seed(0)
     case = CASES["mlp"]()
     with torch.autograd.graph.save_on_cpu():
