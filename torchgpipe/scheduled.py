@@ -75,7 +75,8 @@ class ScheduledLoss(nn.Module):
 
     Raises:
         TypeError: the model is no :class:`GPipe`, or the loss cannot be called.
-        ValueError: the schedule does not fit the model, which the message shows beside it.
+        ValueError: the model has no partition, or the schedule does not fit it; the message shows
+            both.
 
     Source: Narayanan et al. (arXiv 2006.09503) for 1F1B; Qi et al. (arXiv 2401.10241) for backward
     in two halves; :mod:`torchgpipe.schedule` names the source of each schedule.
@@ -95,6 +96,11 @@ class ScheduledLoss(nn.Module):
             raise TypeError(
                 "model must be a GPipe, which has the stages and their devices (model: "
                 f"{type(model).__name__}); wrap the layers first, as in GPipe(layers, balance)"
+            )
+        if not model.devices:
+            raise ValueError(
+                "model must have a partition, behind which the loss is (partitions: 0); wrap at "
+                "least one layer"
             )
         if not callable(loss):
             raise TypeError(
@@ -147,6 +153,8 @@ class ScheduledLoss(nn.Module):
         inputs = [[*batch] for batch in batches]
         mine = [x for x in chain(*inputs) if x.requires_grad]
         recorded = self.training and torch.is_grad_enabled() and bool(any(weights) or mine)
+        if recorded:
+            model._traps.no_pipelining(len(model.devices), model.chunks)
         crew = self._crew_of(model)
         arguments, arriving = self._arguments((targets, more), rows, m, crew)
         criterion = Criterion(
@@ -162,11 +170,10 @@ class ScheduledLoss(nn.Module):
             executor = Executor(crew, chosen, batches, criterion, weights, arriving)
             model._run(executor.run, whole)
         del batches
-        value, divisor = criterion.total()
+        total, divisor = criterion.total()
+        value = total if divisor is None else total / divisor
         if recorded and criterion.depends:
             value = self._hand_over(executor, value, divisor, inputs)
-        elif divisor is not None:
-            value = value / divisor
         if criterion.outputs is None:
             return value
         return value, microbatch.gather([x for x in criterion.outputs if x is not None], rows)
@@ -181,10 +188,10 @@ class ScheduledLoss(nn.Module):
     def schedule(self, choice: Choice) -> None:
         before = self.__dict__.get("_schedule")
         self.__dict__["_schedule"] = choice
+        self.__dict__["_plans"].clear()
         try:
             # A schedule that does not fit is better found now than in the first step.
-            if self.model.devices:
-                self._plan(self.model.chunks, forward=False)
+            self._plan(self.model.chunks, forward=False)
         except BaseException:
             self.__dict__["_schedule"] = before
             raise
@@ -278,11 +285,11 @@ class ScheduledLoss(nn.Module):
 
         Args:
             executor: the step.
-            value: the loss before it is divided.
-            divisor: what it is divided by, if by anything.
+            value: the loss.
+            divisor: what its sum was divided by, if by anything.
             inputs: for each micro-batch, the tensors of the input.
         """
-        links = executor.links
+        links, criterion = executor.links, executor.criterion
         #: By stream: the sums, and the tensors that they belong to. A weight stays on its stream.
         sums: dict[AbstractStream, Sums] = {}
         tensors: dict[AbstractStream, dict[int, Tensor]] = {}
@@ -313,13 +320,9 @@ class ScheduledLoss(nn.Module):
                 caller = callers.get(device, stream)
                 zero = HandOver.apply(sums[stream], device, value.dtype, caller, *mine.values())
                 zeros.append(zero)
-        scale = self._scale()
-        if scale is not None:
-            one = scale(torch.ones((), device=value.device, dtype=value.dtype))
+        if criterion.scale is not None:
+            one = criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
-            value = value / divisor * one
-        elif divisor is not None:
-            value = value / divisor
         loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss
 

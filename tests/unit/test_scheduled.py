@@ -241,6 +241,16 @@ def test_wrong_arguments(model, loss):
         ScheduledLoss(model, loss)
 
 
+def test_model_without_partitions():
+    with pytest.raises(ValueError, match="model must have a partition"):
+        ScheduledLoss(GPipe(nn.Sequential(), []), F.mse_loss)
+
+
+def test_one_micro_batch_is_a_warning():
+    with pytest.warns(UserWarning, match="GPipe trains without pipelining"):
+        make(chunks=1)(X, Y)
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(duplicate):
     training = make()
