@@ -20,6 +20,7 @@ from torchgpipe.executor.links import fetched
 from torchgpipe.executor.plan import Choice, Plan, plan
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.sharding import is_shard
+from torchgpipe.partition.traps import lists
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments as packed
 from torchgpipe.values.structure import is_split, names, split
@@ -151,8 +152,7 @@ class ScheduledLoss(nn.Module):
         rows = microbatch.sizes(input, m)
         weights = self._weights()
         inputs = [[*batch] for batch in batches]
-        mine = [x for x in chain(*inputs) if x.requires_grad]
-        recorded = self.training and torch.is_grad_enabled() and bool(any(weights) or mine)
+        recorded = self.training and torch.is_grad_enabled()
         if recorded:
             model._traps.no_pipelining(len(model.devices), model.chunks)
         crew = self._crew_of(model)
@@ -166,8 +166,9 @@ class ScheduledLoss(nn.Module):
         )
         chosen = self._plan(m, forward=not recorded)
         whole = microbatch.in_all(batches)
-        with torch.set_grad_enabled(recorded), without_hooks([*chain(*weights), *mine]):
-            executor = Executor(crew, chosen, batches, criterion, weights, arriving)
+        known = [x for x in chain(*weights, *inputs) if x.requires_grad]
+        with torch.set_grad_enabled(recorded), without_hooks(known) as hooks:
+            executor = Executor(crew, chosen, batches, criterion, weights, hooks, arriving)
             model._run(executor.run, whole)
         del batches
         total, divisor = criterion.total()
@@ -271,6 +272,17 @@ class ScheduledLoss(nn.Module):
                     f"{sum(rows)}); pass what every micro-batch shall get whole as "
                     "torchgpipe.NoChunk(value)"
                 )
+        targets, more = value
+        each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
+        found = [x for name, one in each for x in lists(one, name)] if rows else []
+        wrong = [path for path, length in found if length == sum(rows)]
+        if wrong:
+            raise ValueError(
+                "targets must be tensors to be split into micro-batches "
+                f"(lists or arrays with an entry for each row: {', '.join(wrong)}, rows: "
+                f"{sum(rows)}); pass a tensor, or what every micro-batch shall get whole as "
+                "torchgpipe.NoChunk(value)"
+            )
         value, events = fetched(crew.streams, value, self.model.devices[-1])
         return [*split(value, rows or _one(value))], events
 

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "ambient/transforms": "behaviour/test_functional.py",
     "autograd/recompute": "unit/engine/test_cell.py",
     "balance/storages": "behaviour/test_memory.py",
+    "autograd/entrance": "unit/test_scheduled.py",
     "executor/cell": "behaviour/test_schedules.py",
     "executor/executor": "virtual/test_schedules.py",
     "executor/links": "virtual/test_schedules.py",

@@ -193,6 +193,106 @@ def test_weight_of_another_module():
     torch.testing.assert_close(grad, outside.grad)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
+def test_weight_of_another_module_that_some_micro_batches_use(schedule):
+    outside = nn.Parameter(torch.rand(3))
+
+    class Sometimes(nn.Linear):
+        runs = 0
+
+        def forward(self, x):
+            self.runs += 1
+            y = super().forward(x)
+            return y * outside if self.runs % 3 == 2 else y
+
+    layer = Sometimes(3, 3)
+    training = make(schedule=schedule, module=nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 3)))
+    training(X, Y).backward()
+    grad, outside.grad = outside.grad, None
+    module = training.model.module
+    sum(F.mse_loss(module(x), y) / 3 for x, y in zip(X.chunk(3), Y.chunk(3))).backward()
+    torch.testing.assert_close(grad, outside.grad)
+
+
+def test_hook_of_a_weight_of_another_module():
+    outside = nn.Parameter(torch.rand(3))
+    calls = []
+    outside.register_hook(calls.append)
+
+    class Uses(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * outside
+
+    training = make(module=nn.Sequential(Uses(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    training(X, Y).backward()
+    assert len(calls) == 1
+
+
+def test_head_in_the_loss():
+    """A model that is frozen, and a function that uses weights of another module."""
+    head = nn.Linear(3, 3)
+    training = make(
+        lambda output, target: F.mse_loss(head(output), target),
+        module=layers().requires_grad_(False),
+    )
+    training(X, Y).backward()
+    grad, head.weight.grad = head.weight.grad, None
+    F.mse_loss(head(layers()(X)), Y).backward()
+    torch.testing.assert_close(grad, head.weight.grad)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_buffers_of_the_loss(checkpoint):
+    """A loss that changes its buffers does so once for each micro-batch, and sees its values."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.ones(()))
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, output, target):
+            loss = F.mse_loss(self.norm(output).tanh() * self.count, target)
+            self.count = self.count + 1
+            return loss
+
+    torch.manual_seed(1)
+    loss = Counted()
+    other = copy.deepcopy(loss)
+    training = make(loss, schedule="fill_drain", checkpoint=checkpoint)
+    training(X, Y).backward()
+    module = layers()
+    sum(other(module(x), y) / 3 for x, y in zip(X.chunk(3), Y.chunk(3))).backward()
+    assert loss.count == other.count == 4
+    assert loss.norm.num_batches_tracked == 3
+    same(training, [x.grad for x in module.parameters()])
+    torch.testing.assert_close(loss.norm.weight.grad, other.norm.weight.grad)
+
+
+def test_auxiliary_loss_that_a_layer_keeps():
+    """Stages before the layer have run their backward, so its gradient would be lost."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.kept = x.square().mean()
+            return super().forward(x)
+
+    training = make(module=nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Keeps(3, 3)))
+    loss = training(X, Y) + training.model[2].kept
+    with pytest.raises(RuntimeError, match="a gradient must come by the loss"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("target", [list(range(6)), {"a": [[1.0]] * 6}])
+def test_targets_that_are_no_tensors(target):
+    def loss(output, target):
+        return output.mean()
+
+    with pytest.raises(ValueError, match="targets must be tensors"):
+        make(loss)(X, target)
+    make(loss)(X, NoChunk(target)).backward()
+
+
 def test_gradient_of_the_target():
     training = make()
     target = Y.clone().requires_grad_()

@@ -29,6 +29,7 @@ TESTS = {
     name: (f"unit.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "strays": ("test_scheduled", "weight_of_another_module", {}),
+        "hooks of strays": ("test_scheduled", "hook_of_a_weight_of_another_module", {}),
         "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
         "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
         "quiet": (
@@ -46,6 +47,7 @@ MUTANTS = {
     "lending to an overlap": (DROP, "overlaps"),
     "back from an overlap": (DROP, "the other order"),
     "strays": (("cell.look_for_strays()", "[]"), "strays"),
+    "hooks of strays": (DROP, "hooks of strays"),
     "autocast in backward": (("without_autocast(), ", ""), "autocast"),
     "quiet steps": ((" and flags == self._quiet", ""), "quiet"),
     "turns of forwards": (("_Turn(self._lock, numbers)", "numbers"), "turns"),

@@ -78,7 +78,7 @@ def test_speed_of_nobody(capsys):
 
 def test_parts(tmp_path):
     path = tmp_path / "parts.json"
-    few = ["--n", "2", "--m", "2", "--steps", "1", "--modes", "never"]
+    few = ["--n", "2", "--m", "2", "--steps", "3", "--modes", "never"]
     command.main(["parts", "--device", "virtual", *few, "--output", str(path)])
     (row,) = json.loads(path.read_text("utf-8"))["rows"]
     # Nothing comes from one device to another on the CPU.

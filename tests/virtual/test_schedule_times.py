@@ -8,7 +8,7 @@ from tests.support.helpers import MODES, assert_no_races
 from tests.support.schedules import FEW, ONE, TWO, workers_of
 from tests.support.size import SOAK, some
 from tests.virtual.stages import own_streams
-from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe import GPipe, NoChunk, ScheduledLoss
 from torchgpipe.schedule import Costs, Overlap, Schedule, greedy, named, parse, simulate
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
@@ -103,6 +103,15 @@ def test_targets_from_another_device_hold_nobody_up(devices, target_on):
     training = training_of("1f1b", devices[:4])
     found = makespans(training, target_on=target_on)
     assert found == [expected(training, costs_of())] * len(found)
+
+
+def test_targets_that_go_whole_are_moved_too(devices):
+    training = training_of("1f1b", devices[:2], m=2)
+    training.loss = lambda output, target, other: squares(output, target * other)
+    x, y = (torch.rand(4, WIDTH, device=devices[k]) for k in (0, 1))
+    with observe() as seen:
+        training(x, y, NoChunk(torch.rand(WIDTH, device=devices[0]))).backward()
+    assert_no_races(seen)
 
 
 def test_greedy_schedule(devices):

@@ -18,17 +18,25 @@ class without_hooks:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        tables = {id(x): x._backward_hooks for x in tensors if x._backward_hooks}
-        self.tables: list[dict[int, Any]] = list(tables.values())
+        self.tensors = tensors
+        #: The tables that were emptied, and what was in them.
+        self.found: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
-    def __enter__(self) -> None:
-        self.found = [dict(table) for table in self.tables]
-        for table in self.tables:
-            # In place, since autograd holds the table.
-            table.clear()
+    def __enter__(self) -> without_hooks:
+        self.add(self.tensors)
+        return self
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Do the same for further tensors."""
+        for x in tensors:
+            table = x._backward_hooks
+            if table:
+                self.found.append((table, dict(table)))
+                # In place, since autograd holds the table.
+                table.clear()
 
     def __exit__(self, *_: object) -> None:
-        for table, found in zip(self.tables, self.found):
+        for table, found in reversed(self.found):
             added = dict(table)
             table.clear()
             table.update(found | added)

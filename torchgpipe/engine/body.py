@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,7 +51,13 @@ class Body:
         #: Whether first runs add notes to what functions of the layers may raise in backward.
         self.visited = torch.is_grad_enabled() and is_worth_a_visit(layers)
 
-    def run(self, batch: Batch, copies: list[Copy] | None = None, note: str = "") -> Batch:
+    def run(
+        self,
+        batch: Batch,
+        copies: list[Copy] | None = None,
+        note: str = "",
+        behind: Callable[[Batch], Batch] | None = None,
+    ) -> Batch:
         """Run the layers on a micro-batch.
 
         Args:
@@ -59,6 +66,7 @@ class Body:
                 which puts copies of buffers there; the same list for the second run.
             note: what to say of the cell if a function of the layers raises in backward; nothing
                 for layers that have none.
+            behind: what runs behind the layers, as a part of them.
 
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
@@ -92,6 +100,8 @@ class Body:
                 with visit:
                     output = value.call(self.layers)
                     visit.visit(*output)
+            if behind is not None:
+                output = behind(output)
             if tracker.values:
                 output = output.with_skips(tracker.parts())
         if counters and versions != [version_of(x) for x in counters]:

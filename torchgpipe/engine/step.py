@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 import torch
+from torch import nn
 
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
@@ -23,16 +24,22 @@ class Step:
         stages: the stages of the wrapper.
         m: the number of micro-batches.
         again: the partitions with cells that are computed under checkpointing.
+        behind: a module that runs behind the last partition, as a part of it.
     """
 
-    def __init__(self, stages: Stages, m: int, again: Container[int]) -> None:
+    def __init__(
+        self, stages: Stages, m: int, again: Container[int], behind: nn.Module | None = None
+    ) -> None:
         self.stages = stages
         #: The modes of the caller.
         self.context = Context()
         #: The layers of each partition.
+        all_of: list[nn.Module] = [*stages.partitions]
+        if behind is not None:
+            all_of[-1] = nn.ModuleList([all_of[-1], behind])
         self.bodies = [
-            Body(layers, lock, LayersState(layers, stages.learned) if j in again else None, j == 0)
-            for j, (layers, lock) in enumerate(zip(stages.partitions, stages.locks))
+            Body(layers, lock, LayersState(x, stages.learned) if j in again else None, j == 0)
+            for j, (layers, x, lock) in enumerate(zip(stages.partitions, all_of, stages.locks))
         ]
         self.numbers = StepNumbers(stages.devices, m)
 

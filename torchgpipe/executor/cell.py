@@ -10,8 +10,7 @@
 
 Each cell has a graph of its own, since its backward runs when the schedule says so. Its input
 comes without what it was computed from. ``enter`` makes it the output of a node, whose edges tell
-autograd where the gradient of the input is wanted. Unlike a leaf, such a tensor is not kept alive
-by its graph, and layers may change it in place.
+autograd where the gradient of the input is wanted.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from torchgpipe.autograd.entrance import Enter
 from torchgpipe.autograd.halves import Graph, Halves, backward
 from torchgpipe.autograd.phony import get_phony
-from torchgpipe.autograd.recompute import Unpack
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.step import Step
 from torchgpipe.recompute.checkpoint import Checkpoint
@@ -97,7 +96,7 @@ class Cell:
         needing = [x for x in batch if x.requires_grad] if torch.is_grad_enabled() else []
         if not needing:
             return batch.replace([x.detach() for x in batch])
-        found = Unpack.apply(get_phony(needing[0].device, requires_grad=True), *needing)
+        found = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
         edges = {id(x): get_gradient_edge(y) for x, y in zip(needing, found)}
         for key in batch.parts:
             distinct = {id(x): x for x in batch.parts[key]}.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,12 +47,11 @@ class Criterion:
         #: Whether a loss depends on something that requires a gradient.
         self.depends = False
 
-    def behind(self, run: Callable[..., Batch], i: int) -> Callable[..., Batch]:
-        """A function that runs the last stage and the loss on micro-batch ``i``."""
-        return partial(self._run, run, i)
+    def behind(self, i: int) -> Callable[[Batch], Batch]:
+        """A function that makes the loss of micro-batch ``i`` of the output."""
+        return partial(self._loss, i)
 
-    def _run(self, run: Callable[..., Batch], i: int, batch: Batch, **options: Any) -> Batch:
-        output = run(batch.take(), **options)
+    def _loss(self, i: int, output: Batch) -> Batch:
         args, kwargs = self.arguments[i]
         current.name, current.kind = "loss", type(self.loss).__name__
         found = self.loss(output.value, *args, **kwargs)
@@ -87,6 +87,9 @@ class Criterion:
         """
         pairs = [pair for pair in self.found if pair is not None]
         losses = torch.stack([loss.reshape(()) for loss, _ in pairs])
+        if losses.dtype in (torch.float16, torch.bfloat16):
+            # A sum over all tokens may be too large for these.
+            losses = losses.float()
         if all(weight is None for _, weight in pairs):
             # Numbers of the host that become kernels' arguments. A tensor would have to be copied,
             # and the host would wait for the device.
@@ -126,6 +129,13 @@ def _checked(found: Any) -> tuple[Tensor, Any]:
             f"one element, or (sum, weight) (returned: {what}); reduce it with mean(), or return "
             "the sum and the number of what was summed up"
         )
-    if weight is not None and isinstance(weight, Tensor):
+    number = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex()
+    if weight is not None and not number and not isinstance(weight, Real):
+        raise TypeError(
+            "the second of two things that a loss function returns is the weight of the sum, a "
+            f"number or a tensor of one element (returned: {type(weight).__name__}); return the "
+            "loss alone, and get outputs by ScheduledLoss(..., outputs=True)"
+        )
+    if isinstance(weight, Tensor):
         weight = weight.detach()
     return loss, weight

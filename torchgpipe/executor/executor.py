@@ -26,12 +26,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.ends import drained_after_failure
+from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import Sums
 from torchgpipe.devices.streams import AbstractStream, use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
@@ -73,6 +74,7 @@ class Executor:
         criterion: the loss of each micro-batch.
         weights: for each stage, its weights that require a gradient; those of the loss belong to
             the last stage.
+        without_hooks: the block around the step in which tensors have no hooks.
         arriving: the events of copies that the last stage waits for.
     """
 
@@ -83,16 +85,21 @@ class Executor:
         batches: list[Batch],
         criterion: Criterion,
         weights: Sequence[Sequence[Tensor]],
+        without_hooks: without_hooks,
         arriving: Sequence[Any] = (),
     ) -> None:
+        self.without_hooks = without_hooks
         self.crew, self.plan, self.criterion, self.arriving = crew, plan, criterion, arriving
         self.stages = stages = crew.stages
         self.weights = [list(x) for x in weights]
-        self.step = Step(stages, len(batches), {j for j, _ in plan.again})
+        self.step = Step(
+            stages,
+            len(batches),
+            {j for j, _ in plan.again},
+            criterion.loss if isinstance(criterion.loss, nn.Module) else None,
+        )
         self.links = Links(plan, crew.streams, stages.groups)
         self.recording = torch.is_grad_enabled()
-        #: The stages whose weights are known to be all.
-        self._known: set[int] = set()
         #: The cells between F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}
         #: The values that wait for a stage, with their events, by stage and micro-batch.
@@ -181,7 +188,7 @@ class Executor:
         if body.visited:
             run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
         if j + 1 == len(self.stages.partitions):
-            run = self.criterion.behind(run, i)
+            run = partial(run, behind=self.criterion.behind(i))
         cell = Cell(self.step, i, j, stream, self.weights[j])
         within = noted(f"raised in {op} on worker {w}")
         with self.crew.draws.of(i, j):
@@ -189,11 +196,12 @@ class Executor:
         del batch
         if self.recording:
             self.cells[j, i] = cell
-            if j not in self._known:
-                # A layer may use weights of another module. All cells of a stage use the same.
-                self._known.add(j)
-                # guard: strays
-                strays = cell.look_for_strays()
+            # A layer may use weights of another module.
+            # guard: strays
+            strays = cell.look_for_strays()
+            if strays:
+                # guard: hooks of strays
+                self.without_hooks.add(strays)
                 self.weights[j] += strays
                 cell.weights += strays
         yield

@@ -37,6 +37,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Overlap
+from torchgpipe.values.structure import NoChunk
 
 __all__: list[str] = []
 
@@ -285,4 +286,9 @@ def fetched(
             arriving.append((copy, event))
         return copy
 
-    return _torch.tree_map_only(Tensor, fetch, value), arriving
+    def leaf(x: Any) -> Any:
+        if isinstance(x, NoChunk):
+            return NoChunk(_torch.tree_map_only(Tensor, fetch, x.value))
+        return fetch(x) if isinstance(x, Tensor) else x
+
+    return _torch.tree_map(leaf, value), arriving

@@ -56,7 +56,7 @@ class Traps:
         """Warn if lists or arrays in an input have an entry for each row, and are not split."""
         if micro_batches == 1 or "whole" in self._known:
             return
-        lengths = dict(_lists(input, ""))
+        lengths = dict(lists(input, ""))
         if not lengths:
             return
         rows = next(leaf.shape[0] for _, leaf in names(input) if is_split(leaf))
@@ -91,7 +91,7 @@ def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
             yield f"{path}{name} ({type(child).__name__})"
 
 
-def _lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
+def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
     """The lists and arrays without tensors in a value: the path and the length of each."""
     if isinstance(value, Arguments):
         # The arguments of a call are no list, however many they are.
@@ -107,7 +107,7 @@ def _lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
         if length is not None:
             yield path, length
     for name, entry in entries:
-        yield from _lists(entry, name)
+        yield from lists(entry, name)
 
 
 def _is_container(value: Any) -> bool:

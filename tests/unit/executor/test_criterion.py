@@ -13,7 +13,7 @@ def run(loss, count=2, shares=(0.75, 0.25), **options):
     )
     for i in range(count):
         x = torch.full((2,), float(i + 1), requires_grad=True)
-        criterion.behind(lambda batch: batch, i)(Batch(x))
+        criterion.behind(i)(Batch(x))
     return criterion
 
 
@@ -69,3 +69,15 @@ def test_outputs_have_no_graph():
 def test_whether_it_depends_on_anything():
     assert run(torch.mean).depends
     assert not run(lambda x: x.detach().mean()).depends
+
+
+@pytest.mark.parametrize("second", [{}, "text", torch.rand(2), [1, 2]])
+def test_what_is_no_weight(second):
+    with pytest.raises(TypeError, match="is the weight of the sum"):
+        run(lambda x: (x.sum(), second))
+
+
+def test_sums_that_are_too_large_for_their_dtype():
+    criterion = run(lambda x: (x.half().sum() * 0 + 60000, 60000))
+    total, divisor = criterion.total()
+    assert (total, divisor) == (120000, 120000)
