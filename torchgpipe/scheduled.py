@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
@@ -22,8 +23,8 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.partition.traps import lists
 from torchgpipe.values import microbatch
+from torchgpipe.values.structure import NoChunk, is_split, names, split
 from torchgpipe.values.structure import arguments as packed
-from torchgpipe.values.structure import is_split, names, split
 
 __all__ = ["ScheduledLoss", "arguments"]
 
@@ -64,7 +65,8 @@ class ScheduledLoss(nn.Module):
             the last partition. It returns the mean over the rows of the micro-batch, a tensor of
             one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
             loss is then the sum of all sums over the sum of all weights. Its parameters, if it has
-            any, must be on that device.
+            any, must be on that device. It runs again with a cell that is computed again: what
+            counts asks :func:`~torchgpipe.is_recomputing` first.
         schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
             workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`. There is a
             worker for each device. It may be changed between steps.
@@ -205,15 +207,15 @@ class ScheduledLoss(nn.Module):
     def _plan(self, m: int, *, forward: bool) -> Plan:
         plans = self.__dict__["_plans"]
         model = self.model
-        key = id(self.schedule), m, model.checkpoint, forward
+        key = id(self.schedule), id(model._stages), m, model.checkpoint, forward
         if key not in plans:
             layout = model._stages.skip_layout
             skips = {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
             made = plan(
                 self.schedule, model.devices, m, model.checkpoint, sorted(skips), forward=forward
             )
-            # The choice, too: while it lives, no other one has its identity.
-            plans[key] = made, self.schedule
+            # While these live, nothing else has their identities.
+            plans[key] = made, self.schedule, model._stages
         found: Plan = plans[key][0]
         return found
 
@@ -284,7 +286,10 @@ class ScheduledLoss(nn.Module):
                 "torchgpipe.NoChunk(value)"
             )
         value, events = fetched(crew.streams, value, self.model.devices[-1])
-        return [*split(value, rows or _one(value))], events
+        if not rows:
+            # One micro-batch gets all as it is.
+            return [_torch.tree_map(_whole, value)], events
+        return [*split(value, rows)], events
 
     def _hand_over(
         self,
@@ -339,6 +344,5 @@ class ScheduledLoss(nn.Module):
         return loss
 
 
-def _one(value: Any) -> list[int]:
-    """The rows of one micro-batch, which gets all."""
-    return [next((len(leaf) for _, leaf in names(value) if is_split(leaf)), 1)]
+def _whole(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, NoChunk) else leaf

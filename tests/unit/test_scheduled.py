@@ -283,6 +283,26 @@ def test_auxiliary_loss_that_a_layer_keeps():
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+def test_one_micro_batch_gets_all_of_its_targets():
+    seen = []
+
+    def loss(output, target, whole, table):
+        seen.append([len(x) for x in (target, whole, table)])
+        return F.mse_loss(output, target)
+
+    make(loss, chunks=1)(X, Y, NoChunk(torch.rand(4)), torch.rand(9, 3))
+    assert seen == [[6, 4, 9]]
+
+
+def test_another_model():
+    training = make()
+    training(X, Y).backward()
+    training.model = GPipe(layers(), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
+    training(X, Y).backward()
+    same(training, expected())
+
+
 @pytest.mark.parametrize("target", [list(range(6)), {"a": [[1.0]] * 6}])
 def test_targets_that_are_no_tensors(target):
     def loss(output, target):

@@ -229,7 +229,8 @@ class Halves:
             early = list(graph.weights)
         else:
             early = self._find_boundaries(graph, on_the_way)
-        # What leads to weights alone is for W, but for weights whose gradients come now.
+        # A root that leads to weights alone waits for W. But if gradients of some weights are
+        # computed now, all roots take part now.
         now = [bool(early) or bool(graph.leads[root.node] & INPUT) for root in self._roots]
         roots = [root for root, due in zip(self._roots, now) if due]
         grads = [grad for grad, due in zip(self._grads, now) if due]

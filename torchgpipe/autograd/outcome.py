@@ -38,7 +38,7 @@ class Sums:
         #: The tensors, by identity.
         self.tensors: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
-        #: The tensors whose sums are nobody else's.
+        #: The tensors whose sum is a new tensor, made here, which may be changed in place.
         self._own: set[int] = set()
 
     def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -8,9 +8,9 @@
     I   input ←── layers ←── output               of the input alone
     W             layers                          of the weights, from what I has noted
 
-Each cell has a graph of its own, since its backward runs when the schedule says so. Its input
-comes without what it was computed from. ``enter`` makes it the output of a node, whose edges tell
-autograd where the gradient of the input is wanted.
+Each cell has a graph of its own, since its backward runs when the schedule says so. Its input is
+detached from the graph of the stage before. ``enter`` makes it the output of a node, whose edges
+tell autograd where the gradient of the input is wanted.
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ class Cell:
         return self._checkpoint.forward
 
     def look_for_strays(self) -> list[Tensor]:
-        """Find the tensors that require a gradient, and are neither input nor known weights."""
+        """Find leaves that the cell has used, and that are not among its weights.
+
+        Such are the parameters of another module that a layer or the loss refers to.
+        """
         edges = [edge for part in self._outputs.values() for edge in part if edge is not None]
         node = next((e.node for part in self._inputs.values() for e in part if e is not None), None)
         return Graph(edges, node, self.weights).strays

@@ -4,7 +4,8 @@ A device's generator is one for all threads. So while layers draw from it, one c
 a time may exchange its state. Most models draw none, or have one worker for each device, and their
 cells must not wait for each other. Whether layers draw is only known when they have run. So the
 first step is computed with forwards one at a time. If it has drawn nothing, later steps leave the
-generator alone, until layers change between training and evaluation, or a step has drawn after all.
+generator alone, until layers change between training and evaluation or in their probabilities, or
+a step has drawn after all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Draws:
 
     def __init__(self) -> None:
         #: The training flags of all layers when a step has drawn no numbers.
-        self._quiet: list[bool] | None = None
+        self._quiet: list[tuple[Any, ...]] | None = None
         self._lock = threading.RLock()
 
     @contextmanager
@@ -38,8 +39,14 @@ class Draws:
         counts = Counter(map(generator_of, plan.devices))
         #: The generators of several workers.
         self._shared = {generator for generator, count in counts.items() if count > 1}
-        flags = [x.training for layers in step.stages.partitions for x in layers.modules()]
-        #: Whether the cells of these workers leave the generator alone.
+        flags = [
+            # What decides whether PyTorch's layers draw, and whether those that drop paths do.
+            (x.training, x.__dict__.get("p"), x.__dict__.get("drop_prob"))
+            for layers in step.stages.partitions
+            for x in layers.modules()
+        ]
+        #: Whether the last step drew nothing, and no layer has changed what may make it draw. Then
+        #: cells leave the generator alone, and may run at the same time.
         # guard: quiet steps
         self._free = bool(self._shared) and flags == self._quiet
         try:

@@ -150,6 +150,9 @@ class Executor:
     def perform(self, w: int, instruction: Instruction) -> None:
         """Run an instruction of a worker: receive, compute, and deliver.
 
+        Each kind of computation is a generator of three parts: it receives on the worker's compute
+        stream, computes on the stream of the stage, and delivers on the compute stream.
+
         The two computations of an overlap start and end together. They are on two streams, unless
         they are of one stage, or of two that share weights.
 
@@ -233,7 +236,7 @@ class Executor:
             found = self.links.send([x.detach() for x in tensors], j, targets[key])
             events[key] = found.event
             return [
-                # A mark for the next cell. No leaf is made of it.
+                # This tells the next cell that a gradient is wanted. No gradient comes here.
                 y.requires_grad_(x.requires_grad)
                 for x, y in zip(tensors, found.tensors)
                 if y is not None

@@ -66,6 +66,16 @@ def test_caller_draws_on_where_micro_batches_have_drawn():
     assert torch.equal(drawn, torch.rand(3))
 
 
+def test_probability_that_changes():
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)) for _ in range(2)])
+    model = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    training = ScheduledLoss(model, lambda x: x.mean())
+    found = [step(training) for _ in range(2)]
+    layers[1][1].p = 0.5
+    found += [step(training) for _ in range(2)]
+    assert found == [False, True, False, False]
+
+
 class Noise(nn.Module):
     """A layer that draws, and takes its time, in which another thread may draw."""
 
