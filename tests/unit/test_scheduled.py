@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchgpipe import GPipe, NoChunk, ScheduledLoss, arguments
+from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.schedule import one_f_one_b
 
 X, Y = torch.rand(6, 3), torch.rand(6, 3)
@@ -133,191 +133,12 @@ def test_all_is_frozen():
     assert not training(X, Y).requires_grad
 
 
-def test_loss_that_depends_on_nothing():
-    training = make(lambda output, target: F.mse_loss(output.detach(), target))
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        training(X, Y).backward()
-
-
-def test_arguments_of_the_loss():
-    seen = []
-
-    def loss(output, first, *, second, name):
-        seen.append((len(first), second.shape, name))
-        return F.mse_loss(output, first)
-
-    training = make(loss, chunks=4)
-    training(X, Y, second=NoChunk(torch.rand(9)), name="a").backward()
-    assert seen == [(2, (9,), "a"), (2, (9,), "a"), (1, (9,), "a"), (1, (9,), "a")]
-
-
-def test_several_arguments_of_the_model():
-    class First(nn.Linear):
-        def forward(self, x, mask, *, factor):
-            return super().forward(x * mask) * factor
-
-    module = nn.Sequential(First(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    training = make(module=module)
-    mask = torch.rand(3)
-    loss = training(arguments(X, NoChunk(mask), factor=2.0), Y)
-    expected = module[1:](module[0](X, mask, factor=2.0))
-    torch.testing.assert_close(loss, F.mse_loss(expected, Y))
-
-
-def test_weights_of_the_loss():
-    class Weighted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.factor = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, output, target):
-            return self.factor * F.mse_loss(output, target)
-
-    training = make(Weighted())
-    training(X, Y).backward()
-    assert "loss.factor" in dict(training.named_parameters())
-    torch.testing.assert_close(training.loss.factor.grad, F.mse_loss(layers()(X), Y).detach())
-
-
-def test_weight_of_another_module():
-    outside = nn.Parameter(torch.rand(3))
-
-    class Uses(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * outside
-
-    training = make(module=nn.Sequential(Uses(3, 3), nn.Tanh(), nn.Linear(3, 3)))
-    training(X, Y).backward()
-    grad, outside.grad = outside.grad, None
-    F.mse_loss(training.model.module(X), Y).backward()
-    torch.testing.assert_close(grad, outside.grad)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
-def test_weight_of_another_module_that_some_micro_batches_use(schedule):
-    outside = nn.Parameter(torch.rand(3))
-
-    class Sometimes(nn.Linear):
-        runs = 0
-
-        def forward(self, x):
-            self.runs += 1
-            y = super().forward(x)
-            return y * outside if self.runs % 3 == 2 else y
-
-    layer = Sometimes(3, 3)
-    training = make(schedule=schedule, module=nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 3)))
-    training(X, Y).backward()
-    grad, outside.grad = outside.grad, None
-    module = training.model.module
-    sum(F.mse_loss(module(x), y) / 3 for x, y in zip(X.chunk(3), Y.chunk(3))).backward()
-    torch.testing.assert_close(grad, outside.grad)
-
-
-def test_hook_of_a_weight_of_another_module():
-    outside = nn.Parameter(torch.rand(3))
-    calls = []
-    outside.register_hook(calls.append)
-
-    class Uses(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * outside
-
-    training = make(module=nn.Sequential(Uses(3, 3), nn.Tanh(), nn.Linear(3, 3)))
-    training(X, Y).backward()
-    assert len(calls) == 1
-
-
-def test_head_in_the_loss():
-    """A model that is frozen, and a function that uses weights of another module."""
-    head = nn.Linear(3, 3)
-    training = make(
-        lambda output, target: F.mse_loss(head(output), target),
-        module=layers().requires_grad_(False),
-    )
-    training(X, Y).backward()
-    grad, head.weight.grad = head.weight.grad, None
-    F.mse_loss(head(layers()(X)), Y).backward()
-    torch.testing.assert_close(grad, head.weight.grad)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_buffers_of_the_loss(checkpoint):
-    """A loss that changes its buffers does so once for each micro-batch, and sees its values."""
-
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.ones(()))
-            self.norm = nn.BatchNorm1d(3)
-
-        def forward(self, output, target):
-            loss = F.mse_loss(self.norm(output).tanh() * self.count, target)
-            self.count = self.count + 1
-            return loss
-
-    torch.manual_seed(1)
-    loss = Counted()
-    other = copy.deepcopy(loss)
-    training = make(loss, schedule="fill_drain", checkpoint=checkpoint)
-    training(X, Y).backward()
-    module = layers()
-    sum(other(module(x), y) / 3 for x, y in zip(X.chunk(3), Y.chunk(3))).backward()
-    assert loss.count == other.count == 4
-    assert loss.norm.num_batches_tracked == 3
-    same(training, [x.grad for x in module.parameters()])
-    torch.testing.assert_close(loss.norm.weight.grad, other.norm.weight.grad)
-
-
-def test_auxiliary_loss_that_a_layer_keeps():
-    """Stages before the layer have run their backward, so its gradient would be lost."""
-
-    class Keeps(nn.Linear):
-        def forward(self, x):
-            self.kept = x.square().mean()
-            return super().forward(x)
-
-    training = make(module=nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Keeps(3, 3)))
-    loss = training(X, Y) + training.model[2].kept
-    with pytest.raises(RuntimeError, match="a gradient must come by the loss"):
-        loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-def test_one_micro_batch_gets_all_of_its_targets():
-    seen = []
-
-    def loss(output, target, whole, table):
-        seen.append([len(x) for x in (target, whole, table)])
-        return F.mse_loss(output, target)
-
-    make(loss, chunks=1)(X, Y, NoChunk(torch.rand(4)), torch.rand(9, 3))
-    assert seen == [[6, 4, 9]]
-
-
 def test_another_model():
     training = make()
     training(X, Y).backward()
     training.model = GPipe(layers(), [1, 1, 1], devices=["cpu"] * 3, chunks=2)
     training(X, Y).backward()
     same(training, expected())
-
-
-@pytest.mark.parametrize("target", [list(range(6)), {"a": [[1.0]] * 6}])
-def test_targets_that_are_no_tensors(target):
-    def loss(output, target):
-        return output.mean()
-
-    with pytest.raises(ValueError, match="targets must be tensors"):
-        make(loss)(X, target)
-    make(loss)(X, NoChunk(target)).backward()
-
-
-def test_gradient_of_the_target():
-    training = make()
-    target = Y.clone().requires_grad_()
-    with pytest.raises(ValueError, match="targets must not require a gradient"):
-        training(X, target)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
@@ -346,12 +167,6 @@ def test_fewer_rows_than_chunks():
     module = layers()
     F.mse_loss(module(X[:2]), Y[:2]).backward()
     same(training, [x.grad for x in module.parameters()])
-
-
-def test_targets_with_other_rows():
-    with pytest.raises(ValueError, match="targets must have as many rows") as error:
-        make()(X, Y[:5])
-    assert "shape: (5, 3), rows: 6" in str(error.value)
 
 
 @pytest.mark.parametrize(("model", "loss"), [(layers(), F.mse_loss), (None, 3)])

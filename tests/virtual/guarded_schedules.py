@@ -28,8 +28,8 @@ TESTS = {
 } | {
     name: (f"unit.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
-        "strays": ("test_scheduled", "weight_of_another_module", {}),
-        "hooks of strays": ("test_scheduled", "hook_of_a_weight_of_another_module", {}),
+        "strays": ("test_scheduled_targets", "weight_of_another_module", {}),
+        "hooks of strays": ("test_scheduled_targets", "hook_of_a_weight_of_another_module", {}),
         "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
         "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
         "quiet": (
