@@ -37,6 +37,7 @@ TESTS = {
             "turns_are_taken_until_nothing_was_drawn",
             {"draws": True},
         ),
+        "turns of backwards": ("executor.test_draws", "backward_that_sets_the_generator", {}),
         "turns": ("executor.test_draws", "numbers_are_those_of_gpipe", {}),
     }.items()
 }
@@ -50,6 +51,7 @@ MUTANTS = {
     "hooks of strays": (DROP, "hooks of strays"),
     "autocast in backward": (("without_autocast(), ", ""), "autocast"),
     "quiet steps": ((" and flags == self._quiet", ""), "quiet"),
+    "turns of backwards": (("if alone", "if True"), "turns of backwards"),
     "turns of forwards": (("_Turn(self._lock, numbers)", "numbers"), "turns"),
     "own streams of workers": (
         ("pools[device][taken[device]]", "outside"),

@@ -17,7 +17,7 @@ ROWS, WIDTH, LAYERS = 4, 256, 24
 #: The bytes of one activation.
 UNIT = ROWS * WIDTH * 4
 #: What a worker has besides: the tensors of one layer, what is on its way, sums of gradients.
-BESIDES = 5
+BESIDES = 6
 
 NAMES = ("fill_drain", "1f1b", "zbh1", "zbh2", "zbv")
 NAMES += ("v_half", "v_min", "interleaved", "dualpipe_v") if SOAK else ()

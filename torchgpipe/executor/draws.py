@@ -1,11 +1,12 @@
 """Random numbers of a step whose cells several threads compute.
 
 A device's generator is one for all threads. So while layers draw from it, one cell of the device at
-a time may exchange its state. Most models draw none, or have one worker for each device, and their
-cells must not wait for each other. Whether layers draw is only known when they have run. So the
-first step is computed with forwards one at a time. If it has drawn nothing, later steps leave the
-generator alone, until layers change between training and evaluation or in their probabilities, or
-a step has drawn after all.
+a time may exchange its state. No backward may run meanwhile: checkpoints of PyTorch within layers
+exchange it there. Most models draw none, or have one worker for each device, and their cells must
+not wait for each other. Whether layers draw is only known when they have run. So the first step is
+computed with cells one at a time. If it has drawn nothing, later steps leave the generator alone,
+until layers change between training and evaluation or in their probabilities, or a step has drawn
+after all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torchgpipe.ambient.nesting import first_run
@@ -71,6 +72,13 @@ class Draws:
         """Context manager for the second run of a cell."""
         run = first_run(self._step.numbers.nest)
         return _Turn(self._lock, run) if self._is_shared(j) and not self._free else run
+
+    def backward(self, j: int) -> AbstractContextManager[Any]:
+        """Context manager for the backward of a cell, in which PyTorch's checkpoints may run."""
+        # These set the generator to what it was in their forward, for a time.
+        alone = self._free or not self._is_shared(j)
+        # guard: turns of backwards
+        return nullcontext() if alone else _Turn(self._lock, nullcontext())
 
     def _is_shared(self, j: int) -> bool:
         return generator_of(self._step.stages.devices[j]) in self._shared

@@ -264,7 +264,7 @@ class Executor:
         grads = self._incoming(w, op, stream)
         yield
         # guard: autocast in backward
-        with without_autocast(), drained_after_failure():
+        with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
             inputs, weights, found = cell.backward(grads)
             self.sums[w].add(weights, found)
         del cell, grads, weights, found
@@ -275,7 +275,7 @@ class Executor:
         grads = self._incoming(w, op, stream)
         yield
         # guard: autocast in backward
-        with without_autocast(), drained_after_failure():
+        with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
             inputs = self.cells[op.stage, op.microbatch].backward_input(grads)
         del grads
         yield
@@ -285,7 +285,7 @@ class Executor:
         cell = self.cells.pop((op.stage, op.microbatch))
         yield
         # guard: autocast in backward
-        with without_autocast(), drained_after_failure():
+        with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
             self.sums[w].add(*cell.backward_weight())
 
     def _incoming(self, w: int, op: Op, stream: AbstractStream) -> Gradients:

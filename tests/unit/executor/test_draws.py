@@ -95,3 +95,36 @@ def test_numbers_are_those_of_gpipe():
     torch.manual_seed(0)
     _, output = training(x)
     assert torch.equal(output, expected)
+
+
+class Checkpointed(nn.Module):
+    """A layer that sets the generator in its backward, for a time."""
+
+    def forward(self, x):
+        return Slow.apply(x)
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            time.sleep(0.001)
+        return grad
+
+
+def test_backward_that_sets_the_generator():
+    layers = [nn.Sequential(nn.Linear(3, 3), Noise(), Checkpointed()) for _ in range(3)]
+    model = GPipe(nn.Sequential(*layers), [1] * 3, devices=["cpu"] * 3, chunks=6)
+    model.checkpoint = "never"
+    training = ScheduledLoss(model, lambda x: x.mean(), outputs=True)
+    x = torch.rand(12, 3)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    _, output = training(x)
+    assert torch.equal(output, expected)
