@@ -11,12 +11,15 @@ from pathlib import Path
 #: Names of the commands. The ``main`` of a command's module takes its arguments.
 NAMES = (
     "ablation",
+    "bubbles",
     "host_bound",
+    "instructions",
     "memory",
     "one_gpu",
     "overhead",
     "parts",
     "render",
+    "schedules",
     "speed",
     "transparency",
     "varying",

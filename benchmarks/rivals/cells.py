@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from time import perf_counter
 
@@ -97,7 +97,7 @@ def tiny(n: int) -> nn.Sequential:
 
 
 def in_turn(
-    steps: dict[str, Callable[[], float]], seconds: float, cells: int, least: int = 3
+    steps: Mapping[str, Callable[[], float]], seconds: float, cells: int, least: int = 3
 ) -> dict[str, dict[str, float]]:
     """Take steps of each kind in turn.
 

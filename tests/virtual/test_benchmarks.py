@@ -6,9 +6,10 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.models.experiments import Experiment, unet
-from benchmarks.suites import one_gpu, speed
+from benchmarks.suites import bubbles, one_gpu, speed
 from benchmarks.suites.overhead import main
 from benchmarks.suites.tables import virtual_speed
+from examples import schedules
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
@@ -84,3 +85,30 @@ def test_parts(tmp_path):
     # Nothing comes from one device to another on the CPU.
     assert row["shares"]["autograd functions"] > 0
     assert "Virtual accelerators" in path.with_suffix(".md").read_text("utf-8")
+
+
+def test_bubbles(devices, tmp_path, monkeypatch):
+    for place in (schedules, bubbles.testing):
+        monkeypatch.setattr(place, "load", lambda count: devices[:count])
+    path = tmp_path / "bubbles.json"
+    command.main(["bubbles", "--m", "8", "--output", str(path)])
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert {row["schedule"] for row in rows} == {*schedules.PLACES}
+    for row in rows:
+        assert row["bubble"] == pytest.approx(row["simulated"])
+        assert row["bubble"] == pytest.approx(row["published"])
+    # A plain step of the eight blocks' products takes 768 ms, and four devices share it.
+    ideal = 3 * 8 * schedules.BLOCKS * 4 / schedules.WORKERS
+    assert all(row["ms"] * (1 - row["bubble"]) <= ideal for row in rows)
+
+
+@pytest.mark.parametrize("device", ["virtual", "cpu"])
+def test_instructions(device, tmp_path):
+    path = tmp_path / "instructions.json"
+    few = ["--n", "2", "--m", "2", "--modes", "always", "--seconds", "0", "--device", device]
+    command.main(["instructions", *few, "--output", str(path)])
+    for row in json.loads(path.read_text("utf-8"))["rows"]:
+        assert row["instructions"] == {"fill_drain": 3, "1f1b": 3, "zbh1": 4}
+        assert [*row["cells"]] == ["GPipe", *row["instructions"]]
+        assert all(cell["min"] > 0 for cell in row["cells"].values())
+    assert f"({device}, n=2)" in path.with_suffix(".md").read_text("utf-8")
