@@ -1,6 +1,7 @@
 """Critical path of a step: its time if each cell starts as soon as its inputs are there.
 
-A cell's forward needs the same micro-batch in the previous partition, and the previous micro-batch
+What waits for what is what :mod:`torchgpipe.schedule` knows of ``fill_drain``, GPipe's schedule. A
+cell's forward needs the same micro-batch in the previous partition, and the previous micro-batch
 in the same partition. Backward starts when all forwards are done, for the loss, and needs the
 reverse. A device recomputes a checkpointed cell right before the cell's backward; if the device
 does not block the host, it may recompute before the gradient has come.
@@ -8,8 +9,11 @@ does not block the host, it may recompute before the gradient has come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torchgpipe.schedule import Costs, Op, fill_drain, simulate
+from torchgpipe.schedule.program import Instruction, Program, operations, timetable
 
 __all__ = ["MODES", "backward_path", "forward_path", "recomputed", "step_path"]
 
@@ -22,12 +26,7 @@ Times = Sequence[Sequence[float]]
 
 def forward_path(forward: Times) -> float:
     """Time from the start of a step to the end of its last forward."""
-    ends = [0.0] * len(forward[0])
-    for row in forward:
-        before = 0.0
-        for j, time in enumerate(row):
-            before = ends[j] = max(before, ends[j]) + time
-    return ends[-1]
+    return path(part("F", forward), lambda op: forward[op.microbatch][op.stage])
 
 
 def backward_path(backward: Times, again: Times | None = None, *, ahead: bool = False) -> float:
@@ -40,13 +39,31 @@ def backward_path(backward: Times, again: Times | None = None, *, ahead: bool = 
             has come. Otherwise it waits for the gradient first.
     """
     again = again or [[0.0] * len(row) for row in backward]
-    ends = [0.0] * len(backward[0])
-    for row, row_again in zip(reversed(backward), reversed(again)):
-        gradient = 0.0
-        for j in reversed(range(len(row))):
-            free = ends[j] + row_again[j] if ahead else max(gradient, ends[j]) + row_again[j]
-            gradient = ends[j] = max(gradient, free) + row[j]
-    return max(ends)
+    # What waits for the gradient is one task with the backward.
+    program = part("RB" if ahead else "B", backward)
+
+    def time(op: Op) -> float:
+        own, first = backward[op.microbatch][op.stage], again[op.microbatch][op.stage]
+        return first if op.kind == "R" else own if ahead else first + own
+
+    return path(program, time)
+
+
+def part(kinds: str, times: Times) -> Program:
+    """Some kinds of instructions of GPipe's schedule, with a recomputation of each cell."""
+    schedule = fill_drain(len(times[0]), len(times)).recompute()
+    lines = [[op for x in line for op in operations(x)] for line in schedule.program]
+    return tuple(tuple(op for op in line if op.kind in kinds) for line in lines)
+
+
+def path(program: Program, time: Callable[[Op], float]) -> float:
+    """Time to the end of a program whose copies take no time."""
+
+    def duration(instruction: Instruction) -> float:
+        return sum(map(time, operations(instruction)))
+
+    _, end = timetable(program, duration, lambda edge: 0)
+    return max(end.values())
 
 
 def recomputed(mode: str, m: int) -> int:
@@ -65,11 +82,7 @@ def step_path(
 ) -> float:
     """Makespan of a step in which each task starts as soon as its inputs are there.
 
-    A device computes the forwards of all micro-batches in order; then, for each micro-batch in
-    reverse order, the recomputation, if there is a checkpoint, and the backward. A forward needs
-    the copied outputs of the partitions that its input and its skips come from, and a backward the
-    copied gradients of the partitions that they go to. A recomputation needs nothing. The last
-    partition's backwards need all its forwards, for the loss.
+    A recomputation needs nothing but its forward.
 
     Args:
         mode: which micro-batches are checkpointed.
@@ -81,26 +94,11 @@ def step_path(
         skips: source partition, target partition and time of a copy of each skip.
     """
     n = len(forward)
-    edges = [(j, j + 1, copy) for j, copy in enumerate(copies or [0.0] * (n - 1))] + [*skips]
-    count = recomputed(mode, m)
-    order = [("F", i) for i in range(m)]
-    for i in reversed(range(m)):
-        order += [("R", i)] * (i < count) + [("B", i)]
-    cost = {"F": forward, "R": again, "B": backward}
-
-    @cache
-    def end(k: int, j: int) -> float:
-        """Time at which the k-th task of a partition is done."""
-        kind = order[k][0]
-        start = end(k - 1, j) if k else 0.0
-        if kind == "F":
-            start = max([start, *[end(k, a) + copy for a, b, copy in edges if b == j]])
-        if kind == "B":
-            start = max([start, *[end(k, b) + copy for a, b, copy in edges if a == j]])
-        return start + cost[kind][j]
-
-    # Fill the cache task by task: recursion through the whole graph would overflow the stack.
-    for k in range(len(order)):
-        for j in range(n) if order[k][0] == "F" else reversed(range(n)):
-            end(k, j)
-    return max(end(len(order) - 1, j) for j in range(n))
+    copy: dict[tuple[int, int], float] = {}
+    for a, b, time in [*zip(range(n), range(1, n), copies or [0.0] * n), *skips]:
+        # A skip to the next partition comes beside the value.
+        copy[a, b] = copy[b, a] = max(time, copy.get((a, b), 0.0))
+    schedule = fill_drain(n, m).recompute(microbatches=range(recomputed(mode, m)))
+    schedule = replace(schedule, skips=tuple((a, b) for a, b, _ in skips))
+    costs = Costs(F=forward, I=backward, W=0, R=again, copy=copy)
+    return simulate(schedule, costs).makespan

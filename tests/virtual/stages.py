@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from benchmarks.simulate.critical import recomputed
+from benchmarks.simulate.critical import step_path
 from tests.support.helpers import assert_no_races
 from tests.support.size import some
 from torchgpipe import is_recomputing
@@ -51,9 +51,7 @@ class Popping(Stage):
 
 def limit(mode, n, m, F=1, R=1, B=2):  # noqa: N803 (the field's names)
     """The makespan of n equal stages and m micro-batches, with copies that take no time."""
-    if mode == "never":
-        return (m + n - 1) * (F + B)
-    return (m + n - 1) * F + recomputed(mode, m) * R + m * B + (n - 1) * B
+    return step_path(mode, m, [F] * n, [R] * n, [B] * n)
 
 
 @contextmanager

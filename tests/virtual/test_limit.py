@@ -67,8 +67,9 @@ def test_the_limits_that_the_readme_draws():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("m", [1, 2, 7])
-def test_the_ideal_of_equal_stages_is_the_limit(n, m, mode):
-    assert step_path(mode, m, [1] * n, [1] * n, [2] * n) == limit(mode, n, m)
+def test_the_limit_of_equal_stages(n, m, mode):
+    again = {"never": 0, "except_last": m - 1, "always": m}[mode]
+    assert limit(mode, n, m, F=3, R=2, B=7) == (m + n - 1) * (3 + 7) + again * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
