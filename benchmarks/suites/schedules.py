@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     positive = command.at_least(1)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--m", type=positive, nargs="+", default=[8, 32], help="micro-batches")
-    parser.add_argument("--rows", type=positive, default=2, help="of a micro-batch")
+    parser.add_argument("--rows", type=positive, default=4, help="of a micro-batch")
     parser.add_argument("--rounds", type=positive, default=7, help="in which all take turns")
     return parser
 
