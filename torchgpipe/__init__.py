@@ -1,6 +1,7 @@
 """Pipeline parallelism with micro-batches and checkpointing (GPipe) for PyTorch."""
 
 from torchgpipe.gpipe import GPipe
+from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.scheduled import ScheduledLoss, arguments
@@ -8,6 +9,7 @@ from torchgpipe.values.structure import NoChunk, PerMicroBatch
 
 __all__ = [
     "GPipe",
+    "MappedGPipe",
     "NoChunk",
     "PerMicroBatch",
     "ScheduledLoss",

@@ -1,6 +1,5 @@
 """Any schedule computes what the micro-batches give one after another."""
 
-
 import pytest
 import torch
 import torch.utils.checkpoint

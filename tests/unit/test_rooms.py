@@ -23,8 +23,8 @@ LAYERS = [
     {"partition"},
     {"skip", "recompute"},
     {"engine", "batchnorm"},
-    {"executor"},
-    {"gpipe", "balance", "stream"},
+    {"executor", "mapped"},
+    {"gpipe", "mapped_gpipe", "balance", "stream"},
     {"scheduled"},
     {""},
 ]
@@ -158,6 +158,7 @@ print("torchgpipe.testing" in sys.modules)
 def test_exports():
     assert sorted(torchgpipe.__all__) == [
         "GPipe",
+        "MappedGPipe",
         "NoChunk",
         "PerMicroBatch",
         "ScheduledLoss",

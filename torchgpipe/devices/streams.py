@@ -135,6 +135,14 @@ def set_streams(streams: Iterable[torch.Stream]) -> None:
         _torch.set_stream(stream)
 
 
+def make_current(stream: AbstractStream) -> None:
+    """Make a stream the current one of its device, and leave the current device as it is."""
+    if isinstance(stream, torch.Stream):
+        index = _torch.get_device_index()
+        _torch.set_stream(stream)
+        _torch.set_device_index(index)
+
+
 def use_device(device: torch.device) -> use_stream:
     """Make a device the current one of this thread within a ``with`` block."""
     return use_stream(current_stream(device))

@@ -37,7 +37,7 @@ class Body:
 
     def __init__(
         self,
-        layers: nn.Sequential,
+        layers: nn.Module,
         lock: AbstractContextManager[Any],
         state: LayersState | None,
         first: bool,

@@ -32,14 +32,14 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
         if tensor is not None
     ]
     for partition, device in zip(partitions, devices):
-        partition._apply(partial(_moved, device))
+        partition._apply(partial(moved_to, device))
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
     for table, name, tensor in before:
         table[name] = moved.setdefault(tensor, table[name])
 
 
-def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
     if not tensor.is_meta or device.type == "meta":
         return tensor.to(device)
     made = torch.empty_like(tensor, device=device)

@@ -1,0 +1,39 @@
+"""Models of Hugging Face's Transformers under a device map: gradients of their micro-batches."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.support.architectures import ARCHITECTURES, build, spread
+from tests.support.helpers import MODES
+from tests.support.size import some
+from torchgpipe import MappedGPipe
+
+NAMES = [*ARCHITECTURES][: some(len(ARCHITECTURES), 5)]
+
+
+def compare(name, devices, mode, chunks=2):
+    """Train a step, and compare it with the micro-batches one after another."""
+    model, inputs = build(name)
+    plain = copy.deepcopy(model)
+    rows = [dict(zip(inputs, parts)) for parts in zip(*[x.chunk(chunks) for x in inputs.values()])]
+    losses = torch.stack([plain(**x).loss for x in rows])
+    losses.mean().backward()
+    pipe = MappedGPipe(model, spread(model, devices), chunks=chunks, checkpoint=mode)
+    out = pipe(**{key: x.to(devices[0]) for key, x in inputs.items()})
+    out.loss.mean().backward()
+    assert type(out) is type(plain(**rows[0]))
+    torch.testing.assert_close(out.loss.cpu(), losses)
+    for (key, own), other in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None), key
+        if own.grad is not None:
+            assert torch.allclose(own.grad.cpu(), other.grad, rtol=1e-3, atol=1e-6), key
+    for own, other in zip(pipe.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(own.cpu(), other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients(name, mode):
+    compare(name, [torch.device("cpu")] * 3, mode)

@@ -1,0 +1,209 @@
+"""A wrapped model is the model, but for what its calls do."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import MappedGPipe, NoChunk, is_recomputing
+
+
+class Model(nn.Module):
+    """Two blocks that are called by name, with code between them."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.first = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.second = nn.Linear(4, 2)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, *, shift=None, double=False):
+        x = self.dropout(self.first(x) * self.scale)
+        if shift is not None:
+            x = x + shift
+        y = self.second(input=x)
+        return {"loss": y.square().mean(), "y": y * 2 if double else y}
+
+
+MAP = {"": "cpu", "first": "cpu", "second": "cpu"}
+
+
+def wrapped(model=None, **options):
+    return MappedGPipe(model or Model(), MAP, **{"chunks": 2, **options})
+
+
+def test_names_are_those_of_the_model():
+    model = Model()
+    pipe = wrapped(model)
+    assert pipe.module is model
+    assert pipe.state_dict().keys() == Model().state_dict().keys()
+    assert dict(pipe.named_parameters()).keys() == dict(Model().named_parameters()).keys()
+    assert pipe.load_state_dict(Model().state_dict()).missing_keys == []
+    assert {name for name, _ in pipe.named_modules()} == {n for n, _ in Model().named_modules()}
+    other = Model()
+    other.load_state_dict(pipe.state_dict())
+
+
+def test_train_and_eval_reach_the_model():
+    pipe = wrapped()
+    assert pipe.eval().module.training is False
+    assert not pipe.first.training
+    assert pipe.train().module.training is True
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies(copied):
+    pipe = wrapped(checkpoint="always")
+    again = copied(pipe)
+    assert again.module is not pipe.module
+    assert again.scale is again.module.scale
+    x = torch.rand(4, 3)
+    for each in (pipe, again):
+        each(x)["loss"].mean().backward()
+    for own, other in zip(pipe.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+        assert own is not other
+    # A copy of the model alone is an ordinary model.
+    assert copied(pipe.module).first._compiled_call_impl is None
+
+
+def test_arguments_are_split_and_outputs_joined():
+    pipe = wrapped(chunks=3)
+    x, shift = torch.rand(5, 3), torch.rand(4)
+    out = pipe(x, shift=NoChunk(shift), double=True)
+    assert out["loss"].shape == (3,)
+    torch.testing.assert_close(out["y"], pipe.module(x, shift=shift, double=True)["y"])
+    with pytest.raises(ValueError, match="same size in dimension 0"):
+        pipe(x, shift=shift)
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_dropout_is_equal_in_all_modes_and_under_all_maps(mode):
+    grads = []
+    for device_map in (MAP, {"": "cpu"}):
+        torch.manual_seed(0)
+        pipe = MappedGPipe(Model(0.5), device_map, chunks=2, checkpoint=mode)
+        torch.manual_seed(1)
+        pipe(torch.ones(4, 3))["loss"].mean().backward()
+        grads.append([x.grad for x in pipe.parameters()])
+        grads.append([*grads[0]])
+    torch.manual_seed(0)
+    plain = MappedGPipe(Model(0.5), {"": "cpu"}, chunks=2, checkpoint="never")
+    torch.manual_seed(1)
+    plain(torch.ones(4, 3))["loss"].mean().backward()
+    for found in grads:
+        for one, parameter in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad)
+
+
+def test_only_mapped_modules_are_computed_again():
+    counts = {"first": 0, "code": 0}
+
+    class Counting(Model):
+        def forward(self, x):
+            counts["code"] += 1
+            return super().forward(x)
+
+    model = Counting()
+    model.first.register_forward_hook(
+        lambda *_: counts.update(first=counts["first"] + is_recomputing())
+    )
+    wrapped(model)(torch.rand(4, 3))["loss"].mean().backward()
+    assert counts == {"first": 1, "code": 2}
+
+
+def test_calls_outside_of_a_step_are_those_of_the_model():
+    pipe = wrapped()
+    x = torch.rand(4, 3)
+    torch.testing.assert_close(pipe.module(x)["y"], pipe(x)["y"])
+    assert pipe.module(x)["loss"].shape == ()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_eval(grad):
+    pipe = wrapped(Model(0.5)).eval()
+    x = torch.rand(4, 3)
+    with torch.set_grad_enabled(grad):
+        y = pipe(x)["y"]
+    assert y.requires_grad == grad
+    torch.testing.assert_close(y, pipe.module(x)["y"])
+
+
+class Failing(nn.Module):
+    def forward(self, input):
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_errors_name_the_module(mode):
+    model = Model()
+    model.second = Failing()
+    with pytest.raises(ValueError, match="no") as caught:
+        wrapped(model, checkpoint=mode)(torch.rand(4, 3))
+    assert caught.value.__notes__ == ["raised in second on cpu, micro-batch 0"]
+
+
+def test_errors_of_code_between_modules_name_the_module_before_it():
+    with pytest.raises(RuntimeError, match="size") as caught:
+        wrapped()(torch.rand(4, 3), shift=NoChunk(torch.rand(7)))
+    assert caught.value.__notes__ == ["raised behind first on cpu, micro-batch 0"]
+
+
+def test_after_an_error_the_next_step_is_right():
+    pipe = wrapped(checkpoint="always")
+    x = torch.rand(4, 3)
+    with pytest.raises(RuntimeError):
+        pipe(x, shift=NoChunk(torch.rand(7)))
+    torch.testing.assert_close(pipe(x)["y"], pipe.module(x)["y"])
+
+
+def test_a_module_that_is_called_in_another_thread():
+    from concurrent.futures import ThreadPoolExecutor
+
+    class Threaded(Model):
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(self.first, x).result()
+
+    with pytest.raises(RuntimeError, match=r"thread that called the wrapper \(module: first"):
+        wrapped(Threaded())(torch.rand(4, 3))
+
+
+def test_two_wrappers_of_one_model():
+    old = wrapped()
+    new = MappedGPipe(old.module, MAP)
+    new(torch.rand(2, 3))
+    with pytest.raises(RuntimeError, match=r"their wrapper \(modules: \['first', 'second'\]"):
+        old(torch.rand(2, 3))
+
+
+def test_compiled_modules():
+    model = Model()
+    expected = copy.deepcopy(model)
+    model.first.compile(backend="aot_eager")
+    pipe = wrapped(model, checkpoint="always")
+    x = torch.rand(4, 3)
+    pipe(x)["loss"].mean().backward()
+    expected(x)["loss"].backward()
+    for own, other in zip(pipe.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chunks": 0}, ValueError, "chunks"),
+        ({"checkpoint": "sometimes"}, ValueError, "checkpoint must be one of"),
+    ],
+)
+def test_wrong_options(options, error, message):
+    with pytest.raises(error, match=message):
+        wrapped(**options)
+
+
+def test_wrong_model():
+    with pytest.raises(TypeError, match="a device map is for a module"):
+        MappedGPipe(lambda x: x, MAP)

@@ -1,0 +1,216 @@
+"""Models under a device map take the time of GPipe on virtual accelerators, without a race."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.behaviour.test_mapped_architectures import NAMES, compare
+from tests.support.helpers import MODES, assert_no_races
+from tests.support.size import some
+from tests.virtual.stages import Stage, limit, own_streams
+from torchgpipe import GPipe, MappedGPipe
+from torchgpipe.testing import observe
+
+SEEDS = range(some(20, 2))
+
+
+class Chain(nn.Module):
+    """Stages one after another, called one by one."""
+
+    def __init__(self, n, width=4):
+        super().__init__()
+        self.layers = nn.ModuleList([Stage(features=width) for _ in range(n)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def mapped(model, devices, mode, m, name="layers"):
+    names = {f"{name}.{k}": device for k, device in enumerate(devices)}
+    return MappedGPipe(model, names, chunks=m, checkpoint=mode)
+
+
+def makespans(pipe, x, seeds=(None, *SEEDS), own=False):
+    found = []
+    with own_streams(dict.fromkeys(pipe.device_map.values()), own):
+        for seed in seeds:
+            with observe(jitter=seed) as seen:
+                pipe(x).sum().backward()
+            assert_no_races(seen)
+            found.append(seen.makespan)
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (8, 32)])
+def test_makespan(devices, n, m, mode):
+    pipe = mapped(Chain(n), devices[:n], mode, m)
+    found = makespans(pipe, torch.rand(m, 4, device=devices[0]))
+    assert found == [limit(mode, n, m)] * len(found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_modules_on_a_device_are_one_cell(devices, mode):
+    n, m = 4, 8
+    places = [devices[k // 2] for k in range(2 * n)]
+    pipe = mapped(Chain(2 * n), places, mode, m)
+    found = makespans(pipe, torch.rand(m, 4, device=devices[0]))
+    assert found == [2 * limit(mode, n, m)] * len(found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_streams_of_the_caller(devices, mode):
+    pipe = mapped(Chain(4), devices[:4], mode, 8)
+    found = makespans(pipe, torch.rand(8, 4, device=devices[0]), own=True)
+    assert found == [limit(mode, 4, 8)] * len(found)
+
+
+class EncoderDecoder(nn.Module):
+    """An encoder whose output goes to each layer of a decoder on the same devices."""
+
+    class Layer(Stage):
+        def forward(self, x, encoded):
+            return super().forward(x + encoded)
+
+    def __init__(self, n):
+        super().__init__()
+        self.encoder = nn.ModuleList([Stage() for _ in range(n)])
+        self.decoder = nn.ModuleList([self.Layer() for _ in range(n)])
+
+    def forward(self, x):
+        encoded = x
+        for layer in self.encoder:
+            encoded = layer(encoded)
+        for layer in self.decoder:
+            x = layer(x, encoded)
+        return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_comes_back_to_its_devices(devices, mode):
+    n, m = 4, 8
+    plain = EncoderDecoder(n)
+    model = copy.deepcopy(plain)
+    names = {f"{part}.{k}": devices[k] for part in ("encoder", "decoder") for k in range(n)}
+    pipe = MappedGPipe(model, names, chunks=m, checkpoint=mode)
+    x = torch.rand(m, 4)
+    found = makespans(pipe, x.to(devices[0]))
+    # As eight stages, of which two on each device compute side by side.
+    assert found == [limit(mode, 2 * n, m)] * len(found)
+    pipe.zero_grad()
+    pipe(x.to(devices[0])).sum().backward()
+    plain(x).sum().backward()
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
+class Supervised(Chain):
+    """A model that moves a mask to each layer, and labels to its output, as many models do."""
+
+    def forward(self, x, labels):
+        mask = (labels > -1).float().unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x) * mask.to(layer.weight.device)
+        return (x.sum(1) - labels.to(x.device)).square()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_of_the_model_itself_hold_nobody_up(devices, mode):
+    pipe = mapped(Supervised(4), devices[:4], mode, 8)
+    x, labels = torch.rand(8, 4, device=devices[0]), torch.rand(8, device=devices[0])
+    for seed in (None, *SEEDS):
+        with observe(jitter=seed) as seen:
+            pipe(x, labels).sum().backward()
+        assert_no_races(seen)
+        assert seen.makespan == limit(mode, 4, 8)
+
+
+# Embedding and head of some models are one weight, used on the streams of two visits.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_architectures(devices, name, mode):
+    for seed in (None, *SEEDS)[: some(21, 1)]:
+        with observe(jitter=seed) as seen:
+            compare(name, devices[:3], mode)
+        assert_no_races(seen)
+
+
+def llama(layers=8):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        use_cache=False,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=layers,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+class Embed(nn.Module):
+    """The beginning of a Llama as a layer: tokens to features, a mask and positions."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.embed, self.rotary = model.embed_tokens, model.rotary_emb
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        places = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        return x, *(y.expand(len(x), -1, -1) for y in self.rotary(x, places))
+
+
+class Block(nn.Module):
+    """A block of a Llama as a layer."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, value):
+        x, cos, sin = value
+        return self.block(x, position_embeddings=(cos, sin)), cos, sin
+
+
+class Head(nn.Module):
+    """The end of a Llama as a layer."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.norm, self.head = model.model.norm, model.lm_head
+
+    def forward(self, value):
+        return self.head(self.norm(value[0]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_llama_beside_the_same_layers_by_hand(devices, mode):
+    tokens = torch.randint(0, 64, (16, 12), device=devices[0])
+    costs = {"mm": 1.0, "addmm": 1.0, "bmm": 0.5}
+    model = llama()
+    by_hand = nn.Sequential(Embed(model.model), *map(Block, model.model.layers), Head(model))
+    gpipe = GPipe(
+        copy.deepcopy(by_hand), [3, 2, 2, 3], devices=devices[:4], chunks=8, checkpoint=mode
+    )
+    with observe(costs=costs) as seen:
+        gpipe(tokens).square().mean().backward()
+    expected = seen.makespan
+    names = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 3, "lm_head": 3}
+    names |= {f"model.layers.{k}": k // 2 for k in range(8)}
+    pipe = MappedGPipe(
+        model, {key: devices[k] for key, k in names.items()}, chunks=8, checkpoint=mode
+    )
+    for seed in (None, *SEEDS):
+        with observe(costs=costs, jitter=seed) as seen:
+            pipe(tokens).logits.square().mean().backward()
+        assert_no_races(seen)
+        assert seen.makespan <= 1.03 * expected

@@ -1,0 +1,3 @@
+"""Mapped modules: micro-batches of any model, each one a call of the model's own forward."""
+
+__all__: list[str] = []

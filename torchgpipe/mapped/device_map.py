@@ -1,0 +1,159 @@
+"""Device maps: which modules of a model are computed on which device.
+
+A map names modules as :meth:`nn.Module.named_modules` does, and ``""`` is the model itself. A
+module belongs to the longest name that leads to it::
+
+    {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
+
+A *mapped module* is computed as a whole: a name without another name below it, or one of the
+modules in a name that has. All code between mapped modules runs where its tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.streams import Device
+from torchgpipe.partition.arguments import checked_devices
+from torchgpipe.partition.placement import moved_to
+
+__all__: list[str] = []
+
+
+class Mapped(NamedTuple):
+    """A module that is computed as a whole on one device."""
+
+    name: str
+    module: nn.Module
+    device: torch.device
+
+
+def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str, torch.device]:
+    """Check a device map, and return its devices by name.
+
+    Raises:
+        TypeError: the map is no mapping of names to devices.
+        ValueError: a name leads to no module, or a parameter or buffer belongs to no name.
+    """
+    if not isinstance(device_map, Mapping) or not all(isinstance(x, str) for x in device_map):
+        raise TypeError(
+            "a device map has the names of modules and their devices (device_map: "
+            f"{type(device_map).__name__}); pass such as {{'encoder': 0, 'decoder': 1}}"
+        )
+    if not device_map:
+        raise ValueError(
+            "a device map must have an entry (device_map: {}); {'': 0} puts the whole model on a "
+            "device"
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in device_map if name not in modules]
+    if unknown:
+        raise ValueError(
+            f"each name of a device map must lead to a module (unknown: {unknown}); the model's "
+            f"own modules are {[name for name, _ in model.named_children()]}"
+        )
+    devices = checked_devices(device_map.values(), len(device_map))
+    found = dict(zip(device_map, devices))
+    homeless = [
+        f"{path}.{name}" if path else name
+        for path, module, key in owned(model, found)
+        if key is None
+        # A buffer that no state dict has, such as a table of positions, needs no name.
+        for name in [*module._parameters, *{*module._buffers} - module._non_persistent_buffers_set]
+    ]
+    if homeless:
+        raise ValueError(
+            "a device map must cover all parameters and buffers (without a device: "
+            f"{homeless[:10]}); add a name that leads to them, or '' for all others"
+        )
+    return found
+
+
+def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
+    """Move the modules of a model to their devices; shared tensors stay shared.
+
+    Raises:
+        ValueError: a parameter or buffer is shared by modules on different devices.
+    """
+    first = next(iter(device_map.values()))
+    homes: dict[Tensor, tuple[str, torch.device]] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for path, module, key in owned(model, device_map):
+        # Without a name there are only buffers that no state dict has.
+        device = first if key is None else device_map[key]
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                full = f"{path}.{name}" if path else name
+                other, home = homes.setdefault(tensor, (full, device))
+                if home != device:
+                    raise ValueError(
+                        "a parameter or buffer that several modules share must be on one device "
+                        f"({other}: {home}, {full}: {device}); map these modules to the same one"
+                    )
+                before.append((table, name, tensor))
+        module._apply(partial(moved_to, device), recurse=False)
+    # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
+    moved: dict[Tensor, Tensor | None] = {}
+    for table, name, tensor in before:
+        table[name] = moved.setdefault(tensor, table[name])
+
+
+def owned(
+    model: nn.Module, device_map: Mapping[str, torch.device]
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Each module under each of its names, with the name of the map that it belongs to.
+
+    A name that belongs to nothing is left out if the module has another one that does.
+    """
+    found = [
+        (path, module, owner(path, device_map))
+        for path, module in model.named_modules(remove_duplicate=False)
+    ]
+    at_home = {module for _, module, key in found if key is not None}
+    for path, module, key in found:
+        if key is not None or module not in at_home:
+            yield path, module, key
+
+
+def owner(name: str, device_map: Mapping[str, torch.device]) -> str | None:
+    """The longest name of the map that leads to a module or tensor; None if there is none."""
+    path = name.split(".")
+    for count in reversed(range(len(path) + 1)):
+        prefix = ".".join(path[:count])
+        if prefix in device_map:
+            return prefix
+    return None
+
+
+def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> list[Mapped]:
+    """The modules that are computed as a whole, each once.
+
+    These are the modules that the map names. Where a module cannot be computed as a whole, since
+    the map has a name below it, or since it is a list that is not called itself, these are its
+    modules with parameters or buffers.
+    """
+    found: dict[nn.Module, Mapped] = {}
+
+    def add(name: str, module: nn.Module, device: torch.device) -> None:
+        start = f"{name}." if name else ""
+        divided = any(other.startswith(start) for other in device_map if other != name)
+        if not divided and type(module).forward is not nn.Module.forward:
+            found.setdefault(module, Mapped(name, module, device))
+            return
+        for child, inner in module.named_children():
+            if start + child not in device_map and (
+                any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
+            ):
+                add(start + child, inner, device)
+
+    for name, device in device_map.items():
+        add(name, model.get_submodule(name), device)
+    return [*found.values()]

@@ -1,0 +1,184 @@
+"""One step: what the courses of its micro-batches have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.context import Context
+from torchgpipe.ambient.random_numbers import StepNumbers
+from torchgpipe.autograd.ends import between
+from torchgpipe.autograd.fork_join import needs_backward
+from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    current_stream,
+    has_streams,
+    make_current,
+    record_stream,
+    wait_all,
+    wait_stream,
+)
+from torchgpipe.engine.body import Body
+from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.recompute.buffers import Learned
+from torchgpipe.recompute.layers import LayersState
+
+__all__: list[str] = []
+
+
+class Stage(NamedTuple):
+    """A visit of a device: the first one, or one of those after the model came back to it."""
+
+    device: torch.device
+    visit: int
+    compute: AbstractStream
+    lanes: tuple[AbstractStream, ...]
+
+    @property
+    def lead(self) -> int:
+        """The number of micro-batches that this stage may be ahead of the one it sends to."""
+        return len(self.lanes) - 1
+
+
+class Lasting:
+    """The parts that last from step to step: streams, locks, knowledge of buffers."""
+
+    def __init__(self) -> None:
+        #: The streams of each visit.
+        self.pools: list[StreamPool] = []
+        self.lock = threading.RLock()
+        #: The thread that runs a step.
+        self.thread: int | None = None
+        self.learned: Learned = WeakKeyDictionary()
+
+
+class MappedStep:
+    """One step.
+
+    Args:
+        lasting: what lasts from step to step.
+        devices: the devices of the map.
+        m: the number of micro-batches.
+        checkpointed: how many micro-batches, from the first, are computed under checkpointing.
+    """
+
+    def __init__(
+        self, lasting: Lasting, devices: Sequence[torch.device], m: int, checkpointed: int
+    ) -> None:
+        self._lasting, self._checkpointed = lasting, checkpointed
+        self._devices = [*dict.fromkeys(devices)]
+        self.numbers = StepNumbers(self._devices, m)
+        #: Whether forks and joins are needed.
+        self.fenced = torch.is_grad_enabled() and any(map(has_streams, self._devices))
+        #: Whether copies between devices are made on lanes.
+        self.needs_glue = sum(map(has_streams, self._devices)) > 1
+        #: The phonies of each cell, for cells that backward shall come to before it.
+        self.phonies: dict[tuple[int, Stage], list[Tensor]] = {}
+        #: The stages that each stage sends to.
+        self.targets: dict[Stage, list[Stage]] = {}
+        self._stages: dict[tuple[torch.device, int], Stage] = {}
+        #: The modules that were computed in each stage.
+        self.modules: dict[Stage, set[nn.Module]] = defaultdict(set)
+        self._bodies: dict[nn.Module, Body] = {}
+        self._contexts: list[Context] = []
+        self._outside = {device: current_stream(device) for device in self._devices}
+
+    def stage(self, device: torch.device, visit: int) -> Stage:
+        """The stage of a visit."""
+        found = self._stages.get((device, visit))
+        if found is None:
+            pools = self._lasting.pools
+            while len(pools) <= visit:
+                pools.append(StreamPool())
+            # A pool gives each of several partitions a stream of its own to compute on.
+            streams = pools[visit].get(device, 2 if visit else 1, skips=False)[0]
+            compute = streams.compute if visit else self._outside.get(device, streams.compute)
+            found = Stage(device, visit, compute, tuple(streams.values))
+            self._stages[device, visit] = found
+            # Between steps the caller changes gradients, whose memory belongs to these streams.
+            caller = self._outside.get(device, streams.compute)
+            others = {compute, *found.lanes} - {caller}
+            if has_streams(device):
+                wait_all(others, caller)
+        return found
+
+    def goes(self, source: Stage, target: Stage) -> None:
+        """Take note that one stage sends to another."""
+        targets = self.targets.setdefault(source, [])
+        if target not in targets:
+            targets.append(target)
+
+    def is_checkpointed(self, i: int) -> bool:
+        """Whether a micro-batch is computed under checkpointing."""
+        return i < self._checkpointed
+
+    def body(self, mapped: Mapped) -> Body:
+        """The body of a mapped module, for second runs."""
+        found = self._bodies.get(mapped.module)
+        if found is None:
+            state = LayersState(mapped.module, self._lasting.learned)
+            found = Body(mapped.module, self._lasting.lock, state, False)
+            self._bodies[mapped.module] = found
+        return found
+
+    def new_context(self) -> Context:
+        """The modes of this moment, for a second run."""
+        context = Context()
+        context.over = False
+        self._contexts.append(context)
+        return context
+
+    def leave_streams(self) -> None:
+        """Make the caller's streams the current ones again, at the end of a micro-batch."""
+        for device in {stage.device for stage in self._own()}:
+            make_current(self._outside[device])
+
+    def have_caller_wait(self) -> None:
+        """Make the caller's streams wait for those of later visits."""
+        for stage in self._own():
+            wait_stream(current_stream(stage.device), stage.compute)
+
+    def back_to_caller(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Hand outputs over to the caller, whose backward begins, and ends, with its streams."""
+        own = self._own()
+        for tensor in outputs:
+            if any(stage.device == tensor.device for stage in own):
+                record_stream(tensor, self._outside[tensor.device])
+        if own and needs_backward(tuple(outputs)):
+            outputs = between(self._wait_for_caller, self._end_backward, *outputs)
+        return outputs
+
+    def end(self) -> None:
+        """Take note that all micro-batches were computed."""
+        for body in self._bodies.values():
+            if body.state is not None:
+                body.state.settle()
+                body.state.buffers.settle()
+        for context in self._contexts:
+            context.over = True
+
+    def _own(self) -> list[Stage]:
+        """The stages that compute on streams of their own."""
+        return [stage for stage in self._stages.values() if stage.visit]
+
+    def _wait_for_caller(self) -> None:
+        for stage in self._own():
+            wait_stream(stage.compute, current_stream(stage.device))
+
+    @uncompiled
+    def _end_backward(self) -> None:
+        """Hand gradients over, whose memory belongs to streams of later visits."""
+        self.have_caller_wait()
+        for stage in self._own():
+            for module in self.modules[stage]:
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        record_stream(parameter.grad, current_stream(stage.device))

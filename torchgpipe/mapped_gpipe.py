@@ -1,0 +1,232 @@
+"""The wrapper of any module, which makes it train over several devices by a device map."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import chain
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe._torch.dynamo import mark_if_possible, uncompiled, watch
+from torchgpipe.ambient.context import Snapshot
+from torchgpipe.ambient.nesting import holding, is_within_cell
+from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
+from torchgpipe.autograd.ends import drain_after_failure
+from torchgpipe.autograd.versions import unchanged
+from torchgpipe.devices.streams import Device
+from torchgpipe.mapped.calls import current, intercept, is_intercepted
+from torchgpipe.mapped.course import Course
+from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
+from torchgpipe.mapped.glue import Glue
+from torchgpipe.mapped.step import Lasting, MappedStep
+from torchgpipe.partition.arguments import checked_chunks, checked_mode
+from torchgpipe.values import microbatch
+from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import Arguments
+
+__all__ = ["MappedGPipe"]
+
+
+class MappedGPipe(nn.Module):
+    """Train any module by pipeline parallelism, by a map of its submodules to devices.
+
+    ::
+
+        model = AutoModelForCausalLM.from_config(config)
+        pipe = MappedGPipe(model, {"model.embed_tokens": 0, ..., "lm_head": 3}, chunks=8)
+        out = pipe(input_ids=ids, labels=labels)
+        out.loss.mean().backward()
+
+    The arguments of a call are split into micro-batches, and the model's own forward is called for
+    each. A module of the map is computed on its device, where its arguments come by themselves.
+    Since devices run behind the host, they compute different micro-batches at the same time.
+    Gradients are those of the micro-batches, one after another.
+
+    The wrapper has the parameters, the buffers and the state dict of the model, under the model's
+    own names, and :attr:`module` is the model itself.
+
+    Args:
+        module: the model. Its modules are moved to their devices, not copied.
+        device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
+            the longest name that leads to it.
+
+    Keyword Args:
+        chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
+            split into its rows. The number may be changed between steps.
+        checkpoint: which micro-batches are checkpointed, as in :class:`GPipe`. Each module of the
+            map keeps its arguments then, and is computed again in backward.
+
+    Raises:
+        TypeError: the module is none, or the map is no mapping of names.
+        ValueError: a name leads to no module, a parameter or buffer has no device or several, or
+            chunks or checkpoint are out of range.
+    """
+
+    #: The model.
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_map: Mapping[str, Device],
+        *,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
+            )
+        self._map = checked_map(device_map, module)
+        self._chunks = checked_chunks(chunks)
+        self.checkpoint = checkpoint
+        self.training = module.training
+        place(module, self._map)
+        self._share(module)
+        self._prepare()
+
+    def _share(self, module: nn.Module) -> None:
+        """Have the model's own tables, so that all names are those of the model."""
+        self.__dict__["module"] = module
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = module.__dict__[table]
+
+    def _prepare(self) -> None:
+        """Make the attributes that belong to this object alone: nobody copies or pickles them."""
+        mark_if_possible()
+        self._process = os.getpid()
+        self._lasting = Lasting()
+        self._calls = [
+            intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_process", "_lasting", "_calls"}
+        return {key: value for key, value in super().__getstate__().items() if key not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share(self.module)
+        self._prepare()
+
+    @property
+    def device_map(self) -> dict[str, torch.device]:
+        """The devices by the names of modules."""
+        return dict(self._map)
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """The same, as Hugging Face's trainers look for it: they do not move such a model."""
+        return dict(self._map)
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = checked_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> str:
+        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        self._checkpoint = checked_mode(checkpoint)
+
+    def train(self, mode: bool = True) -> MappedGPipe:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, micro-batch by micro-batch.
+
+        Args:
+            *args: the arguments of the model: any nested structure of tensors and other objects.
+                Tensors have the same size in dimension 0, along which they are split. Each
+                micro-batch gets whole: tensors that are marked by :class:`NoChunk` or have no
+                dimension, and other objects.
+            **kwargs: likewise.
+
+        Returns:
+            The model's output, joined: tensors along dimension 0, and tensors without a dimension,
+            as losses, stacked to shape ``(m,)``.
+
+        Raises:
+            TypeError: arguments or outputs hold tensors in something that PyTorch does not know as
+                a container.
+            ValueError: tensors differ in their first size, or the outputs cannot be joined.
+            RuntimeError: a mapped module is no longer called by this wrapper; or a transform of
+                :mod:`torch.func` or forward-mode differentiation is active.
+        """
+        if self._process != os.getpid():
+            # Neither threads nor streams survive a fork.
+            self._prepare()
+        self._verify_calls()
+        watch(self, is_within_cell)
+        verify_no_transform()
+        input = Arguments(args, kwargs)
+        batches = microbatch.scatter(input, self.chunks)
+        verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
+        m = len(batches)
+        rows = microbatch.sizes(input, m)
+        recorded = self.training and torch.is_grad_enabled()
+        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+        devices = [*self._map.values()]
+        step = MappedStep(self._lasting, devices, m, checkpointed if recorded else 0)
+        with Snapshot(devices), unchanged(microbatch.in_all(batches)):
+            holding(step.numbers.locks, lambda: self._run(step, batches))
+        return microbatch.gather(batches, rows)
+
+    def _run(self, step: MappedStep, batches: list[Batch]) -> None:
+        with step.numbers:
+            self._lasting.thread = get_ident()
+            try:
+                for i, batch in enumerate(batches):
+                    batches[i] = self._course(step, i, batch.take())
+            finally:
+                self._lasting.thread = None
+                step.have_caller_wait()
+        outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
+        batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
+        step.end()
+        if any(device.type == "cpu" for device in self._map.values()):
+            drain_after_failure(batches[-1])
+
+    def _course(self, step: MappedStep, i: int, batch: Batch) -> Batch:
+        course = Course(step, i)
+        outer = current.course, current.glue
+        glue = Glue(course) if step.needs_glue else None
+        current.course, current.glue = course, glue
+        value = batch.take().value
+        try:
+            with glue or nullcontext():
+                output = self.module(*value.args, **value.kwargs)
+            return course.end(output)
+        except BaseException as error:
+            course.note(error)
+            raise
+        finally:
+            course.close()
+            step.leave_streams()
+            current.course, current.glue = outer
+
+    def _verify_calls(self) -> None:
+        lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]
+        if lost:
+            raise RuntimeError(
+                "the modules of a device map must be called through their wrapper (modules: "
+                f"{lost[:5]}); compile() them before wrapping the model, and use the latest of "
+                "several wrappers only"
+            )
