@@ -18,12 +18,13 @@ def compare(name, devices, mode, chunks=2):
     model, inputs = build(name)
     plain = copy.deepcopy(model)
     rows = [dict(zip(inputs, parts)) for parts in zip(*[x.chunk(chunks) for x in inputs.values()])]
-    losses = torch.stack([plain(**x).loss for x in rows])
+    expected = [plain(**x) for x in rows]
+    losses = torch.stack([x.loss for x in expected])
     losses.mean().backward()
     pipe = MappedGPipe(model, spread(model, devices), chunks=chunks, checkpoint=mode)
     out = pipe(**{key: x.to(devices[0]) for key, x in inputs.items()})
     out.loss.mean().backward()
-    assert type(out) is type(plain(**rows[0]))
+    assert type(out) is type(expected[0])
     torch.testing.assert_close(out.loss.cpu(), losses)
     for (key, own), other in zip(pipe.named_parameters(), plain.parameters(), strict=True):
         assert (own.grad is None) == (other.grad is None), key

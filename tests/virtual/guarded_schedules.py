@@ -23,7 +23,6 @@ TESTS = {
             {},
         ),
         "copies": ("test_schedule_times", "makespan", {"name": "1f1b", "copy": 0.25}),
-        "halves": ("test_schedule_memory", "peak", {"name": "zbh2", "mode": "never"}),
     }.items()
 } | {
     name: (f"unit.{module}", f"test_{function}", arguments)
@@ -31,6 +30,7 @@ TESTS = {
         "strays": ("test_scheduled_targets", "weight_of_another_module", {}),
         "hooks of strays": ("test_scheduled_targets", "hook_of_a_weight_of_another_module", {}),
         "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
+        "halves": ("autograd.test_halves", "what_only_the_input_needed_is_let_go_of", {}),
         "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
         "quiet": (
             "executor.test_draws",
