@@ -22,6 +22,7 @@ from torchgpipe.devices.streams import Device
 from torchgpipe.mapped.calls import current, intercept, is_intercepted
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
+from torchgpipe.mapped.dispatched import taken_over
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.partition.arguments import checked_chunks, checked_mode
@@ -53,7 +54,9 @@ class MappedGPipe(nn.Module):
     Args:
         module: the model. Its modules are moved to their devices, not copied.
         device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
-            the longest name that leads to it.
+            the longest name that leads to it. Without it the model must have been dispatched by
+            Accelerate, as ``from_pretrained(..., device_map="auto")`` does. Its map is taken then,
+            and Accelerate's hooks are removed.
 
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
@@ -63,8 +66,8 @@ class MappedGPipe(nn.Module):
 
     Raises:
         TypeError: the module is none, or the map is no mapping of names.
-        ValueError: a name leads to no module, a parameter or buffer has no device or several, or
-            chunks or checkpoint are out of range.
+        ValueError: a name leads to no module, a parameter or buffer has no device or several,
+            modules are offloaded, or chunks or checkpoint are out of range.
     """
 
     #: The model.
@@ -73,7 +76,7 @@ class MappedGPipe(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_map: Mapping[str, Device],
+        device_map: Mapping[str, Device] | None = None,
         *,
         chunks: int = 1,
         checkpoint: str = "except_last",
@@ -83,7 +86,7 @@ class MappedGPipe(nn.Module):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
-        self._map = checked_map(device_map, module)
+        self._map = checked_map(taken_over(module) if device_map is None else device_map, module)
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
         self.training = module.training

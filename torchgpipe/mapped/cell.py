@@ -22,8 +22,9 @@ many modules there are called with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from torchgpipe.autograd.recompute import Recompute
 from torchgpipe.devices.streams import has_streams, record_stream, use_stream
 from torchgpipe.mapped.step import MappedStep, Stage
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.structure import ATOMS, flatten
 
 __all__: list[str] = []
 
@@ -67,68 +68,89 @@ class Cell:
         #: Whether a gradient goes back from here, whose arrival the fence holds back.
         self._held = False
 
-    def fetch_all(self, batch: Batch) -> Batch:
-        """Bring the tensors of a call here."""
+    def fetch_all(self, value: Any) -> Any:
+        """Bring the tensors of a value here.
+
+        Raises:
+            TypeError: the value holds tensors in something that is no known container.
+        """
+        tensors = [*tensors_of(value)]
         device = self.stage.device
-        if any(x.device != device for x in batch):
-            batch = batch.map(lambda *xs: [self.fetch(x) for x in xs], [VALUE])
         if self.stage.visit:
-            for x in batch:
+            for tensor in tensors:
                 # It may be of an earlier visit.
-                record_stream(x, self.stage.compute)
-        return batch
+                if tensor.device == device:
+                    record_stream(tensor, self.stage.compute)
+        elsewhere = [tensor for tensor in tensors if tensor.device != device]
+        if not elsewhere:
+            return value
+        self._fetch(elsewhere)
+        return replaced(value, lambda x: x if x.device == device else self._come[id(x)][1])
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Bring a tensor here, once."""
-        device = self.stage.device
-        if tensor.device == device:
-            return tensor
-        if not (has_streams(device) and has_streams(tensor.device)):
-            # The host waits anyway.
-            return tensor.to(device)
-        found = self._come.get(id(tensor))
-        if found is None:
-            source = self._at(tensor.device)
-            leaving = source._send(tensor)
-            self.step.goes(source.stage, self.stage)
-            phonies = self._phonies() if leaving.requires_grad else []
-            with use_stream(self.lane):
-                (arriving,) = copy(source.lane, self.lane, leaving, phonies=phonies)
-            with use_stream(self.stage.compute):
-                (arriving,) = wait(self.lane, self.stage.compute, arriving)
-            self._held |= arriving.requires_grad
-            found = self._come[id(tensor)] = tensor, arriving
-        return found[1]
+        fetched: Tensor = self.fetch_all(tensor)
+        return fetched
 
-    def stay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _fetch(self, tensors: Sequence[Tensor]) -> None:
+        """Bring tensors here that are elsewhere, those of one device together."""
+        missing: dict[torch.device, dict[int, Tensor]] = {}
+        for tensor in tensors:
+            if id(tensor) not in self._come:
+                missing.setdefault(tensor.device, {})[id(tensor)] = tensor
+        for device, found in missing.items():
+            originals = tuple(found.values())
+            if has_streams(device) and has_streams(self.stage.device):
+                arrived = self._fetch_from(self._at(device), originals)
+            else:
+                # The host waits anyway.
+                arrived = tuple([x.to(self.stage.device) for x in originals])
+            self._come.update(zip(found, zip(originals, arrived)))
+
+    def _fetch_from(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        leaving = source._send(tensors)
+        self.step.goes(source.stage, self.stage)
+        needed = any(x.requires_grad for x in leaving)
+        phonies = self._phonies() if needed else []
+        with use_stream(self.lane):
+            arriving = copy(source.lane, self.lane, *leaving, phonies=phonies)
+        with use_stream(self.stage.compute):
+            arriving = wait(self.lane, self.stage.compute, *arriving)
+        self._held |= needed
+        return arriving
+
+    def stay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Fence what the model returns from here."""
         with use_stream(self.stage.compute):
-            return [self._fenced(x) for x in tensors]
+            return self._fenced(tensors)
 
-    def _send(self, tensor: Tensor) -> Tensor:
-        """Put a tensor on the lane, from which other devices copy it."""
-        found = self._left.get(id(tensor))
-        if found is None:
+    def _send(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Put tensors on the lane, from which other devices copy them."""
+        waiting = tuple([x for x in tensors if id(x) not in self._left])
+        if waiting:
             compute = self.stage.compute
             with use_stream(compute):
-                (leaving,) = leave(compute, self.lane, tensor)
+                leaving = leave(compute, self.lane, *waiting)
             with use_stream(self.lane):
                 leaving = self._fenced(leaving, self.checkpoints)
-            found = self._left[id(tensor)] = tensor, leaving
-        return found[1]
+            self._left.update((id(x), (x, y)) for x, y in zip(waiting, leaving))
+        return [self._left[id(x)][1] for x in tensors]
 
-    def _fenced(self, tensor: Tensor, checkpoints: Sequence[Checkpoint] = ()) -> Tensor:
-        """Fence a tensor, whose gradient triggers the recomputation of checkpoints."""
-        if not (self.step.fenced and needs_backward((tensor,))):
-            return tensor
+    def _fenced(
+        self, tensors: tuple[Tensor, ...], checkpoints: Sequence[Checkpoint] = ()
+    ) -> tuple[Tensor, ...]:
+        """Fence tensors, whose gradients trigger the recomputation of checkpoints."""
+        if not (self.step.fenced and needs_backward(tensors)):
+            return tensors
         if not self._held:
-            tensor = join(tensor, *self._phonies())
+            tensors = join(tensors, *self._phonies())
         if checkpoints:
-            tensor, phony = Recompute.apply(partial(_recompute, [*checkpoints]), tensor)
+            *outputs, phony = Recompute.apply(partial(_recompute, [*checkpoints]), *tensors)
+            tensors = tuple(outputs)
         else:
-            tensor, phony = fork(tensor)
+            tensors, phony = fork(tensors)
         self.step.phonies.setdefault((self.i, self.stage), []).append(phony)
-        return tensor
+        return tensors
 
     def _phonies(self) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after this one."""
@@ -136,6 +158,41 @@ class Cell:
         cells = [(self.i - 1, self.stage)]
         cells += [(self.i - self.stage.lead, x) for x in self.step.targets.get(self.stage, ())]
         return [phony for cell in dict.fromkeys(cells) for phony in found.get(cell, ())]
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value.
+
+    Raises:
+        TypeError: the value holds tensors in something that is no known container.
+    """
+    # Most arguments are tensors, and tuples and dicts of them. PyTorch's functions for trees take
+    # several times as long.
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in (tuple, list):
+        for x in value:
+            yield from tensors_of(x)
+    elif type(value) is dict:
+        for x in value.values():
+            yield from tensors_of(x)
+    elif type(value) not in ATOMS:
+        yield from flatten(value)[0]
+
+
+def replaced(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A value with a function of each of its tensors in place of the tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind is tuple or kind is list:
+        return kind([replaced(x, function) for x in value])
+    if kind is dict:
+        return {key: replaced(x, function) for key, x in value.items()}
+    tensors, structure = flatten(value)
+    return structure.unflatten(tuple(map(function, tensors))) if tensors else value
 
 
 def _recompute(checkpoints: Sequence[Checkpoint]) -> None:

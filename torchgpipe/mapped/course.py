@@ -83,17 +83,17 @@ class Course:
         with note:
             cell = self._enter(mapped.device)
             self.step.modules[cell.stage].add(mapped.module)
-            batch = cell.fetch_all(Batch(Arguments(args, kwargs)))
-            del args, kwargs
+            args, kwargs = cell.fetch_all((args, kwargs))
             self.inside = True
             try:
                 with use_stream(cell.stage.compute):
                     if self.step.is_checkpointed(self.i):
+                        batch = Batch(Arguments(args, kwargs))
+                        del args, kwargs
                         checkpoint = self._new_checkpoint(mapped, cell, note)
                         output = checkpoint.forward(batch.take()).value
                     else:
-                        value = batch.take().value
-                        output = inner(*value.args, **value.kwargs)
+                        output = inner(*args, **kwargs)
             finally:
                 self.inside = False
         self._noted, self._place = False, f"behind {place}"
@@ -125,7 +125,7 @@ class Course:
         found = {id(x): x for x in batch}
         for device in dict.fromkeys(x.device for x in batch):
             here = [x for x in batch if x.device == device]
-            found |= dict(zip(map(id, here), self._at(device).stay(here)))
+            found |= dict(zip(map(id, here), self._at(device).stay(tuple(here))))
         self._leave()
         return batch.replace([found[id(x)] for x in batch])
 

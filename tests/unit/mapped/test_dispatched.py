@@ -1,0 +1,48 @@
+"""A model that Accelerate has dispatched is taken over as it stands."""
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from torch import nn
+
+from torchgpipe import MappedGPipe
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_dispatched():
+    torch.manual_seed(0)
+    model = Model()
+    x = torch.rand(4, 3)
+    expected = model(x)
+    dispatch_model(model, {"first": "cpu", "second": "cpu"}, force_hooks=True)
+    pipe = MappedGPipe(model, chunks=2)
+    assert pipe.device_map == {"first": torch.device("cpu"), "second": torch.device("cpu")}
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    torch.testing.assert_close(pipe(x), expected)
+
+
+def test_not_dispatched():
+    with pytest.raises(ValueError, match="must be given"):
+        MappedGPipe(Model())
+
+
+def test_offloaded():
+    model = cpu_offload(Model(), execution_device=torch.device("cpu"))
+    model.hf_device_map = {"first": "cpu", "second": "cpu"}
+    with pytest.raises(ValueError, match=r"offloaded: \['first', 'second'\]"):
+        MappedGPipe(model)
+
+
+def test_on_disk():
+    model = Model()
+    model.hf_device_map = {"first": "cpu", "second": "disk"}
+    with pytest.raises(ValueError, match=r"offloaded: \['second'\]"):
+        MappedGPipe(model)
