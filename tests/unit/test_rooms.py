@@ -197,7 +197,7 @@ def test_names_that_other_code_reaches_for():
 
 
 #: Private attributes of other libraries' objects.
-OTHERS = {"_replace", "_getframe", "_asdict"}
+OTHERS = {"_replace", "_getframe", "_asdict", "_hf_hook"}
 
 #: Private attributes and names of this package that other files of it use.
 OURS = {x for name, tree in TREES.items() if room(name) != "_torch" for x in defined(tree)}
@@ -214,7 +214,7 @@ def private(tree):
             paths = [node.attr] if node.attr not in OURS | OTHERS | {*ATTRIBUTES} else []
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in LOOK_UPS:
             paths = [x.value for x in node.args if isinstance(x, ast.Constant)]
-            paths = [path for path in paths if path not in ATTRIBUTES]
+            paths = [path for path in paths if path not in OTHERS | {*ATTRIBUTES}]
         else:
             continue
         for path in paths:

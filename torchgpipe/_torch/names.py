@@ -206,7 +206,6 @@ ATTRIBUTES = {
     "_non_persistent_buffers_set": "Which buffers no state dict has.",
     "_compiled_call_impl": "Whether compile() was called on a module, and what a call of it calls.",
     "_call_impl": "What it calls otherwise: forward with its hooks.",
-    "_hf_hook": "What Accelerate attaches to a module.",
     "_forward_pre_hooks": "The tables of forward hooks, which a second run must find as they were.",
     "_forward_pre_hooks_with_kwargs": "Likewise.",
     "_forward_hooks": "Likewise.",
