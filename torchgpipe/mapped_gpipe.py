@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import chain
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import mark_if_possible, uncompiled, watch
 from torchgpipe.ambient.context import Snapshot
@@ -26,6 +26,7 @@ from torchgpipe.mapped.dispatched import taken_over
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.partition.arguments import checked_chunks, checked_mode
+from torchgpipe.partition.placement import tensors
 from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
@@ -151,6 +152,17 @@ class MappedGPipe(nn.Module):
         self.module.train(mode)
         return self
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MappedGPipe:
+        # The .to(), .cuda() and the like of this module, and of a parent, call this.
+        for device in dict.fromkeys(self._map.values()):
+            if fn(torch.empty(0, device=device)).device != device:
+                raise TypeError(
+                    "the modules of a device map must stay on their devices, so the model cannot "
+                    "be moved; move it before wrapping it, or wrap it anew with another map"
+                )
+        super()._apply(fn, recurse)
+        return self
+
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, micro-batch by micro-batch.
@@ -170,13 +182,13 @@ class MappedGPipe(nn.Module):
             TypeError: arguments or outputs hold tensors in something that PyTorch does not know as
                 a container.
             ValueError: tensors differ in their first size, or the outputs cannot be joined.
-            RuntimeError: a mapped module is no longer called by this wrapper; or a transform of
-                :mod:`torch.func` or forward-mode differentiation is active.
+            RuntimeError: a mapped module is no longer called by this wrapper, or was moved; or a
+                transform of :mod:`torch.func` or forward-mode differentiation is active.
         """
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork.
             self._prepare()
-        self._verify_calls()
+        self._verify()
         watch(self, is_within_cell)
         verify_no_transform()
         input = Arguments(args, kwargs)
@@ -225,7 +237,7 @@ class MappedGPipe(nn.Module):
             step.leave_streams()
             current.course, current.glue = outer
 
-    def _verify_calls(self) -> None:
+    def _verify(self) -> None:
         lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]
         if lost:
             raise RuntimeError(
@@ -233,3 +245,12 @@ class MappedGPipe(nn.Module):
                 f"{lost[:5]}); compile() them before wrapping the model, and use the latest of "
                 "several wrappers only"
             )
+        for call in self._calls:
+            name, module, device = call.mapped
+            for path, tensor in tensors(module):
+                if tensor.device != device:
+                    raise RuntimeError(
+                        "parameters and buffers must stay on the device of their module "
+                        f"({name}: {device}, {path}: {tensor.device}); move the tensor back, or "
+                        "wrap the model anew with another map"
+                    )

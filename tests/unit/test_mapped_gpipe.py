@@ -207,3 +207,14 @@ def test_wrong_options(options, error, message):
 def test_wrong_model():
     with pytest.raises(TypeError, match="a device map is for a module"):
         MappedGPipe(lambda x: x, MAP)
+
+
+def test_a_wrapped_model_stays_where_it_is():
+    pipe = wrapped()
+    for move in (lambda: pipe.to("meta"), lambda: nn.Sequential(pipe).to("meta")):
+        with pytest.raises(TypeError, match="must stay on their devices"):
+            move()
+    assert pipe.double().first[0].weight.dtype == torch.float64
+    pipe.module.second.to("meta")
+    with pytest.raises(RuntimeError, match=r"\(second: cpu, weight: meta\)"):
+        pipe(torch.rand(2, 3, dtype=torch.float64))
