@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from threading import get_ident
 from typing import Any
@@ -12,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import mark_if_possible, uncompiled, watch
+from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled, watch
 from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.nesting import holding, is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
-from torchgpipe.devices.streams import Device
-from torchgpipe.mapped.calls import current, intercept, is_intercepted
-from torchgpipe.mapped.course import Course
+from torchgpipe.devices.streams import Device, has_streams
+from torchgpipe.mapped.calls import intercept, is_intercepted
+from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
 from torchgpipe.mapped.dispatched import taken_over
 from torchgpipe.mapped.glue import Glue
@@ -28,7 +30,7 @@ from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.partition.arguments import checked_chunks, checked_mode
 from torchgpipe.partition.placement import tensors
 from torchgpipe.values import microbatch
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import Arguments
 
 __all__ = ["MappedGPipe"]
@@ -106,12 +108,17 @@ class MappedGPipe(nn.Module):
         mark_if_possible()
         self._process = os.getpid()
         self._lasting = Lasting()
+        forward = inspect.signature(self.module.forward)
+        self._takes_cache = "use_cache" in forward.parameters or (
+            any(x.kind is x.VAR_KEYWORD for x in forward.parameters.values())
+            and hasattr(getattr(self.module, "config", None), "use_cache")
+        )
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_lasting", "_calls"}
+        own = {"_process", "_lasting", "_calls", "_takes_cache"}
         return {key: value for key, value in super().__getstate__().items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,6 +154,15 @@ class MappedGPipe(nn.Module):
     def checkpoint(self, checkpoint: str) -> None:
         self._checkpoint = checked_mode(checkpoint)
 
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model, such as its ``config``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__:
+                raise
+        return getattr(self.module, name)
+
     def train(self, mode: bool = True) -> MappedGPipe:
         self.training = mode
         self.module.train(mode)
@@ -171,8 +187,9 @@ class MappedGPipe(nn.Module):
             *args: the arguments of the model: any nested structure of tensors and other objects.
                 Tensors have the same size in dimension 0, along which they are split. Each
                 micro-batch gets whole: tensors that are marked by :class:`NoChunk` or have no
-                dimension, and other objects.
-            **kwargs: likewise.
+                dimension, and other objects. If all tensors are on the CPU, they come to the first
+                device of the map.
+            **kwargs: likewise. ``use_cache`` is off by default, if the model has it.
 
         Returns:
             The model's output, joined: tensors along dimension 0, and tensors without a dimension,
@@ -191,6 +208,9 @@ class MappedGPipe(nn.Module):
         self._verify()
         watch(self, is_within_cell)
         verify_no_transform()
+        if self._takes_cache and kwargs.get("use_cache") is None:
+            # In training it costs memory, and caches of micro-batches cannot be joined.
+            kwargs["use_cache"] = False
         input = Arguments(args, kwargs)
         batches = microbatch.scatter(input, self.chunks)
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
@@ -198,9 +218,17 @@ class MappedGPipe(nn.Module):
         rows = microbatch.sizes(input, m)
         recorded = self.training and torch.is_grad_enabled()
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+        near = Near(next(iter(self._map.values())))
+        if all(x.device.type == "cpu" for batch in batches for x in batch):
+            batches = [batch.map(near.all_of, [VALUE]) for batch in batches]
+        whole = microbatch.in_all(batches)
+        if m > 1:
+            # A model may change its rows of an input in place, which are not those of the others.
+            own = partial(_own, {id(x) for x in whole})
+            batches = [batch.map(own, [VALUE]) for batch in batches]
         devices = [*self._map.values()]
         step = MappedStep(self._lasting, devices, m, checkpointed if recorded else 0)
-        with Snapshot(devices), unchanged(microbatch.in_all(batches)):
+        with Snapshot(devices), unchanged(whole):
             holding(step.numbers.locks, lambda: self._run(step, batches))
         return microbatch.gather(batches, rows)
 
@@ -245,6 +273,18 @@ class MappedGPipe(nn.Module):
                 f"{lost[:5]}); compile() them before wrapping the model, and use the latest of "
                 "several wrappers only"
             )
+        mapped = {call.mapped.module for call in self._calls}
+        for name, module in self.module.named_modules():
+            if (
+                module not in mapped
+                and is_compiled(module)
+                and any(inner in mapped for inner in module.modules())
+            ):
+                raise RuntimeError(
+                    "only whole modules of a device map can be compiled, since compiled code "
+                    f"around them calls them in its own way (compiled: {name or 'the model'}); "
+                    "compile the modules that the map names"
+                )
         for call in self._calls:
             name, module, device = call.mapped
             for path, tensor in tensors(module):
@@ -254,3 +294,28 @@ class MappedGPipe(nn.Module):
                         f"({name}: {device}, {path}: {tensor.device}); move the tensor back, or "
                         "wrap the model anew with another map"
                     )
+
+
+class Near:
+    """Bring what the caller has on the CPU to a device, each tensor once.
+
+    Later the host would wait, for each copy, until the device has done all that came before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def all_of(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors, on the device if they are on the CPU, and the device is an accelerator."""
+        if not has_streams(self._device):
+            return [*tensors]
+        for x in tensors:
+            if x.device.type == "cpu" and id(x) not in self._moved:
+                self._moved[id(x)] = x, x.to(self._device)
+        return [self._moved[id(x)][1] if id(x) in self._moved else x for x in tensors]
+
+
+def _own(whole: set[int], *tensors: Tensor) -> list[Tensor]:
+    """Tensors that count their own changes, but for those that all micro-batches get whole."""
+    return [x if x.requires_grad or id(x) in whole else x.data for x in tensors]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe import MappedGPipe, NoChunk, is_recomputing
+from torchgpipe import MappedGPipe, NoChunk, PerMicroBatch, is_recomputing
 
 
 class Model(nn.Module):
@@ -218,3 +218,72 @@ def test_a_wrapped_model_stays_where_it_is():
     pipe.module.second.to("meta")
     with pytest.raises(RuntimeError, match=r"\(second: cpu, weight: meta\)"):
         pipe(torch.rand(2, 3, dtype=torch.float64))
+
+
+class Filling(nn.Module):
+    def forward(self, x, found):
+        found.append(x)
+        return x * 2
+
+
+class WithState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(3, 3), Filling()
+
+    def forward(self, x):
+        found = []
+        return self.block(self.first(x), found), len(found)
+
+
+def test_a_list_that_a_module_fills():
+    names = {"": "cpu", "first": "cpu", "block": "cpu"}
+    pipe = MappedGPipe(WithState(), names, chunks=2, checkpoint="never")
+    assert pipe(torch.rand(4, 3))[1] == 1
+    pipe.checkpoint = "always"
+    with pytest.raises(RuntimeError, match=r"must not change a list or dict .*\(module: block\)"):
+        pipe(torch.rand(4, 3))
+
+
+def test_in_place_modules_under_checkpointing():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act = nn.Linear(3, 3), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            x = self.first(x)
+            return x + self.act(x)
+
+    pipe = MappedGPipe(Residual(), {"first": "cpu", "act": "cpu"}, chunks=2, checkpoint="never")
+    x = torch.rand(4, 3)
+    torch.testing.assert_close(pipe(x), pipe.module(x))
+    pipe.checkpoint = "always"
+    with pytest.raises(RuntimeError, match="must not change its input in place"):
+        pipe(x)
+
+
+def test_a_model_that_is_compiled_around_its_modules():
+    model = Model()
+    model.compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"\(compiled: the model\)"):
+        wrapped(model)(torch.rand(4, 3))
+
+
+def test_attributes_of_the_model():
+    model = Model()
+    model.config = "config"
+    pipe = wrapped(model)
+    assert pipe.config == "config"
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = pipe.nothing
+
+
+def test_caches_are_off():
+    class Caching(Model):
+        def forward(self, x, use_cache=True):
+            return super().forward(x), PerMicroBatch(torch.tensor(use_cache))
+
+    pipe = wrapped(Caching())
+    assert pipe(torch.rand(4, 3))[1].tolist() == [False, False]
+    assert pipe(torch.rand(4, 3), use_cache=True)[1].tolist() == [True, True]

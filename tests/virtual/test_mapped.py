@@ -1,6 +1,8 @@
 """Models under a device map take the time of GPipe on virtual accelerators, without a race."""
 
 import copy
+from time import sleep
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import some
 from tests.virtual.stages import Stage, limit, own_streams
 from torchgpipe import GPipe, MappedGPipe
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
 
 SEEDS = range(some(20, 2))
@@ -67,6 +70,28 @@ def test_other_streams_of_the_caller(devices, mode):
     pipe = mapped(Chain(4), devices[:4], mode, 8)
     found = makespans(pipe, torch.rand(8, 4, device=devices[0]), own=True)
     assert found == [limit(mode, 4, 8)] * len(found)
+
+
+class Lagging(Stage):
+    """A stage that makes the host slow in backward."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: sleep(0.002))
+        return y
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("j", [0, 1])
+def test_a_host_that_is_slow_takes_no_time(devices, mode, j):
+    """The next device gets ahead of a slow one by as many micro-batches as copy streams."""
+    model = Chain(3)
+    model.layers[j] = Lagging()
+    with patch.object(StreamPool, "COPIES", 4):
+        pipe = mapped(model, devices[:3], mode, 16)
+        found = makespans(pipe, torch.rand(16, 4, device=devices[0]), seeds=(None, 0))
+    assert found == [limit(mode, 3, 16)] * 2
 
 
 class EncoderDecoder(nn.Module):

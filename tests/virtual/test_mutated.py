@@ -5,11 +5,11 @@ import inspect
 
 import pytest
 
-from tests.virtual import guarded, guarded_schedules
+from tests.virtual import guarded, guarded_mapped, guarded_schedules
 from tests.virtual.mutants import guards, mutated
 
-MUTANTS = guarded.MUTANTS | guarded_schedules.MUTANTS
-TESTS = guarded.TESTS | guarded_schedules.TESTS
+MUTANTS = guarded.MUTANTS | guarded_schedules.MUTANTS | guarded_mapped.MUTANTS
+TESTS = guarded.TESTS | guarded_schedules.TESTS | guarded_mapped.TESTS
 
 
 def judge(test, devices):

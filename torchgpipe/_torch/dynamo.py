@@ -86,7 +86,7 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
     """
     if _preparation.done or "torch._dynamo" not in sys.modules:
         return
-    if _torch.compiled_codes.seen or any(_is_compiled(layer) for layer in layers.modules()):
+    if _torch.compiled_codes.seen or any(is_compiled(layer) for layer in layers.modules()):
         prepare()
         return
     if not has("compile_callbacks"):
@@ -100,8 +100,17 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
         _torch.compile_callbacks.register_start_callback(_preparation)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or isinstance(module, _torch.OptimizedModule)
+class Interception:
+    """An object that a wrapper has put in place of the call of a module, compiled or not."""
+
+    compiled: bool
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled, on its own."""
+    call: Any = module._compiled_call_impl
+    compiled = call.compiled if isinstance(call, Interception) else call is not None
+    return compiled or isinstance(module, _torch.OptimizedModule)
 
 
 class _Preparation:

@@ -107,6 +107,12 @@ def current_hooks() -> Hooks | None:
     return hooks
 
 
+def is_in_checkpoint() -> bool:
+    """Whether this thread computes within a checkpoint of PyTorch, one without reentrance."""
+    hooks = current_hooks()
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 class Context:
     """The modes and the context variables of the thread that makes this object.
 

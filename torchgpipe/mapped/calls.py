@@ -9,36 +9,23 @@ nor its state dict changes. Forward hooks would run within the compiled code, an
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe import _torch
-from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.thread import registered
-from torchgpipe.mapped.course import Course
+from torchgpipe._torch.dynamo import Interception, uncompiled
+from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
+from torchgpipe.mapped.course import Inside, current
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.glue import Glue, paused
+from torchgpipe.mapped.glue import paused
 from torchgpipe.mapped.step import Lasting
-from torchgpipe.recompute.phase import is_recomputing
 
 __all__: list[str] = []
 
 
-class Current(threading.local):
-    """The course that this thread takes."""
-
-    course: Course | None = None
-    glue: Glue | None = None
-
-
-current = registered(Current())
-
-
-class Call:
+class Call(Interception):
     """A call of a mapped module, in place of the module's own.
 
     Args:
@@ -50,31 +37,32 @@ class Call:
     def __init__(self, mapped: Mapped, inner: Callable[..., Any], lasting: Lasting) -> None:
         self.mapped = mapped
         self.inner = inner
+        self.compiled = inner != mapped.module._call_impl
         self._lasting = lasting
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         course = current.course
         if course is None:
-            if self._lasting.thread is not None and not is_recomputing():
+            # A checkpoint of PyTorch computes the module again in a thread of autograd.
+            if self._lasting.thread is not None and _torch.graph_task() == -1:
                 raise RuntimeError(
                     "within a step, the modules of a device map must be called in the thread that "
                     f"called the wrapper (module: {self.mapped.name}); have the model's forward "
                     "call them itself, or call the model outside of a step"
                 )
-            # Outside of a step, as when the model generates text, or in a second run.
-            args, kwargs = _torch.tree_map_only(
-                Tensor, partial(_to, self.mapped.device), (args, kwargs)
-            )
+            # Outside of a step, as when the model generates text.
+            device = self.mapped.device
+            tensors = [*tensors_of((args, kwargs))]
+            if any(x.device != device for x in tensors):
+                args, kwargs = replaced((args, kwargs), lambda x: x.to(device))
+                with unfilled(self.mapped.name, (args, kwargs)):
+                    return self.inner(*args, **kwargs)
             return self.inner(*args, **kwargs)
-        if course.inside:
+        if isinstance(course, Inside):
             return self.inner(*args, **kwargs)
         with paused(current.glue):
             return course.call(self.mapped, self.inner, args, kwargs)
-
-
-def _to(device: Any, tensor: Tensor) -> Tensor:
-    return tensor if tensor.device == device else tensor.to(device)
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:

@@ -22,7 +22,8 @@ many modules there are called with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,11 @@ from torch import Tensor
 from torchgpipe.autograd.copy import copy, leave, wait
 from torchgpipe.autograd.fork_join import fork, join, needs_backward
 from torchgpipe.autograd.recompute import Recompute
+from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import has_streams, record_stream, use_stream
+from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.mapped.step import MappedStep, Stage
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.values.structure import ATOMS, flatten
 
 __all__: list[str] = []
 
@@ -55,16 +57,18 @@ class Cell:
     ) -> None:
         self.step, self.i, self.stage = step, i, stage
         self._at = at
+        #: The stream of the visit of the device before this one.
+        self.before = stage.compute
         #: Whether a mapped module was called here.
         self.entered = False
         #: The lane on which tensors come and go.
         self.lane = stage.lanes[i % len(stage.lanes)]
         #: The checkpoints of the modules that were called here.
         self.checkpoints: list[Checkpoint] = []
-        #: What has come, by the identity of the original, which is held so that no other tensor
-        #: has that identity; and what has left.
-        self._come: dict[int, tuple[Tensor, Tensor]] = {}
-        self._left: dict[int, tuple[Tensor, Tensor]] = {}
+        #: What was computed in this visit, if it is not the first one.
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+        #: What has come, and what has left.
+        self._come, self._left = Copies(), Copies()
         #: Whether a gradient goes back from here, whose arrival the fence holds back.
         self._held = False
 
@@ -76,65 +80,99 @@ class Cell:
         """
         tensors = [*tensors_of(value)]
         device = self.stage.device
+        fetched: dict[int, Tensor] = {}
         if self.stage.visit:
-            for tensor in tensors:
-                # It may be of an earlier visit.
-                if tensor.device == device:
-                    record_stream(tensor, self.stage.compute)
+            here = tuple([tensor for tensor in tensors if tensor.device == device])
+            fetched |= self.taken_over(here)
         elsewhere = [tensor for tensor in tensors if tensor.device != device]
-        if not elsewhere:
-            return value
-        self._fetch(elsewhere)
-        return replaced(value, lambda x: x if x.device == device else self._come[id(x)][1])
+        if elsewhere:
+            fetched |= self._fetch(elsewhere)
+        return replaced(value, lambda x: fetched.get(id(x), x)) if fetched else value
 
-    def fetch(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor here, once."""
-        fetched: Tensor = self.fetch_all(tensor)
-        return fetched
+    def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Tensors of an earlier visit of this device for the stream of this one, by identity.
 
-    def _fetch(self, tensors: Sequence[Tensor]) -> None:
-        """Bring tensors here that are elsewhere, those of one device together."""
-        missing: dict[torch.device, dict[int, Tensor]] = {}
-        for tensor in tensors:
-            if id(tensor) not in self._come:
-                missing.setdefault(tensor.device, {})[id(tensor)] = tensor
-        for device, found in missing.items():
-            originals = tuple(found.values())
+        Their gradients leave this stream as clones, since autograd may add others to them.
+        """
+        own = self.stage.compute
+        self._record(tensors)
+        known, missing = self._come.known(tensors)
+        foreign = tuple([x for x in missing if needs_backward((x,)) and not self.has_made(x)])
+        if foreign:
+            with use_stream(own):
+                # guard: taking over from an earlier visit
+                known |= self._come.added(foreign, wait(self.before, own, *foreign))
+        return known
+
+    def made(self, value: Any) -> None:
+        """Take note of tensors that were computed in this visit."""
+        for tensor in tensors_of(value):
+            self._made[id(tensor)] = weakref.ref(tensor)
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed in this visit."""
+        found = self._made.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def _fetch(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Bring tensors here that are elsewhere, those of one device together, by identity."""
+        fetched, missing = self._come.known(tensors)
+        for device in dict.fromkeys(x.device for x in missing):
+            originals = tuple([x for x in missing if x.device == device])
             if has_streams(device) and has_streams(self.stage.device):
                 arrived = self._fetch_from(self._at(device), originals)
             else:
                 # The host waits anyway.
                 arrived = tuple([x.to(self.stage.device) for x in originals])
-            self._come.update(zip(found, zip(originals, arrived)))
+            fetched |= self._come.added(originals, arrived)
+        return fetched
 
     def _fetch_from(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         leaving = source._send(tensors)
         self.step.goes(source.stage, self.stage)
         needed = any(x.requires_grad for x in leaving)
+        # guard: join of what is fetched
         phonies = self._phonies() if needed else []
+        # guard: lane of what is fetched
         with use_stream(self.lane):
             arriving = copy(source.lane, self.lane, *leaving, phonies=phonies)
         with use_stream(self.stage.compute):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed
+        self.made(arriving)
         return arriving
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Bring a tensor here anew, for code that may change it in place."""
+        (arrived,) = self._fetch_from(self._at(tensor.device), (tensor,))
+        return arrived
 
     def stay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Fence what the model returns from here."""
+        self._record(tensors)
         with use_stream(self.stage.compute):
             return self._fenced(tensors)
 
-    def _send(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    def _record(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of what an earlier visit has made."""
+        if self.stage.visit:
+            for tensor in tensors:
+                # guard: recording for a later visit
+                record_stream(tensor, self.stage.compute)
+
+    def _send(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Put tensors on the lane, from which other devices copy them."""
-        waiting = tuple([x for x in tensors if id(x) not in self._left])
+        sent, waiting = self._left.known(tensors)
         if waiting:
             compute = self.stage.compute
+            self._record(waiting)
             with use_stream(compute):
                 leaving = leave(compute, self.lane, *waiting)
+            # guard: lane of what is sent on
             with use_stream(self.lane):
                 leaving = self._fenced(leaving, self.checkpoints)
-            self._left.update((id(x), (x, y)) for x, y in zip(waiting, leaving))
-        return [self._left[id(x)][1] for x in tensors]
+            sent |= self._left.added(waiting, leaving)
+        return tuple([sent[id(x)] for x in tensors])
 
     def _fenced(
         self, tensors: tuple[Tensor, ...], checkpoints: Sequence[Checkpoint] = ()
@@ -143,7 +181,9 @@ class Cell:
         if not (self.step.fenced and needs_backward(tensors)):
             return tensors
         if not self._held:
+            # guard: join of what leaves
             tensors = join(tensors, *self._phonies())
+        # guard: recomputation before the gradient
         if checkpoints:
             *outputs, phony = Recompute.apply(partial(_recompute, [*checkpoints]), *tensors)
             tensors = tuple(outputs)
@@ -154,45 +194,59 @@ class Cell:
 
     def _phonies(self) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after this one."""
-        found = self.step.phonies
-        cells = [(self.i - 1, self.stage)]
-        cells += [(self.i - self.stage.lead, x) for x in self.step.targets.get(self.stage, ())]
-        return [phony for cell in dict.fromkeys(cells) for phony in found.get(cell, ())]
+        own, lead = self.stage, self.stage.lead
+        found = self.step.phonies_before(self.i, own)
+        for target in self.step.targets.get(own, ()):
+            # guard: lead of a course
+            if target.number - own.number < lead:
+                found = found + self.step.phonies.get((self.i - lead, target), [])
+        return found
+
+    def close(self) -> None:
+        """Let go of all tensors."""
+        self._come.clear()
+        self._left.clear()
+        self.checkpoints.clear()
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value.
+class Copies:
+    """Copies of tensors that are somewhere else, by the identities of the originals."""
 
-    Raises:
-        TypeError: the value holds tensors in something that is no known container.
-    """
-    # Most arguments are tensors, and tuples and dicts of them. PyTorch's functions for trees take
-    # several times as long.
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in (tuple, list):
-        for x in value:
-            yield from tensors_of(x)
-    elif type(value) is dict:
-        for x in value.values():
-            yield from tensors_of(x)
-    elif type(value) not in ATOMS:
-        yield from flatten(value)[0]
+    def __init__(self) -> None:
+        #: The original, which is held so that no other tensor has its identity, how often it had
+        #: been changed in place, and the copy.
+        self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
 
+    def known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """The copies that there are, by the identities of the originals, and tensors without."""
+        copies: dict[int, Tensor] = {}
+        missing: dict[int, Tensor] = {}
+        for tensor in tensors:
+            _, version, known = self._found.get(id(tensor), (None, -1, None))
+            if (
+                known is None
+                # The tensor has changed since, or nobody counts its changes.
+                # guard: copies of what has changed
+                or version != version_of(tensor)
+                or version < 0
+                # A copy that was made without grad leads no gradient back.
+                # guard: copies without grad
+                or (needs_backward((tensor,)) and not known.requires_grad)
+            ):
+                missing[id(tensor)] = tensor
+            else:
+                copies[id(tensor)] = known
+        return copies, [*missing.values()]
 
-def replaced(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A value with a function of each of its tensors in place of the tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    kind = type(value)
-    if kind in ATOMS:
-        return value
-    if kind is tuple or kind is list:
-        return kind([replaced(x, function) for x in value])
-    if kind is dict:
-        return {key: replaced(x, function) for key, x in value.items()}
-    tensors, structure = flatten(value)
-    return structure.unflatten(tuple(map(function, tensors))) if tensors else value
+    def added(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Take note of copies, and return them by the identities of the originals."""
+        for tensor, made in zip(tensors, copies):
+            self._found[id(tensor)] = tensor, version_of(tensor), made
+        return {id(tensor): made for tensor, made in zip(tensors, copies)}
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self._found.clear()
 
 
 def _recompute(checkpoints: Sequence[Checkpoint]) -> None:

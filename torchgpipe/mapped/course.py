@@ -21,23 +21,57 @@ micro-batch would wait for this one to come back.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
-from torchgpipe.devices.streams import AbstractStream, make_current, use_stream, wait_stream
+from torchgpipe.ambient.thread import registered
+from torchgpipe.devices.streams import make_current, use_stream, wait_stream
+from torchgpipe.engine.body import Body
 from torchgpipe.mapped.cell import Cell
+from torchgpipe.mapped.containers import unfilled
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.step import MappedStep
+from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
 
+if TYPE_CHECKING:
+    from torchgpipe.mapped.glue import Glue
+
 __all__: list[str] = []
+
+
+class Inside:
+    """A mark in place of a course: a mapped module is being computed, as a whole."""
+
+
+class Current(threading.local):
+    """The course that a thread takes."""
+
+    course: Course | Inside | None = None
+    glue: Glue | None = None
+
+
+current = registered(Current())
+
+
+class inside:
+    """Compute a mapped module as a whole, whatever it calls, within a ``with`` block."""
+
+    def __enter__(self) -> None:
+        self._outer, current.course = current.course, Inside()
+
+    def __exit__(self, *_: object) -> None:
+        current.course = self._outer
 
 
 class Course:
@@ -50,18 +84,17 @@ class Course:
 
     def __init__(self, step: MappedStep, i: int) -> None:
         self.step, self.i = step, i
-        #: Whether a mapped module is being computed.
-        self.inside = False
         #: The cell that is on its way.
         self._cell: Cell | None = None
+        self._all: list[Cell] = []
         #: The latest cell on each device.
         self._cells: dict[torch.device, Cell] = {}
         #: Where code between mapped modules is.
         self._place = "in front of the first mapped module"
         self._noted = False
-        #: The streams of later visits, by device, once the model came back to one.
-        self.own_streams: dict[torch.device, AbstractStream] = {}
-        self._numbers: AbstractContextManager[Any] | None = None
+        #: The cells of later visits, by device, once the model came back to one.
+        self.later: dict[torch.device, Cell] = {}
+        self._numbers = CourseNumbers(step.numbers, i, step.devices)
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
@@ -82,29 +115,35 @@ class Course:
         self._noted = True
         with note:
             cell = self._enter(mapped.device)
-            self.step.modules[cell.stage].add(mapped.module)
+            self.step.enters(mapped.module, cell.stage)
+            undrawn: AbstractContextManager[None] = nullcontext()
+            if is_in_checkpoint():
+                undrawn = self._numbers.undrawn(mapped.name, mapped.device)
+            before = args
             args, kwargs = cell.fetch_all((args, kwargs))
-            self.inside = True
-            try:
-                with use_stream(cell.stage.compute):
-                    if self.step.is_checkpointed(self.i):
-                        batch = Batch(Arguments(args, kwargs))
-                        del args, kwargs
-                        checkpoint = self._new_checkpoint(mapped, cell, note)
-                        output = checkpoint.forward(batch.take()).value
-                    else:
-                        output = inner(*args, **kwargs)
-            finally:
-                self.inside = False
+            call = inner if args is before else partial(_filling_nothing, mapped.name, inner)
+            del before
+            uncached = self.step.uncached(mapped.module, cell.stage)
+            with use_stream(cell.stage.compute), uncached, undrawn:
+                if self.step.is_checkpointed(self.i):
+                    batch = Batch(Arguments(args, kwargs))
+                    del args, kwargs
+                    checkpoint = self._new_checkpoint(mapped, inner, cell, note)
+                    output = checkpoint.forward(batch.take()).value
+                else:
+                    with inside():
+                        output = call(*args, **kwargs)
+        if cell.stage.visit:
+            cell.made(output)
         self._noted, self._place = False, f"behind {place}"
         return output
 
-    def _new_checkpoint(self, mapped: Mapped, cell: Cell, note: noted) -> Checkpoint:
-        body = self.step.body(mapped)
+    def _new_checkpoint(self, mapped: Mapped, inner: Any, cell: Cell, note: noted) -> Checkpoint:
+        body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
         state = body.state
         assert state is not None
         checkpoint = Checkpoint(
-            partial(body.run, copies=[]) if state.buffers.any else body.run,
+            partial(_run, body, copies=[] if state.buffers.any else None),
             self.step.new_context(),
             cell.stage.compute,
             note,
@@ -117,21 +156,41 @@ class Course:
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Bring a tensor to another device, for code between mapped modules."""
-        return self._at(device).fetch(tensor)
+        found = self._cells.get(device)
+        if found is not None and found.entered and found is not self._cell:
+            # The code goes on there with something that comes late. On the stream of an earlier
+            # visit the next micro-batch would wait for it.
+            # guard: code that comes back
+            self._begin(device)
+        return self._at(device).bring(tensor)
 
     def end(self, output: Any) -> Batch:
-        """Fence the output of the model, and take the random numbers along."""
+        """Fence the output of the model."""
         batch = Batch(output)
+        # Micro-batches may end on different devices, by their values.
+        places = self.step.places
+        if len(places) == len(batch):
+            moved = [
+                x if x.device == place else self.move(x, place) for x, place in zip(batch, places)
+            ]
+            batch = batch.replace(moved)
+        self.step.places = [x.device for x in batch]
         found = {id(x): x for x in batch}
         for device in dict.fromkeys(x.device for x in batch):
             here = [x for x in batch if x.device == device]
             found |= dict(zip(map(id, here), self._at(device).stay(tuple(here))))
-        self._leave()
         return batch.replace([found[id(x)] for x in batch])
 
     def close(self) -> None:
-        """End the course, after a failure too."""
-        self._leave()
+        """End the course, after a failure too, and let go of all tensors."""
+        self._numbers.end()
+        for cell in self._all:
+            cell.close()
+        # The cells refer to the course, too, and the step has the phonies of the whole graph.
+        self._all.clear()
+        self._cells.clear()
+        self.later.clear()
+        self._cell = None
 
     def _enter(self, device: torch.device) -> Cell:
         """The cell of a module that is called on a device."""
@@ -142,16 +201,9 @@ class Course:
             # too, which the first module goes on with.
             cell = self._begin(device) if found is None or found.entered else found
             cell.entered = True
-            self._leave()
             self._cell = cell
-            self._numbers = self.step.numbers.of(self.i, device)
-            self._numbers.__enter__()
+            self._numbers.go_to(device)
         return cell
-
-    def _leave(self) -> None:
-        if self._numbers is not None:
-            self._numbers.__exit__(None, None, None)
-            self._numbers = None
 
     def _at(self, device: torch.device) -> Cell:
         """The latest cell on a device."""
@@ -163,9 +215,25 @@ class Course:
         cell = self._cells[device] = Cell(
             self.step, self.i, self.step.stage(device, visit), self._at
         )
+        self._all.append(cell)
         if before:
             # Code between modules computes on the device, too, with whatever is there.
+            # guard: waiting for an earlier visit
             wait_stream(cell.stage.compute, before.stage.compute)
+            # guard: streams of a later visit
             make_current(cell.stage.compute)
-            self.own_streams[device] = cell.stage.compute
+            cell.before = before.stage.compute
+            self.later[device] = cell
         return cell
+
+
+def _filling_nothing(name: str, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a mapped module with containers that are copies."""
+    with unfilled(name, (args, kwargs)):
+        return inner(*args, **kwargs)
+
+
+def _run(body: Body, batch: Batch, copies: list[Copy] | None) -> Batch:
+    """Run a mapped module, for the first or the second time."""
+    with inside():
+        return body.run(batch, copies)

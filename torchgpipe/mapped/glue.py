@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
-from torchgpipe.devices.streams import canonical_device, has_streams, record_stream
+from torchgpipe.devices.streams import canonical_device, has_streams
+from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.mapped.course import Course
 
 __all__: list[str] = []
@@ -43,13 +44,39 @@ class Glue(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._course.own_streams:
-            self._record(args, kwargs)
+        if self._course.later and getattr(func, "__name__", "") not in ATTRIBUTES:
+            # guard: code of a later visit
+            return self._later(func, args, kwargs or {})
+        return self._moved(func, args, kwargs or {})
+
+    def _moved(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # guard: copies of the model itself
         wanted = TARGETS.get(func)
         if wanted is not None:
             args = wanted(self, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _later(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a function with tensors that an earlier visit of a device has made, perhaps."""
+        found: dict[int, Tensor] = {}
+        tensors = [*tensors_of((args, kwargs))]
+        for device, cell in self._course.later.items():
+            found |= cell.taken_over([x for x in tensors if x.device == device])
+        if found and not is_in_place(func.__name__):
+            taken = replaced((args, dict(kwargs)), lambda x: found.get(id(x), x))
+            result = self._moved(func, *taken)
+            if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in found.values()):
+                # A view must be one of the tensor itself: somebody may change it in place.
+                result = self._moved(func, args, kwargs)
+        else:
+            result = self._moved(func, args, kwargs)
+        for device, cell in self._course.later.items():
+            cell.made([x for x in tensors_of(result) if x.device == device])
+        return result
 
     def arrived(self, tensor: Any, device: torch.device) -> Any:
         """The tensor on the device, if both are accelerators; anything else as it is."""
@@ -59,13 +86,17 @@ class Glue(TorchFunctionMode):
             return tensor
         return self._course.move(tensor, device)
 
-    def _record(self, *arguments: Any) -> None:
-        """Keep what an earlier visit of a device has made, while a later one computes with it."""
-        for leaf in _torch.tree_leaves(arguments):
-            if isinstance(leaf, Tensor):
-                stream = self._course.own_streams.get(leaf.device)
-                if stream is not None:
-                    record_stream(leaf, stream)
+
+#: Functions that are about the tensor object, and not its values.
+ATTRIBUTES = frozenset({"__get__", "__set__", "register_hook", "retain_grad", "backward"})
+ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_stream"}
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
 
 
 def _to(glue: Glue, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -95,6 +126,13 @@ def _set(glue: Glue, tensor: Tensor, index: Any, value: Any) -> tuple[Any, ...]:
     return tensor, index, glue.arrived(value, tensor.device)
 
 
+def _as_tensor(glue: Glue, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if target is not None:
+        data = glue.arrived(data, canonical_device(target))
+    return data, *args
+
+
 #: By function, what moves its tensors first: it returns the positional arguments.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
@@ -102,6 +140,7 @@ TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.type_as: _type_as,
     Tensor.copy_: _copy_,
     Tensor.__setitem__: _set,
+    torch.as_tensor: _as_tensor,
 }
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.autocast import own_casts
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.autograd.ends import between
@@ -35,8 +37,12 @@ __all__: list[str] = []
 
 
 class Stage(NamedTuple):
-    """A visit of a device: the first one, or one of those after the model came back to it."""
+    """A visit of a device: the first one, or one of those after the model came back to it.
 
+    Stages have numbers in the order in which the model comes to them.
+    """
+
+    number: int
     device: torch.device
     visit: int
     compute: AbstractStream
@@ -52,8 +58,8 @@ class Lasting:
     """The parts that last from step to step: streams, locks, knowledge of buffers."""
 
     def __init__(self) -> None:
-        #: The streams of each visit.
-        self.pools: list[StreamPool] = []
+        #: The streams of the first visit of each device, and of those after it, in turns.
+        self.pools = [StreamPool() for _ in range(4)]
         self.lock = threading.RLock()
         #: The thread that runs a step.
         self.thread: int | None = None
@@ -74,12 +80,13 @@ class MappedStep:
         self, lasting: Lasting, devices: Sequence[torch.device], m: int, checkpointed: int
     ) -> None:
         self._lasting, self._checkpointed = lasting, checkpointed
-        self._devices = [*dict.fromkeys(devices)]
-        self.numbers = StepNumbers(self._devices, m)
+        #: The devices of the map, each once.
+        self.devices = [*dict.fromkeys(devices)]
+        self.numbers = StepNumbers(self.devices, m)
         #: Whether forks and joins are needed.
-        self.fenced = torch.is_grad_enabled() and any(map(has_streams, self._devices))
-        #: Whether copies between devices are made on lanes.
-        self.needs_glue = sum(map(has_streams, self._devices)) > 1
+        self.fenced = torch.is_grad_enabled() and any(map(has_streams, self.devices))
+        #: Whether the code between mapped modules is watched.
+        self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
         #: The phonies of each cell, for cells that backward shall come to before it.
         self.phonies: dict[tuple[int, Stage], list[Tensor]] = {}
         #: The stages that each stage sends to.
@@ -87,28 +94,61 @@ class MappedStep:
         self._stages: dict[tuple[torch.device, int], Stage] = {}
         #: The modules that were computed in each stage.
         self.modules: dict[Stage, set[nn.Module]] = defaultdict(set)
-        self._bodies: dict[nn.Module, Body] = {}
+        #: The devices of the outputs of the last micro-batch.
+        self.places: list[torch.device] = []
+        #: The stage in which each module was called last.
+        self._last: dict[nn.Module, Stage] = {}
+        self._bodies: dict[tuple[nn.Module, Stage], Body] = {}
         self._contexts: list[Context] = []
-        self._outside = {device: current_stream(device) for device in self._devices}
+        self._outside = {device: current_stream(device) for device in self.devices}
 
     def stage(self, device: torch.device, visit: int) -> Stage:
         """The stage of a visit."""
         found = self._stages.get((device, visit))
         if found is None:
             pools = self._lasting.pools
-            while len(pools) <= visit:
-                pools.append(StreamPool())
+            # A device has some streams only, and a model may come back to it any number of times.
+            place = visit and 1 + (visit - 1) % (len(pools) - 1)
             # A pool gives each of several partitions a stream of its own to compute on.
-            streams = pools[visit].get(device, 2 if visit else 1, skips=False)[0]
+            streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
             compute = streams.compute if visit else self._outside.get(device, streams.compute)
-            found = Stage(device, visit, compute, tuple(streams.values))
+            found = Stage(len(self._stages), device, visit, compute, tuple(streams.values))
             self._stages[device, visit] = found
             # Between steps the caller changes gradients, whose memory belongs to these streams.
             caller = self._outside.get(device, streams.compute)
             others = {compute, *found.lanes} - {caller}
             if has_streams(device):
+                # guard: lanes after the caller
                 wait_all(others, caller)
         return found
+
+    def uncached(self, module: nn.Module, stage: Stage) -> AbstractContextManager[None]:
+        """Leave autocast's cache alone for a module that an earlier visit has called, too.
+
+        The cache has weights that were cast on the stream of one visit, and frees them at will.
+        """
+        shared = stage.visit and sum(module in modules for modules in self.modules.values()) > 1
+        # guard: weights that were cast
+        return own_casts() if shared else nullcontext()
+
+    def phonies_before(self, i: int, stage: Stage) -> list[Tensor]:
+        """The phonies of the last micro-batch before ``i`` that came to a stage."""
+        for k in reversed(range(i)):
+            if (k, stage) in self.phonies:
+                return self.phonies[k, stage]
+        return []
+
+    def enters(self, module: nn.Module, stage: Stage) -> None:
+        """Order the calls of a module that a later visit of the device calls, too.
+
+        It may change its buffers, which the streams of two visits must not do at the same time.
+        """
+        self.modules[stage].add(module)
+        last = self._last.get(module)
+        # guard: one visit at a time
+        if last is not None and last is not stage and any(True for _ in module.buffers()):
+            wait_stream(stage.compute, last.compute)
+        self._last[module] = stage
 
     def goes(self, source: Stage, target: Stage) -> None:
         """Take note that one stage sends to another."""
@@ -120,13 +160,22 @@ class MappedStep:
         """Whether a micro-batch is computed under checkpointing."""
         return i < self._checkpointed
 
-    def body(self, mapped: Mapped) -> Body:
-        """The body of a mapped module, for second runs."""
-        found = self._bodies.get(mapped.module)
+    def body(self, mapped: Mapped, call: Any, stage: Stage) -> Body:
+        """The body of a mapped module, for second runs.
+
+        Each stage has one of its own, since second runs of a norm write to a copy of its statistics
+        that the body keeps.
+        """
+        found = self._bodies.get((mapped.module, stage))
         if found is None:
             state = LayersState(mapped.module, self._lasting.learned)
             found = Body(mapped.module, self._lasting.lock, state, False)
-            self._bodies[mapped.module] = found
+            # The model has the arguments, too, so they are not cloned for a layer that changes them
+            # in place: that is an error under checkpointing.
+            found.in_place = False
+            # Not the module, whose class may have a __call__ of its own, which has been called.
+            found.layers = call
+            self._bodies[mapped.module, stage] = found
         return found
 
     def new_context(self) -> Context:
@@ -139,6 +188,7 @@ class MappedStep:
     def leave_streams(self) -> None:
         """Make the caller's streams the current ones again, at the end of a micro-batch."""
         for device in {stage.device for stage in self._own()}:
+            # guard: the caller's streams after a course
             make_current(self._outside[device])
 
     def have_caller_wait(self) -> None:
@@ -151,6 +201,7 @@ class MappedStep:
         own = self._own()
         for tensor in outputs:
             if any(stage.device == tensor.device for stage in own):
+                # guard: recording what a later visit returns
                 record_stream(tensor, self._outside[tensor.device])
         if own and needs_backward(tuple(outputs)):
             outputs = between(self._wait_for_caller, self._end_backward, *outputs)

@@ -14,7 +14,7 @@ class Course:
 
     def __init__(self):
         self.moved = []
-        self.own_streams = {}
+        self.later = {}
 
     def move(self, tensor, device):
         self.moved.append((tensor, device))

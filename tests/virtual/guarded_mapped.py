@@ -1,0 +1,51 @@
+"""Guards of what runs mapped modules: for each a mutant, and tests that must fail with it."""
+
+from tests.virtual.mutants import DROP
+
+#: Tests, by a short name: the module, the function, and some of its arguments.
+TESTS = {
+    f"mapped {name}": (f"virtual.{module}", f"test_{function}", arguments)
+    for name, (module, function, arguments) in {
+        "makespan": ("test_mapped", "makespan", {"n": 4, "m": 8}),
+        "slow host": ("test_mapped", "a_host_that_is_slow_takes_no_time", {"j": 0}),
+        "labels": ("test_mapped", "copies_of_the_model_itself_hold_nobody_up", {}),
+        "encoder and decoder": ("test_mapped", "a_model_that_comes_back_to_its_devices", {}),
+        "gemma2": ("test_mapped", "architectures", {"name": "gemma2"}),
+        "bart": ("test_mapped", "architectures", {"name": "bart"}),
+        "streams": ("test_mapped", "other_streams_of_the_caller", {}),
+        "changes": ("test_mapped_values", "gradients_and_buffers", {"kind": "ChangedAfterItLeft"}),
+        "no grad": ("test_mapped_values", "gradients_and_buffers", {"kind": "WithoutGradFirst"}),
+        "norms": ("test_mapped_values", "gradients_and_buffers", {"kind": "Norms"}),
+        "ways": ("test_mapped_values", "gradients_and_buffers", {"kind": "Uneven"}),
+        "casts": ("test_mapped_code", "weights_that_autocast_has_cast", {}),
+        "late": ("test_mapped_code", "code_that_comes_back_holds_nobody_up", {}),
+        "skips": ("test_mapped_code", "skips_that_come_back", {}),
+        "steps": ("test_mapped_values", "steps_one_after_another", {}),
+    }.items()
+}
+
+MUTANTS = {
+    "recording for a later visit": (DROP, "mapped bart"),
+    "lane of what is fetched": (("self.lane", "self.stage.compute"), "mapped labels"),
+    "join of what is fetched": (("self._phonies()", "[]"), "mapped slow host"),
+    "lane of what is sent on": (("self.lane", "self.stage.compute"), "mapped makespan"),
+    "join of what leaves": (("*self._phonies()", ""), "mapped slow host"),
+    "lead of a course": (("< lead", "< -lead"), "mapped slow host"),
+    "recomputation before the gradient": (("checkpoints", "False"), "mapped makespan"),
+    "copies of what has changed": (("version != version_of(tensor)", "False"), "mapped changes"),
+    "copies without grad": (("needs_backward((tensor,))", "False"), "mapped no grad"),
+    "waiting for an earlier visit": (DROP, "mapped bart"),
+    "streams of a later visit": (DROP, "mapped late"),
+    "the caller's streams after a course": (DROP, "mapped bart"),
+    "lanes after the caller": (DROP, "mapped steps"),
+    "recording what a later visit returns": (DROP, "mapped bart"),
+    "one visit at a time": (("last is not None", "False"), "mapped norms"),
+    "code of a later visit": (("_later(func", "_moved(func"), "mapped skips"),
+    "taking over from an earlier visit": (
+        ("wait(self.before, own, *foreign)", "foreign"),
+        "mapped skips",
+    ),
+    "weights that were cast": (("if shared", "if False"), "mapped casts"),
+    "code that comes back": (DROP, "mapped late"),
+    "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
+}
