@@ -7,6 +7,8 @@ TESTS = {
     f"mapped {name}": (f"virtual.{module}", f"test_{function}", arguments)
     for name, (module, function, arguments) in {
         "makespan": ("test_mapped", "makespan", {"n": 4, "m": 8}),
+        "copies": ("test_mapped", "slow_copies", {}),
+        "clones": ("test_mapped_code", "gradients_leave_a_later_visit_as_clones", {}),
         "slow host": ("test_mapped", "a_host_that_is_slow_takes_no_time", {"j": 0}),
         "labels": ("test_mapped", "copies_of_the_model_itself_hold_nobody_up", {}),
         "encoder and decoder": ("test_mapped", "a_model_that_comes_back_to_its_devices", {}),
@@ -20,13 +22,12 @@ TESTS = {
         "casts": ("test_mapped_code", "weights_that_autocast_has_cast", {}),
         "late": ("test_mapped_code", "code_that_comes_back_holds_nobody_up", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
-        "steps": ("test_mapped_values", "steps_one_after_another", {}),
     }.items()
 }
 
 MUTANTS = {
     "recording for a later visit": (DROP, "mapped bart"),
-    "lane of what is fetched": (("self.lane", "self.stage.compute"), "mapped labels"),
+    "lane of what is fetched": (("self.lane", "self.stage.compute"), "mapped copies"),
     "join of what is fetched": (("self._phonies()", "[]"), "mapped slow host"),
     "lane of what is sent on": (("self.lane", "self.stage.compute"), "mapped makespan"),
     "join of what leaves": (("*self._phonies()", ""), "mapped slow host"),
@@ -37,13 +38,12 @@ MUTANTS = {
     "waiting for an earlier visit": (DROP, "mapped bart"),
     "streams of a later visit": (DROP, "mapped late"),
     "the caller's streams after a course": (DROP, "mapped bart"),
-    "lanes after the caller": (DROP, "mapped steps"),
     "recording what a later visit returns": (DROP, "mapped bart"),
     "one visit at a time": (("last is not None", "False"), "mapped norms"),
-    "code of a later visit": (("_later(func", "_moved(func"), "mapped skips"),
+    "code of a later visit": (("_later(func", "_moved(func"), "mapped clones"),
     "taking over from an earlier visit": (
         ("wait(self.before, own, *foreign)", "foreign"),
-        "mapped skips",
+        "mapped clones",
     ),
     "weights that were cast": (("if shared", "if False"), "mapped casts"),
     "code that comes back": (DROP, "mapped late"),

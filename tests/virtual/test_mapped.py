@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.simulate.critical import step_path
 from tests.behaviour.test_mapped_architectures import NAMES, compare
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import some
@@ -70,6 +71,20 @@ def test_other_streams_of_the_caller(devices, mode):
     pipe = mapped(Chain(4), devices[:4], mode, 8)
     found = makespans(pipe, torch.rand(8, 4, device=devices[0]), own=True)
     assert found == [limit(mode, 4, 8)] * len(found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slow_copies(devices, mode):
+    n, m, copy_time = 3, 6, 0.75
+    pipe = mapped(Chain(n), devices[:n], mode, m)
+    # A micro-batch of one row has four numbers of four bytes.
+    links = {(a, b): 16 / copy_time for a in range(n) for b in range(n) if abs(a - b) == 1}
+    expected = step_path(mode, m, [1] * n, [1] * n, [2] * n, [copy_time] * (n - 1))
+    for seed in (None, *SEEDS):
+        with observe(jitter=seed, bandwidth=links) as seen:
+            pipe(torch.rand(m, 4, device=devices[0])).sum().backward()
+        assert_no_races(seen)
+        assert seen.makespan == expected
 
 
 class Lagging(Stage):

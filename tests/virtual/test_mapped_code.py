@@ -246,7 +246,9 @@ class Down(Model):
         y = self.up[2](torch.cat([y.to(c.device), c * 2], 1))
         view.mul_(1.5)
         y = self.up[1](torch.cat([y.to(b.device), b + 1], 1)) * b.sigmoid()
-        return self.up[0](torch.cat([y.to(a.device), a], 1)) + a * a + view.sum().to(a.device)
+        y = self.up[0](torch.cat([y.to(a.device), a], 1))
+        # The gradient of the sum goes to both terms, and others are added to that of the second.
+        return (y * y.detach().cos() + a) * (1 + view.sum().to(a.device))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -264,3 +266,21 @@ def test_skips_that_come_back(devices, mode):
         with observe(jitter=seed) as seen:
             pipe(inputs.to(devices[0])).square().sum().backward()
         assert_no_races(seen)
+
+
+def test_gradients_leave_a_later_visit_as_clones(devices):
+    """Autograd adds others to them in place, on another stream."""
+    places = {}
+
+    class Adding(Model):
+        def forward(self, x):
+            before = self.a(x)
+            alone = before.clone()
+            later = self.b(before).to(before.device) * 2
+            for name, tensor in (("alone", alone), ("later", later)):
+                tensor.register_hook(lambda grad, name=name: places.update({name: grad}))
+            return later + alone
+
+    pipe = wrapped(Adding(), devices, "never", chunks=1)
+    pipe(torch.rand(2, 6, device=devices[0])).sum().backward()
+    assert places["alone"].data_ptr() != places["later"].data_ptr()

@@ -118,7 +118,6 @@ class MappedStep:
             caller = self._outside.get(device, streams.compute)
             others = {compute, *found.lanes} - {caller}
             if has_streams(device):
-                # guard: lanes after the caller
                 wait_all(others, caller)
         return found
 
