@@ -4,6 +4,9 @@
 
     balance = balance_by_time(len(devices), module, sample)
     model = GPipe(module, balance, devices=devices, chunks=8)
+
+For a model that is no ``nn.Sequential``, :func:`map_by_time` and :func:`map_by_size` propose a
+device map.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from torch import nn
 
 from torchgpipe.ambient.notes import add_note
 from torchgpipe.balance import blockpartition
+from torchgpipe.balance.device_map import map_by_size, map_by_time
 from torchgpipe.balance.profile import MISSING, profile_layers
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import positive_int
 from torchgpipe.partition.split import verify_module
 
-__all__ = ["balance_by_time", "balance_by_size"]
+__all__ = ["balance_by_time", "balance_by_size", "map_by_time", "map_by_size"]
 
 
 def balance_by_time(

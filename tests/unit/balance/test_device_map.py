@@ -1,0 +1,104 @@
+"""Device maps that are proposed keep blocks whole, and spread what they cost."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.architectures import build
+from torchgpipe import MappedGPipe
+from torchgpipe.balance import map_by_size, map_by_time
+from torchgpipe.balance.device_map import blocks_of, proposed
+
+
+class Block(nn.Module):
+    def __init__(self, seconds=0.0, width=4):
+        super().__init__()
+        self.seconds, self.layer = seconds, nn.Linear(4, width)
+        self.back = nn.Linear(width, 4)
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.back(self.layer(x).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return torch.rand(1) * self.norm(x)
+
+
+def test_blocks():
+    assert [*blocks_of(Model(Block(), Block()))] == ["embed", "blocks.0", "blocks.1", "norm"]
+    nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Block()))
+    assert [*blocks_of(nested)] == ["0", "1"]
+    assert [*blocks_of(nested, no_split=["Block"])] == ["0", "1.1"]
+    assert [*blocks_of(nn.Linear(2, 2))] == [""]
+
+
+def test_by_time():
+    model = Model(Block(0.02), Block(), Block(), Block(0.02))
+    found = map_by_time(["a", "b"], model, torch.rand(3, 4), timeout=0)
+    assert found == {
+        "": "a",
+        "embed": "a",
+        "blocks.0": "a",
+        **{f"blocks.{k}": found[f"blocks.{k}"] for k in (1, 2)},
+        "blocks.3": "b",
+        "norm": "b",
+    }
+
+
+def test_by_size():
+    model = Model(Block(width=400), Block(), Block(), Block(width=400))
+    found = map_by_size(["a", "b"], model, torch.rand(3, 4))
+    assert (found["blocks.0"], found["blocks.3"]) == ("a", "b")
+    # What is kept for backward counts, too.
+    model = Model(Block(width=400), Block(), Block())
+    found = map_by_size(["a", "b"], model, torch.rand(1000, 4), param_scale=0)
+    assert (found["embed"], found["blocks.0"], found["blocks.1"]) == ("a", "a", "b")
+
+
+@pytest.mark.parametrize("propose", [map_by_time, map_by_size])
+def test_nothing_changes(propose):
+    model = Model(Block(), Block()).eval()
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    torch.manual_seed(0)
+    propose(["a"], model, torch.ones(3, 4), **({"timeout": 0} if propose is map_by_time else {}))
+    state = torch.random.get_rng_state()
+    assert not model.training
+    assert all(x.grad is None for x in model.parameters())
+    for key, x in model.state_dict().items():
+        torch.testing.assert_close(x, before[key])
+    torch.manual_seed(0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_tied_blocks_stay_together():
+    blocks = {name: nn.Linear(2, 2) for name in "abcd"}
+    blocks["d"].weight = blocks["a"].weight
+    found = proposed([0, 1], blocks, dict.fromkeys("abcd", 1.0))
+    assert found == {"": 0, "a": 0, "b": 1, "c": 1, "d": 0}
+
+
+def test_fewer_blocks_than_devices():
+    with pytest.raises(ValueError, match=r"layers: 3, partitions: 4"):
+        map_by_size([0, 1, 2, 3], Model(Block()), torch.rand(3, 4))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert", "vit"])
+def test_models_of_transformers(name):
+    model, inputs = build(name)
+    found = map_by_size(["cpu", "cpu"], model, **inputs)
+    assert any(key.endswith(".1") for key in found)
+    MappedGPipe(model, found, chunks=2)(**inputs).loss.mean().backward()

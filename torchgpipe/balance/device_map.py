@@ -1,0 +1,232 @@
+"""Proposals of device maps: which device computes which module of any model.
+
+The model's own forward runs on a sample, and each of its blocks is measured there. A block is a
+module that is kept whole: an entry of an ``nn.ModuleList``, a class that the model says not to
+split, and whatever has parameters beside these. Blocks go to the devices in the order in which they
+are called, so that the device with the most to do has as little as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchgpipe.ambient.random_numbers import generator_of, get_state, set_state
+from torchgpipe.balance.blockpartition import solve
+from torchgpipe.devices.measures import Stopwatch
+from torchgpipe.devices.streams import CPU, Device
+
+__all__ = ["map_by_size", "map_by_time"]
+
+
+def map_by_time(
+    devices: Sequence[Device],
+    model: nn.Module,
+    *args: Any,
+    no_split: Collection[str] | None = None,
+    timeout: float = 1.0,
+    **kwargs: Any,
+) -> dict[str, Device]:
+    """Propose a device map by the time that each block takes.
+
+    ::
+
+        device_map = map_by_time([0, 1, 2, 3], model, input_ids=rows_of_a_micro_batch)
+        pipe = MappedGPipe(model, device_map, chunks=8)
+
+    Forwards are measured, where the model is; backwards are taken to be in proportion.
+
+    Args:
+        devices: the devices, which should be alike.
+        model: any module. Neither its parameters nor its buffers change.
+        *args: the arguments of the model, of the size of a micro-batch.
+
+    Keyword Args:
+        no_split: names of classes whose modules are kept whole. By default those that the model
+            names itself, as models of Transformers do.
+        timeout: how many seconds to measure; the model runs twice at least.
+        **kwargs: the keyword arguments of the model.
+
+    Returns:
+        The devices by the names of modules, for ``MappedGPipe(model, device_map)``.
+
+    Raises:
+        ValueError: there are fewer blocks than devices.
+    """
+    blocks = blocks_of(model, no_split)
+    watches = {name: Stopwatch(next(block.parameters()).device) for name, block in blocks.items()}
+    found: dict[str, list[float]] = {}
+
+    def before(name: str, *_: Any) -> None:
+        watches[name].start()
+
+    def behind(name: str, *_: Any) -> None:
+        found.setdefault(name, []).append(watches[name].stop())
+
+    with unchanged(model), torch.no_grad(), hooked(blocks, before, behind):
+        model(*args, **kwargs)
+        calls = {name: len(times) for name, times in found.items()}
+        found = {name: [] for name in found}
+        end = perf_counter() + timeout
+        while not any(found.values()) or perf_counter() < end:
+            model(*args, **kwargs)
+    costs = {name: calls[name] * median(times) for name, times in found.items()}
+    return proposed(devices, blocks, costs)
+
+
+def map_by_size(
+    devices: Sequence[Device],
+    model: nn.Module,
+    *args: Any,
+    no_split: Collection[str] | None = None,
+    param_scale: float = 2.0,
+    **kwargs: Any,
+) -> dict[str, Device]:
+    """Propose a device map by the memory that each block takes in training.
+
+    The cost of a block is the memory of its parameters times ``param_scale``, plus the memory that
+    it keeps of the sample for backward.
+
+    Args:
+        devices: the devices, which should be alike.
+        model: any module. Neither its parameters nor its buffers change.
+        *args: the arguments of the model, of the size of a micro-batch.
+
+    Keyword Args:
+        no_split: as in :func:`map_by_time`.
+        param_scale: how many times the memory of a parameter it takes to train it: 2 for SGD, 3
+            with momentum, 4 for Adam.
+        **kwargs: the keyword arguments of the model.
+
+    Returns:
+        The devices by the names of modules.
+
+    Raises:
+        ValueError: there are fewer blocks than devices.
+    """
+    blocks = blocks_of(model, no_split)
+    costs: dict[str, float] = {}
+    within: list[str] = []
+    known = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if within and tensor.data_ptr() not in known:
+            known.add(tensor.data_ptr())
+            costs[within[-1]] += tensor.nbytes
+        return tensor
+
+    def before(name: str, *_: Any) -> None:
+        if name not in costs:
+            costs[name] = param_scale * sum(x.nbytes for x in blocks[name].parameters())
+        within.append(name)
+
+    def behind(name: str, *_: Any) -> None:
+        within.pop()
+
+    with (
+        unchanged(model),
+        torch.enable_grad(),
+        hooked(blocks, before, behind),
+        saved_tensors_hooks(pack, lambda x: x),
+    ):
+        # The output holds what was saved, so that no address comes twice.
+        output = model(*args, **kwargs)
+        del output
+    return proposed(devices, blocks, costs)
+
+
+def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:
+    """The blocks of a model by name."""
+    whole = getattr(model, "_no_split_modules", None) if no_split is None else no_split
+    found: dict[str, nn.Module] = {}
+
+    def is_block(module: nn.Module) -> bool:
+        return type(module).__name__ in (whole or ())
+
+    def add(name: str, module: nn.Module) -> None:
+        for child, inner in module.named_children():
+            path = f"{name}.{child}" if name else child
+            if not any(True for _ in inner.parameters()):
+                continue
+            below = [x for x in inner.modules() if x is not inner]
+            divided = isinstance(inner, nn.ModuleList | nn.ModuleDict) or any(
+                is_block(x) or (isinstance(x, nn.ModuleList) and len(x) > 1) for x in below
+            )
+            if divided and not is_block(inner) and not isinstance(module, nn.ModuleList):
+                add(path, inner)
+            else:
+                found[path] = inner
+
+    add("", model)
+    return found or {"": model}
+
+
+def proposed(
+    devices: Sequence[Device], blocks: Mapping[str, nn.Module], costs: Mapping[str, float]
+) -> dict[str, Device]:
+    """Spread blocks over devices in the order of their costs, and keep tied ones together."""
+    # What was not called costs nothing, and goes with the last block.
+    order = [*costs, *[name for name in blocks if name not in costs]]
+    leaders: dict[Tensor, str] = {}
+    #: For each block, the first one that it shares a parameter with.
+    leader = {
+        name: min(
+            (leaders.setdefault(x, name) for x in blocks[name].parameters()),
+            key=order.index,
+            default=name,
+        )
+        for name in order
+    }
+    shares = dict.fromkeys(order, 0.0)
+    for name in order:
+        shares[leader[name]] += costs.get(name, 0.0)
+    own = [name for name in order if leader[name] == name]
+    sizes = map(len, solve([shares[name] for name in own], len(devices)))
+    places = iter([device for device, size in zip(devices, sizes) for _ in range(size)])
+    found = {name: next(places) for name in own}
+    # Parameters of modules that have blocks themselves are on the first device.
+    return {"": devices[0], **{name: found[leader[name]] for name in order}}
+
+
+@contextmanager
+def hooked(
+    blocks: Mapping[str, nn.Module], before: Callable[..., None], behind: Callable[..., None]
+) -> Iterator[None]:
+    """Call functions with the name of a block before and behind its forward."""
+    handles = []
+    try:
+        for name, block in blocks.items():
+            handles.append(block.register_forward_pre_hook(partial(before, name)))
+            handles.append(block.register_forward_hook(partial(behind, name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Run a model in train mode; leave its buffers, its mode and random numbers as they were."""
+    buffers = {x: x.clone() for x in model.buffers()}
+    modes = {module: module.training for module in model.modules()}
+    generators = {generator_of(x.device) for x in model.parameters()} | {CPU}
+    states = {generator: get_state(generator) for generator in generators}
+    try:
+        model.train()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        with torch.no_grad():
+            for x, before in buffers.items():
+                x.copy_(before)
+        for generator, state in states.items():
+            set_state(generator, state)
