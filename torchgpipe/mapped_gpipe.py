@@ -21,14 +21,14 @@ from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transfor
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.devices.streams import Device, has_streams
-from torchgpipe.mapped.calls import intercept, is_intercepted
+from torchgpipe.mapped.calls import Call, intercept, is_intercepted
 from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
 from torchgpipe.mapped.dispatched import taken_over
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.partition.arguments import checked_chunks, checked_mode
-from torchgpipe.partition.placement import tensors
+from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import Arguments
@@ -75,6 +75,7 @@ class MappedGPipe(nn.Module):
 
     #: The model.
     module: nn.Module
+    _calls: list[Call]
 
     def __init__(
         self,
@@ -108,17 +109,24 @@ class MappedGPipe(nn.Module):
         mark_if_possible()
         self._process = os.getpid()
         self._lasting = Lasting()
+        self._calls = [
+            intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
+        ]
+        mapped = {call.mapped.module for call in self._calls}
+        #: The modules around mapped ones, by name.
+        self._around = [
+            (name, module)
+            for name, module in self.module.named_modules()
+            if module not in mapped and not mapped.isdisjoint(module.modules())
+        ]
         forward = inspect.signature(self.module.forward)
         self._takes_cache = "use_cache" in forward.parameters or (
             any(x.kind is x.VAR_KEYWORD for x in forward.parameters.values())
             and hasattr(getattr(self.module, "config", None), "use_cache")
         )
-        self._calls = [
-            intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
-        ]
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_lasting", "_calls", "_takes_cache"}
+        own = {"_process", "_lasting", "_calls", "_around", "_takes_cache"}
         return {key: value for key, value in super().__getstate__().items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -273,13 +281,8 @@ class MappedGPipe(nn.Module):
                 f"{lost[:5]}); compile() them before wrapping the model, and use the latest of "
                 "several wrappers only"
             )
-        mapped = {call.mapped.module for call in self._calls}
-        for name, module in self.module.named_modules():
-            if (
-                module not in mapped
-                and is_compiled(module)
-                and any(inner in mapped for inner in module.modules())
-            ):
+        for name, module in self._around:
+            if is_compiled(module):
                 raise RuntimeError(
                     "only whole modules of a device map can be compiled, since compiled code "
                     f"around them calls them in its own way (compiled: {name or 'the model'}); "
@@ -287,13 +290,15 @@ class MappedGPipe(nn.Module):
                 )
         for call in self._calls:
             name, module, device = call.mapped
-            for path, tensor in tensors(module):
-                if tensor.device != device:
-                    raise RuntimeError(
-                        "parameters and buffers must stay on the device of their module "
-                        f"({name}: {device}, {path}: {tensor.device}); move the tensor back, or "
-                        "wrap the model anew with another map"
-                    )
+            for table in tables(module):
+                for tensor in table.values():
+                    if tensor is not None and tensor.device != device:
+                        path = next(path for path, x in tensors(module) if x is tensor)
+                        raise RuntimeError(
+                            "parameters and buffers must stay on the device of their module "
+                            f"({name}: {device}, {path}: {tensor.device}); move the tensor back, "
+                            "or wrap the model anew with another map"
+                        )
 
 
 class Near:

@@ -4,6 +4,7 @@ import importlib
 import inspect
 
 import pytest
+import torch
 
 from tests.virtual import guarded, guarded_mapped, guarded_schedules
 from tests.virtual.mutants import guards, mutated
@@ -27,6 +28,17 @@ def judge(test, devices):
 CASES = [(name, test) for name, (_, *tests) in MUTANTS.items() for test in tests]
 
 
+@pytest.fixture
+def streams(devices):
+    """Put the current streams back, which some mutants leave behind."""
+    before = [torch.accelerator.current_stream(device) for device in devices]
+    yield
+    for stream in before:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(0)
+
+
+@pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize(("name", "test"), CASES)
 def test_a_test_fails_without(devices, name, test):
     change, *_ = MUTANTS[name]
