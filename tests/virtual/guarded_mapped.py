@@ -38,7 +38,6 @@ MUTANTS = {
     "waiting for an earlier visit": (DROP, "mapped bart"),
     "streams of a later visit": (DROP, "mapped late"),
     "the caller's streams after a course": (DROP, "mapped bart"),
-    "recording what a later visit returns": (DROP, "mapped bart"),
     "one visit at a time": (("last is not None", "False"), "mapped norms"),
     "code of a later visit": (("_later(func", "_moved(func"), "mapped clones"),
     "taking over from an earlier visit": (

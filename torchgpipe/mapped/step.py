@@ -198,10 +198,7 @@ class MappedStep:
     def back_to_caller(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Hand outputs over to the caller, whose backward begins, and ends, with its streams."""
         own = self._own()
-        for tensor in outputs:
-            if any(stage.device == tensor.device for stage in own):
-                # guard: recording what a later visit returns
-                record_stream(tensor, self._outside[tensor.device])
+        # Their memory is not used again before: backward, and the next step, begin with a wait.
         if own and needs_backward(tuple(outputs)):
             outputs = between(self._wait_for_caller, self._end_backward, *outputs)
         return outputs
