@@ -16,6 +16,9 @@ from tests.virtual.test_mapped_values import Model, Shift, wrapped
 from torchgpipe import MappedGPipe
 from torchgpipe.testing import observe
 
+# Some weights are used on the streams of several visits.
+pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+
 
 class Noisy(Model):
     """Code in front of the first module, and behind it, draws numbers."""
@@ -198,7 +201,6 @@ def test_generate_with_a_cache(devices):
     assert found.tolist() == plain.generate(prompt, **options).tolist()
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_that_autocast_has_cast(devices, mode):
     class Cast(Model):

@@ -40,7 +40,7 @@ class Bias(nn.Module):
 
 
 @pytest.fixture
-def known(monkeypatch):
+def known(devices, monkeypatch):
     """A model that keeps an activation in each layer but the first, and has a small parameter."""
 
     def known():
@@ -49,6 +49,8 @@ def known(monkeypatch):
     monkeypatch.setattr("benchmarks.models.known", known, raising=False)
     # An exception and the frames of its traceback hold each other, and tensors of earlier tests.
     gc.collect()
+    # Autograd's threads may hold what they computed last.
+    return [torch.accelerator.memory_allocated(device) for device in devices]
 
 
 def test_plain(devices, known):
@@ -56,7 +58,7 @@ def test_plain(devices, known):
     size = ACTIVATION // BATCH
     assert found["parameters"] == found["gradients"] == size
     # The mini-batch, saved tensors of seven layers, and the loss's tensors for backward.
-    assert found["peak"] - size == (1 + 7) * ACTIVATION + LOSS
+    assert found["peak"] - size - known[0] == (1 + 7) * ACTIVATION + LOSS
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("never", 4), ("always", 1)])
@@ -65,10 +67,10 @@ def test_partitions(mode, kept, devices, known):
     first, last = training.memory()
     assert [first["parameters"], last["parameters"]] == [ACTIVATION // BATCH, 0]
     # Saved tensors of four layers, or only the input of these, and the output.
-    assert last["peak"] == (kept + 1) * ACTIVATION + LOSS
+    assert last["peak"] - known[1] == (kept + 1) * ACTIVATION + LOSS
     # The mini-batch, and saved tensors of three layers, of one micro-batch or of all.
     least = ACTIVATION + 3 * (ACTIVATION if mode == "never" else ACTIVATION // 4)
-    assert least < first["peak"] < least + 2 * ACTIVATION
+    assert least < first["peak"] - known[0] < least + 2 * ACTIVATION
 
 
 def test_cut(known):
