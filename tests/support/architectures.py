@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 from torch import nn
 
@@ -176,8 +177,7 @@ ARCHITECTURES = {
 @functools.cache
 def module():
     """Hugging Face's Transformers, without its warnings."""
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     return transformers
 

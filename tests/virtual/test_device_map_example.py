@@ -2,6 +2,9 @@
 
 import pytest
 
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
 from examples import device_map
 
 

@@ -181,8 +181,7 @@ def test_architectures(devices, name, mode):
 
 
 def llama(layers=8):
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
 from torch import nn
 
 from torchgpipe import MappedGPipe
+
+pytest.importorskip("accelerate")
+
+from accelerate import cpu_offload, dispatch_model
 
 
 class Model(nn.Module):
