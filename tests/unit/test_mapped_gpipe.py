@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.helpers import note_of
 from torchgpipe import MappedGPipe, NoChunk, PerMicroBatch, is_recomputing
 
 
@@ -143,13 +144,13 @@ def test_errors_name_the_module(mode):
     model.second = Failing()
     with pytest.raises(ValueError, match="no") as caught:
         wrapped(model, checkpoint=mode)(torch.rand(4, 3))
-    assert caught.value.__notes__ == ["raised in second on cpu, micro-batch 0"]
+    assert note_of(caught.value) == "raised in second on cpu, micro-batch 0"
 
 
 def test_errors_of_code_between_modules_name_the_module_before_it():
     with pytest.raises(RuntimeError, match="size") as caught:
         wrapped()(torch.rand(4, 3), shift=NoChunk(torch.rand(7)))
-    assert caught.value.__notes__ == ["raised behind first on cpu, micro-batch 0"]
+    assert note_of(caught.value) == "raised behind first on cpu, micro-batch 0"
 
 
 def test_after_an_error_the_next_step_is_right():
