@@ -53,7 +53,7 @@ class Call(Interception):
                 )
             # Outside of a step, as when the model generates text.
             device = self.mapped.device
-            tensors = [*tensors_of((args, kwargs))]
+            tensors = tensors_of((args, kwargs))
             if any(x.device != device for x in tensors):
                 args, kwargs = replaced((args, kwargs), lambda x: x.to(device))
                 with unfilled(self.mapped.name, (args, kwargs)):

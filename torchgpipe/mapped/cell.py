@@ -78,15 +78,13 @@ class Cell:
         Raises:
             TypeError: the value holds tensors in something that is no known container.
         """
-        tensors = [*tensors_of(value)]
+        tensors = tensors_of(value)
         device = self.stage.device
-        fetched: dict[int, Tensor] = {}
+        elsewhere = [tensor for tensor in tensors if tensor.device != device]
+        fetched = self._fetch(elsewhere) if elsewhere else {}
         if self.stage.visit:
             here = tuple([tensor for tensor in tensors if tensor.device == device])
             fetched |= self.taken_over(here)
-        elsewhere = [tensor for tensor in tensors if tensor.device != device]
-        if elsewhere:
-            fetched |= self._fetch(elsewhere)
         return replaced(value, lambda x: fetched.get(id(x), x)) if fetched else value
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,19 +11,25 @@ from torchgpipe.values.structure import flatten
 
 __all__: list[str] = []
 
+CONTAINERS = (tuple, list, dict)
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+
+def tensors_of(value: Any) -> list[Tensor]:
     """The tensors that :func:`replaced` replaces."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     # Most arguments are tensors, and tuples and dicts of them. PyTorch's functions for trees take
     # several times as long.
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for x in value:
-            yield from tensors_of(x)
-    elif isinstance(value, dict):
-        for x in value.values():
-            yield from tensors_of(x)
+        found.append(value)
+    elif isinstance(value, CONTAINERS):
+        for x in value.values() if isinstance(value, dict) else value:
+            if x is not None:
+                _collect(x, found)
 
 
 def replaced(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -40,7 +46,7 @@ def replaced(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return kind([replaced(x, function) for x in value])
     if kind is dict:
         return {key: replaced(x, function) for key, x in value.items()}
-    if isinstance(value, tuple | list | dict):
+    if isinstance(value, CONTAINERS):
         tensors, structure = flatten(value)
         return structure.unflatten(tuple(map(function, tensors))) if tensors else value
     return value
@@ -59,8 +65,11 @@ class unfilled:
 
     def __init__(self, name: str, value: tuple[Any, Any]) -> None:
         self._name = name
+        found: list[Any] = []
         args, kwargs = value
-        found = [x for each in (*args, *kwargs.values()) for x in _filled(each)]
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, CONTAINERS):
+                _filled(each, found)
         self._found = [(x, _items(x)) for x in found]
 
     def __enter__(self) -> None:
@@ -75,13 +84,13 @@ class unfilled:
             )
 
 
-def _filled(value: Any) -> Iterator[Any]:
-    """All lists and dicts in a value."""
-    if isinstance(value, list | dict):
-        yield value
-    if isinstance(value, tuple | list | dict):
-        for x in value.values() if isinstance(value, dict) else value:
-            yield from _filled(x)
+def _filled(value: Any, found: list[Any]) -> None:
+    """Find all lists and dicts in a container."""
+    if not isinstance(value, tuple):
+        found.append(value)
+    for x in value.values() if isinstance(value, dict) else value:
+        if isinstance(x, CONTAINERS):
+            _filled(x, found)
 
 
 def _items(container: Any) -> list[int]:

@@ -44,10 +44,12 @@ class Glue(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if kwargs is None:
+            kwargs = {}
         if self._course.later and getattr(func, "__name__", "") not in ATTRIBUTES:
             # guard: code of a later visit
-            return self._later(func, args, kwargs or {})
-        return self._moved(func, args, kwargs or {})
+            return self._later(func, args, kwargs)
+        return self._moved(func, args, kwargs)
 
     def _moved(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -63,7 +65,7 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         """Call a function with tensors that an earlier visit of a device has made, perhaps."""
         found: dict[int, Tensor] = {}
-        tensors = [*tensors_of((args, kwargs))]
+        tensors = tensors_of((args, kwargs))
         for device, cell in self._course.later.items():
             found |= cell.taken_over([x for x in tensors if x.device == device])
         if found and not is_in_place(func.__name__):

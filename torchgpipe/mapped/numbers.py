@@ -48,21 +48,30 @@ class CourseNumbers:
 
     def go_to(self, device: torch.device) -> None:
         """Go on drawing on a device."""
-        self.end()
-        self._here = self._numbers.of(self._i, device)
-        self._here.__enter__()
-        self._known[self._here.device] = self._states[self._here.kind]
+        self._leave()
+        here = self._numbers.of(self._i, device)
+        # Code between modules may have drawn there, behind the cell that was on its way.
+        self._look(here.device)
+        here.__enter__()
+        self._here = here
 
     def end(self) -> None:
         """Take along what was drawn, also by code on another device."""
-        if self._here is not None:
-            self._here.__exit__()
-            self._known[self._here.device] = self._states[self._here.kind]
-            self._here = None
+        self._leave()
         for device in self._generators:
-            state = get_state(device)
-            if not torch.equal(state, self._known[device]):
-                self._states[device.type] = self._known[device] = state
+            self._look(device)
+
+    def _leave(self) -> None:
+        here = self._here
+        if here is not None:
+            here.__exit__()
+            self._known[here.device] = self._states[here.kind]
+            self._here = None
+
+    def _look(self, device: torch.device) -> None:
+        state = get_state(device)
+        if not torch.equal(state, self._known[device]):
+            self._states[device.type] = self._known[device] = state
 
     @contextmanager
     def undrawn(self, name: str, device: torch.device) -> Iterator[None]:
