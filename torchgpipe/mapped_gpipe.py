@@ -15,19 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled, watch
-from torchgpipe.ambient.context import Snapshot
+from torchgpipe.ambient.context import Context, Snapshot
 from torchgpipe.ambient.nesting import holding, is_within_cell
+from torchgpipe.ambient.random_numbers import get_state
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
-from torchgpipe.devices.streams import Device, has_streams
+from torchgpipe.devices.streams import CPU, Device, has_streams
+from torchgpipe.engine.workers import Task
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
 from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
 from torchgpipe.mapped.dispatched import taken_over
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
-from torchgpipe.partition.arguments import checked_chunks, checked_mode
+from torchgpipe.mapped.turns import Turns, unset
+from torchgpipe.partition.arguments import checked_chunks, checked_mode, checked_threads
 from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -66,11 +69,14 @@ class MappedGPipe(nn.Module):
             split into its rows. The number may be changed between steps.
         checkpoint: which micro-batches are checkpointed, as in :class:`GPipe`. Each module of the
             map keeps its arguments then, and is computed again in backward.
+        threads: in how many threads forward computes micro-batches at the same time, if all devices
+            are accelerators. More than one is for models that make the host wait for a device, as
+            ``.item()`` does. Such a model must not set attributes of its modules in forward.
 
     Raises:
         TypeError: the module is none, or the map is no mapping of names.
         ValueError: a name leads to no module, a parameter or buffer has no device or several,
-            modules are offloaded, or chunks or checkpoint are out of range.
+            modules are offloaded, or chunks, checkpoint or threads are out of range.
     """
 
     #: The model.
@@ -84,6 +90,7 @@ class MappedGPipe(nn.Module):
         *,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        threads: int = 1,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -93,6 +100,7 @@ class MappedGPipe(nn.Module):
         self._map = checked_map(taken_over(module) if device_map is None else device_map, module)
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
+        self.threads = threads
         self.training = module.training
         place(module, self._map)
         self._share(module)
@@ -162,6 +170,15 @@ class MappedGPipe(nn.Module):
     def checkpoint(self, checkpoint: str) -> None:
         self._checkpoint = checked_mode(checkpoint)
 
+    @property
+    def threads(self) -> int:
+        """The number of threads that compute micro-batches at the same time."""
+        return self._threads
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._threads = checked_threads(threads)
+
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, such as its ``config``."""
         try:
@@ -208,7 +225,8 @@ class MappedGPipe(nn.Module):
                 a container.
             ValueError: tensors differ in their first size, or the outputs cannot be joined.
             RuntimeError: a mapped module is no longer called by this wrapper, or was moved; or a
-                transform of :mod:`torch.func` or forward-mode differentiation is active.
+                transform of :mod:`torch.func` or forward-mode differentiation is active; or forward
+                has set an attribute of a module while several threads computed micro-batches.
         """
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork.
@@ -241,24 +259,58 @@ class MappedGPipe(nn.Module):
         return microbatch.gather(batches, rows)
 
     def _run(self, step: MappedStep, batches: list[Batch]) -> None:
+        cpu = get_state(CPU)
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                for i, batch in enumerate(batches):
-                    batches[i] = self._course(step, i, batch.take())
+                context = Context()
+                # Under some modes, only the caller computes.
+                divided = self.threads > 1 and not context.alone and len(batches) > 1
+                if divided and self._lasting.divisible[self.training]:
+                    with unset(self.module.named_modules()):
+                        self._run_in_threads(step, batches, context)
+                else:
+                    for i, batch in enumerate(batches):
+                        batches[i] = self._course(step, i, batch.take())
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
                 # The graph refers to the step, if the model came back to a device.
                 step.phonies.clear()
+        if self.threads > 1:
+            # guard: numbers of the CPU in threads
+            drawn = not torch.equal(cpu, get_state(CPU))
+            self._lasting.divisible[self.training] = step.is_divisible and not drawn
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
         step.end()
         if any(device.type == "cpu" for device in self._map.values()):
             drain_after_failure(batches[-1])
 
-    def _course(self, step: MappedStep, i: int, batch: Batch) -> Batch:
-        course = Course(step, i)
+    def _run_in_threads(self, step: MappedStep, batches: list[Batch], context: Context) -> None:
+        turns = Turns(len(batches))
+
+        def run(i: int) -> None:
+            step.take_streams()
+            try:
+                batches[i] = context.run(self._course, step, i, batches[i].take(), turns)
+            except BaseException:
+                turns.stop()
+                raise
+            finally:
+                turns.end(i)
+
+        tasks = [
+            Task(i, step.devices[0], partial(run, i), line=i % self.threads)
+            for i in range(len(batches))
+        ]
+        try:
+            self._lasting.workers.run_in_threads(tasks, context)
+        finally:
+            turns.stop()
+
+    def _course(self, step: MappedStep, i: int, batch: Batch, turns: Turns | None = None) -> Batch:
+        course = Course(step, i, turns)
         outer = current.course, current.glue
         glue = Glue(course) if step.needs_glue else None
         current.course, current.glue = course, glue

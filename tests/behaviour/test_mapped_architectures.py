@@ -13,7 +13,7 @@ from torchgpipe import MappedGPipe
 NAMES = [*ARCHITECTURES][: some(len(ARCHITECTURES), 5)]
 
 
-def compare(name, devices, mode, chunks=2):
+def compare(name, devices, mode, chunks=2, threads=1):
     """Train a step, and compare it with the micro-batches one after another."""
     model, inputs = build(name)
     plain = copy.deepcopy(model)
@@ -21,8 +21,16 @@ def compare(name, devices, mode, chunks=2):
     expected = [plain(**x) for x in rows]
     losses = torch.stack([x.loss for x in expected])
     losses.mean().backward()
-    pipe = MappedGPipe(model, spread(model, devices), chunks=chunks, checkpoint=mode)
-    out = pipe(**{key: x.to(devices[0]) for key, x in inputs.items()})
+    names = spread(model, devices)
+    pipe = MappedGPipe(model, names, chunks=chunks, checkpoint=mode, threads=threads)
+    inputs = {key: x.to(devices[0]) for key, x in inputs.items()}
+    if threads > 1:
+        # A first step is the caller's.
+        first = copy.deepcopy(pipe.state_dict())
+        with torch.no_grad():
+            pipe(**inputs)
+        pipe.load_state_dict(first)
+    out = pipe(**inputs)
     out.loss.mean().backward()
     assert type(out) is type(expected[0])
     torch.testing.assert_close(out.loss.cpu(), losses)

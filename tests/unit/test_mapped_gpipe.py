@@ -197,6 +197,7 @@ def test_compiled_modules():
     ("options", "error", "message"),
     [
         ({"chunks": 0}, ValueError, "chunks"),
+        ({"threads": 0}, ValueError, "threads"),
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint must be one of"),
     ],
 )

@@ -21,6 +21,19 @@ TESTS = {
         "ways": ("test_mapped_values", "gradients_and_buffers", {"kind": "Uneven"}),
         "casts": ("test_mapped_code", "weights_that_autocast_has_cast", {}),
         "late": ("test_mapped_code", "code_that_comes_back_holds_nobody_up", {}),
+        "threads": ("test_mapped_threads", "makespan", {"threads": 4, "mode": "never"}),
+        "threads numbers": (
+            "test_mapped_threads",
+            "the_numbers_are_those_of_one_thread",
+            {"rounds": 2, "mode": "never"},
+        ),
+        "threads models": (
+            "test_mapped_threads",
+            "models_whose_results_would_depend_on_the_threads",
+            {"model": "numbers of the CPU"},
+        ),
+        "threads attributes": ("test_mapped_threads", "attributes", {}),
+        "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
     }.items()
 }
@@ -46,5 +59,15 @@ MUTANTS = {
     ),
     "weights that were cast": (("if shared", "if False"), "mapped casts"),
     "code that comes back": (DROP, "mapped late"),
+    "turns on a stage": (("i == 0 or", "True or"), "mapped threads"),
+    "turns on a device": (("stage[0] not in self._holders", "True"), "mapped threads numbers"),
+    "order of nodes": (DROP, "mapped threads"),
+    "sending before others come": (("if x.device != device", "if False"), "mapped threads"),
+    "numbers of the CPU in threads": (
+        ("not torch.equal(cpu, get_state(CPU))", "False"),
+        "mapped threads models",
+    ),
+    "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
+    "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

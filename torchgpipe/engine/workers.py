@@ -249,7 +249,7 @@ class Workers:
         if way == "caller":
             self._run_here(tasks)
         else:
-            self._have_run(tasks, context)
+            self.run_in_threads(tasks, context)
         self._seconds[way] = (perf_counter() - start) / len(tasks)
 
     def _way(self) -> str:
@@ -281,7 +281,8 @@ class Workers:
                 *(1000 * asleep, 1000 * took),
             )
 
-    def _have_run(self, tasks: Sequence[Task], context: Context) -> None:
+    def run_in_threads(self, tasks: Sequence[Task], context: Context) -> None:
+        """:meth:`run`, always by threads."""
         round = Round(tasks, context)
         working = {*round.tasks}
         try:

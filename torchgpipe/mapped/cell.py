@@ -126,7 +126,7 @@ class Cell:
         return fetched
 
     def _fetch_from(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        leaving = source._send(tensors)
+        leaving = source.send(tensors)
         self.step.goes(source.stage, self.stage)
         needed = any(x.requires_grad for x in leaving)
         # guard: join of what is fetched
@@ -158,7 +158,7 @@ class Cell:
                 # guard: recording for a later visit
                 record_stream(tensor, self.stage.compute)
 
-    def _send(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def send(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Put tensors on the lane, from which other devices copy them."""
         sent, waiting = self._left.known(tensors)
         if waiting:

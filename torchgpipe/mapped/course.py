@@ -32,13 +32,14 @@ from torch import Tensor
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.ambient.thread import registered
-from torchgpipe.devices.streams import make_current, use_stream, wait_stream
+from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.cell import Cell
-from torchgpipe.mapped.containers import unfilled
+from torchgpipe.mapped.containers import tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.step import MappedStep
+from torchgpipe.mapped.turns import Turns
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import Batch
@@ -80,10 +81,15 @@ class Course:
     Args:
         step: the step.
         i: the number of the micro-batch.
+        turns: the order of courses on their way at the same time; None if there is one at a time.
     """
 
-    def __init__(self, step: MappedStep, i: int) -> None:
+    def __init__(self, step: MappedStep, i: int, turns: Turns | None = None) -> None:
         self.step, self.i = step, i
+        self._turns = turns
+        if turns:
+            # Code in front of the first mapped module computes there.
+            turns.come(i, (step.devices[0], 0))
         #: The cell that is on its way.
         self._cell: Cell | None = None
         self._all: list[Cell] = []
@@ -94,7 +100,7 @@ class Course:
         self._noted = False
         #: The cells of later visits, by device, once the model came back to one.
         self.later: dict[torch.device, Cell] = {}
-        self._numbers = CourseNumbers(step.numbers, i, step.devices)
+        self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
@@ -114,7 +120,7 @@ class Course:
         note = noted(f"raised in {place}, micro-batch {self.i}")
         self._noted = True
         with note:
-            cell = self._enter(mapped.device)
+            cell = self._enter(mapped.device, (args, kwargs))
             self.step.enters(mapped.module, cell.stage)
             undrawn: AbstractContextManager[None] = nullcontext()
             if is_in_checkpoint():
@@ -167,6 +173,8 @@ class Course:
     def end(self, output: Any) -> Batch:
         """Fence the output of the model."""
         batch = Batch(output)
+        if self._turns:
+            self._turns.wait_for_end_before(self.i)
         # Micro-batches may end on different devices, by their values.
         places = self.step.places
         if len(places) == len(batch):
@@ -184,6 +192,7 @@ class Course:
     def close(self) -> None:
         """End the course, after a failure too, and let go of all tensors."""
         self._numbers.end()
+        self.step.drawn_behind |= self._numbers.drawn_behind
         for cell in self._all:
             cell.close()
         # The cells refer to the course, too, and the step has the phonies of the whole graph.
@@ -192,11 +201,13 @@ class Course:
         self.later.clear()
         self._cell = None
 
-    def _enter(self, device: torch.device) -> Cell:
-        """The cell of a module that is called on a device."""
+    def _enter(self, device: torch.device, value: Any) -> Cell:
+        """The cell of a module that is called on a device, with a value."""
         cell = self._cell
         if cell is None or cell.stage.device != device:
             found = self._cells.get(device)
+            if self._turns:
+                self._take_turn(device, found, value)
             # What the caller has on a device, or what came there between modules, begins a cell,
             # too, which the first module goes on with.
             cell = self._begin(device) if found is None or found.entered else found
@@ -204,6 +215,19 @@ class Course:
             self._cell = cell
             self._numbers.go_to(device)
         return cell
+
+    def _take_turn(self, device: torch.device, found: Cell | None, value: Any) -> None:
+        assert self._turns
+        # The next micro-batch needs the phonies of what leaves.
+        # guard: sending before others come
+        leaving = [x for x in tensors_of(value) if x.device != device and has_streams(x.device)]
+        for source in dict.fromkeys(x.device for x in leaving):
+            self._at(source).send(tuple([x for x in leaving if x.device == source]))
+        self._numbers.leave()
+        if self._cell:
+            self._turns.leave(self.i)
+        visit = found.stage.visit + found.entered if found else 0
+        self._turns.come(self.i, (device, visit))
 
     def _at(self, device: torch.device) -> Cell:
         """The latest cell on a device."""

@@ -32,12 +32,20 @@ class CourseNumbers:
         i: the number of the micro-batch.
         devices: all devices of the map; code in front of the first mapped module is taken to
             compute on the first of them.
+        alone: whether no other micro-batch is on its way at the same time. Otherwise code draws
+            nowhere but on the device where the micro-batch is.
     """
 
-    def __init__(self, numbers: StepNumbers, i: int, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, numbers: StepNumbers, i: int, devices: Sequence[torch.device], alone: bool = True
+    ) -> None:
         self._numbers, self._i = numbers, i
         self._states = numbers.states[i]
-        self._generators = [*dict.fromkeys(map(generator_of, devices))]
+        self._all = [*dict.fromkeys(map(generator_of, devices))]
+        #: The generators to look after: none if they may be another micro-batch's.
+        self._generators = self._all if alone else []
+        #: Whether code has drawn on a device behind the cell that was on its way.
+        self.drawn_behind = False
         #: The state that each generator was seen in last.
         self._known: dict[torch.device, Tensor] = {}
         for device in self._generators:
@@ -48,20 +56,20 @@ class CourseNumbers:
 
     def go_to(self, device: torch.device) -> None:
         """Go on drawing on a device."""
-        self._leave()
+        self.leave()
         here = self._numbers.of(self._i, device)
-        # Code between modules may have drawn there, behind the cell that was on its way.
         self._look(here.device)
         here.__enter__()
         self._here = here
 
     def end(self) -> None:
         """Take along what was drawn, also by code on another device."""
-        self._leave()
+        self.leave()
         for device in self._generators:
             self._look(device)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Take along what was drawn, and draw no more."""
         here = self._here
         if here is not None:
             here.__exit__()
@@ -69,9 +77,11 @@ class CourseNumbers:
             self._here = None
 
     def _look(self, device: torch.device) -> None:
-        state = get_state(device)
-        if not torch.equal(state, self._known[device]):
-            self._states[device.type] = self._known[device] = state
+        if self._generators:
+            state = get_state(device)
+            if not torch.equal(state, self._known[device]):
+                self._states[device.type] = self._known[device] = state
+                self.drawn_behind = True
 
     @contextmanager
     def undrawn(self, name: str, device: torch.device) -> Iterator[None]:
@@ -84,7 +94,7 @@ class CourseNumbers:
             RuntimeError: the module drew numbers.
         """
         generator = generator_of(device)
-        several = sum(x.type == generator.type for x in self._generators) > 1
+        several = sum(x.type == generator.type for x in self._all) > 1
         before = get_state(generator) if several else None
         yield
         if before is not None and not torch.equal(before, get_state(generator)):

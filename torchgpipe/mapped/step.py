@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -22,13 +22,16 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
+    current_streams,
     has_streams,
     make_current,
     record_stream,
+    set_streams,
     wait_all,
     wait_stream,
 )
 from torchgpipe.engine.body import Body
+from torchgpipe.engine.workers import Workers
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -63,6 +66,9 @@ class Lasting:
         self.lock = threading.RLock()
         #: The thread that runs a step.
         self.thread: int | None = None
+        self.workers = Workers([])
+        #: Whether several threads may compute a step, for training and for evaluation.
+        self.divisible = {True: False, False: False}
         self.learned: Learned = WeakKeyDictionary()
 
 
@@ -101,24 +107,30 @@ class MappedStep:
         self._bodies: dict[tuple[nn.Module, Stage], Body] = {}
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
+        self._streams = current_streams(self.devices)
+        self._lock = threading.Lock()
+        #: Whether code has drawn random numbers on a device behind the cell that was on its way.
+        self.drawn_behind = False
 
     def stage(self, device: torch.device, visit: int) -> Stage:
         """The stage of a visit."""
-        found = self._stages.get((device, visit))
-        if found is None:
-            pools = self._lasting.pools
-            # A device has some streams only, and a model may come back to it any number of times.
-            place = visit and 1 + (visit - 1) % (len(pools) - 1)
-            # A pool gives each of several partitions a stream of its own to compute on.
-            streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
-            compute = streams.compute if visit else self._outside.get(device, streams.compute)
-            found = Stage(len(self._stages), device, visit, compute, tuple(streams.values))
-            self._stages[device, visit] = found
-            # Between steps the caller changes gradients, whose memory belongs to these streams.
-            caller = self._outside.get(device, streams.compute)
-            others = {compute, *found.lanes} - {caller}
-            if has_streams(device):
-                wait_all(others, caller)
+        with self._lock:
+            return self._stages.get((device, visit)) or self._new_stage(device, visit)
+
+    def _new_stage(self, device: torch.device, visit: int) -> Stage:
+        pools = self._lasting.pools
+        # A device has some streams only, and a model may come back to it any number of times.
+        place = visit and 1 + (visit - 1) % (len(pools) - 1)
+        # A pool gives each of several partitions a stream of its own to compute on.
+        streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
+        compute = streams.compute if visit else self._outside.get(device, streams.compute)
+        found = Stage(len(self._stages), device, visit, compute, tuple(streams.values))
+        self._stages[device, visit] = found
+        # Between steps the caller changes gradients, whose memory belongs to these streams.
+        caller = self._outside.get(device, streams.compute)
+        others = {compute, *found.lanes} - {caller}
+        if has_streams(device):
+            wait_all(others, caller)
         return found
 
     def uncached(self, module: nn.Module, stage: Stage) -> AbstractContextManager[None]:
@@ -126,7 +138,7 @@ class MappedStep:
 
         The cache has weights that were cast on the stream of one visit, and frees them at will.
         """
-        shared = stage.visit and sum(module in modules for modules in self.modules.values()) > 1
+        shared = stage.visit and sum(module in modules for modules in [*self.modules.values()]) > 1
         # guard: weights that were cast
         return own_casts() if shared else nullcontext()
 
@@ -184,6 +196,11 @@ class MappedStep:
         self._contexts.append(context)
         return context
 
+    def take_streams(self) -> None:
+        """Make the caller's streams the current ones of another thread."""
+        # guard: the caller's streams in a thread
+        set_streams(self._streams)
+
     def leave_streams(self) -> None:
         """Make the caller's streams the current ones again, at the end of a micro-batch."""
         for device in {stage.device for stage in self._own()}:
@@ -212,9 +229,22 @@ class MappedStep:
         for context in self._contexts:
             context.over = True
 
+    @property
+    def is_divisible(self) -> bool:
+        """Whether another such step gives the same if several threads compute it.
+
+        The numbers that code draws behind a cell would be those of another micro-batch. And where
+        several stages change the buffers of a module, threads would take turns as they come.
+        """
+        stages = Counter(module for modules in self.modules.values() for module in modules)
+        return not self.drawn_behind and not any(
+            count > 1 and any(True for _ in module.buffers()) for module, count in stages.items()
+        )
+
     def _own(self) -> list[Stage]:
         """The stages that compute on streams of their own."""
-        return [stage for stage in self._stages.values() if stage.visit]
+        # A list, since another thread may add stages.
+        return [stage for stage in [*self._stages.values()] if stage.visit]
 
     def _wait_for_caller(self) -> None:
         for stage in self._own():

@@ -43,6 +43,21 @@ def checked_chunks(chunks: Any) -> int:
     return number
 
 
+def checked_threads(threads: Any) -> int:
+    """Check a number of threads, and return it as an integer.
+
+    Raises:
+        ValueError: the number is no positive integer.
+    """
+    number = positive_int(threads)
+    if number is None:
+        raise ValueError(
+            "threads must be a positive integer, the number of threads that compute micro-batches "
+            f"(threads: {threads!r}); threads=1 computes all in the thread of the caller"
+        )
+    return number
+
+
 def checked_mode(checkpoint: object) -> str:
     """Check a checkpoint mode, or an object that prints as one, and return it as a string.
 

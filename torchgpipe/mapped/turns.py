@@ -1,0 +1,152 @@
+"""Turns: the order in which courses of several threads come to the stages.
+
+A model may make the host wait for a device, as ``.item()`` does. A host of one thread then begins
+no other micro-batch. So courses may have a thread each. On every stage they still come one after
+the other, as under one thread: a micro-batch comes to a stage when the one before it has left it
+for good. A course on its way between two stages holds neither, so no two wait for each other.
+
+A device is one course's at a time, even where it has several stages: its generator of random
+numbers is one, and so is a module that several stages call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from torchgpipe.autograd.sequence import next_number, number_from
+
+__all__: list[str] = []
+
+
+#: A stage: its device, and which visit of the device it is.
+Place: TypeAlias = tuple[torch.device, int]
+
+
+class Abandoned(BaseException):
+    """Another micro-batch has failed, so this one goes no further. Nobody but threads sees it."""
+
+
+class Turns:
+    """The turns of the courses of a step.
+
+    Args:
+        m: the number of micro-batches.
+    """
+
+    def __init__(self, m: int) -> None:
+        #: The stages that each micro-batch has left for good.
+        self._left: list[set[Place]] = [set() for _ in range(m)]
+        self._over = [False] * m
+        #: The micro-batch on each device.
+        self._holders: dict[torch.device, int] = {}
+        #: The stage of each micro-batch.
+        self._stages: list[Place | None] = [None] * m
+        #: The number of autograd's next node when a micro-batch has left a stage.
+        self._numbers: dict[Place, int] = {}
+        self._stopped = False
+        # Its lock may be taken by the thread that has it.
+        self._changed = threading.Condition()
+
+    def come(self, i: int, stage: Place) -> None:
+        """Wait until micro-batch ``i`` may come to a stage, away from where it has been.
+
+        Raises:
+            Abandoned: a micro-batch has failed.
+        """
+
+        def is_next() -> bool:
+            # guard: turns on a stage
+            follows = i == 0 or self._over[i - 1] or stage in self._left[i - 1]
+            # guard: turns on a device
+            return follows and stage[0] not in self._holders
+
+        with self._changed:
+            self._free(i)
+            self._wait(is_next)
+            self._holders[stage[0]] = i
+            self._stages[i] = stage
+        # guard: order of nodes
+        number_from(self._numbers.get(stage, 0))
+
+    def leave(self, i: int) -> None:
+        """Let the next micro-batch come to where ``i`` is, which has sent on what it computed."""
+        with self._changed:
+            self._free(i)
+            stage = self._stages[i]
+            if stage is not None:
+                self._left[i].add(stage)
+                self._numbers[stage] = next_number()
+
+    def wait_for_end_before(self, i: int) -> None:
+        """Wait until the micro-batch before ``i`` is over; ``i`` computes no more.
+
+        Raises:
+            Abandoned: a micro-batch has failed.
+        """
+        with self._changed:
+            # The one before may have to come back to this device.
+            self._free(i)
+            self._wait(lambda: i == 0 or self._over[i - 1])
+
+    def end(self, i: int) -> None:
+        """Take note that a micro-batch is over."""
+        with self._changed:
+            self.leave(i)
+            self._over[i] = True
+
+    def stop(self) -> None:
+        """Let no micro-batch go any further."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._stopped or condition())
+        if self._stopped:
+            raise Abandoned
+
+    def _free(self, i: int) -> None:
+        for device in [device for device, k in self._holders.items() if k == i]:
+            del self._holders[device]
+        self._changed.notify_all()
+
+
+class unset:
+    """Check that no attribute of a module is set within a ``with`` block.
+
+    A model that keeps something of a micro-batch in itself, such as an auxiliary loss, would find
+    what another thread has put there.
+
+    Args:
+        modules: the modules by name.
+
+    Raises:
+        RuntimeError: an attribute was set.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._found = [(name, module, _identities(module)) for name, module in modules]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for name, module, before in self._found if kind is None else ():
+            after = _identities(module)
+            # guard: attributes of threads
+            if before != after:
+                changed = sorted({key for key, _ in before.items() ^ after.items()})
+                raise RuntimeError(
+                    "while several threads compute micro-batches, forward must not set attributes "
+                    f"of modules (module: {name or 'the model'}, set: {changed[:5]}); have "
+                    "modules return what they have found, or pass threads=1"
+                )
+
+
+def _identities(module: nn.Module) -> dict[str, Any]:
+    return {key: id(value) for key, value in vars(module).items()}
