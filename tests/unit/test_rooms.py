@@ -22,9 +22,9 @@ LAYERS = [
     {"autograd", "ambient"},
     {"partition"},
     {"skip", "recompute"},
-    {"engine", "batchnorm"},
+    {"engine", "batchnorm", "balance"},
     {"executor", "mapped"},
-    {"gpipe", "mapped_gpipe", "balance", "stream"},
+    {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled"},
     {""},
 ]
