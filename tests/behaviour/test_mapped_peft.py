@@ -1,6 +1,7 @@
 """A model with adapters trains under a device map, and what needs no gradient takes no time."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from tests.examples import MISSING
 from tests.support.architectures import build
 from tests.support.helpers import MODES
 from torchgpipe import MappedGPipe, is_recomputing
+from torchgpipe.balance import map_by_time
+from torchgpipe.mapped import choice
 
 #: PEFT asks Transformers so.
 IGNORED = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -45,9 +48,12 @@ def names(devices):
     }
 
 
-def compare(devices, mode, layers=None):
+def compare(devices, mode, layers=None, inputs_too=False):
     """Train a step, and compare it with the micro-batches one after another."""
     model, inputs = adapted(layers)
+    if inputs_too:
+        # As those do who use PyTorch's checkpoints.
+        model.enable_input_require_grads()
     plain = copy.deepcopy(model)
     rows = [{key: x[k : k + 2] for key, x in inputs.items()} for k in (0, 2)]
     losses = torch.stack([plain(**row).loss for row in rows])
@@ -70,6 +76,21 @@ def compare(devices, mode, layers=None):
 @pytest.mark.parametrize("layers", [None, [2]], ids=["all layers", "last layer"])
 def test_gradients(mode, layers):
     compare([CPU] * 3, mode, layers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_embeddings_that_require_grad(mode):
+    compare([CPU] * 3, mode, [2], inputs_too=True)
+
+
+def test_a_map_that_is_measured(monkeypatch):
+    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    model, inputs = adapted()
+    sample = {key: x[:2] for key, x in inputs.items()}
+    pipe = MappedGPipe(model, "auto", sample=sample, devices=[CPU] * 3, chunks=2)
+    assert pipe.device_map.keys() == {"", *names([CPU] * 3)}
+    pipe(**inputs).loss.mean().backward()
+    assert all((x.grad is not None) == x.requires_grad for x in pipe.parameters())
 
 
 class Counted(torch.autograd.Function):

@@ -19,6 +19,13 @@ def test_gradients(devices, mode, layers):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_embeddings_that_require_grad(devices, mode):
+    with observe() as seen:
+        compare(devices[:3], mode, [2], inputs_too=True)
+    assert_no_races(seen)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("layers", "busy"), [(None, {0, 1, 2}), ([1], {1, 2}), ([2], {2})])
 def test_devices_in_front_of_the_adapters_compute_nothing_in_backward(devices, mode, layers, busy):
     model, inputs = adapted(layers)
