@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -24,9 +24,9 @@ from torchgpipe.autograd.versions import unchanged
 from torchgpipe.devices.streams import CPU, Device, has_streams
 from torchgpipe.engine.workers import Task
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
+from torchgpipe.mapped.choice import chosen_map
 from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
-from torchgpipe.mapped.dispatched import taken_over
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.turns import Turns, unset
@@ -60,9 +60,10 @@ class MappedGPipe(nn.Module):
     Args:
         module: the model. Its modules are moved to their devices, not copied.
         device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
-            the longest name that leads to it. Without it the model must have been dispatched by
-            Accelerate, as ``from_pretrained(..., device_map="auto")`` does. Its map is taken then,
-            and Accelerate's hooks are removed.
+            the longest name that leads to it. ``"auto"`` measures the model with the sample, and
+            spreads its blocks evenly. Without a map the model must have been dispatched by
+            Accelerate, as ``from_pretrained(..., device_map="auto")`` does, and that map is taken.
+            Accelerate's hooks are removed in any case.
 
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
@@ -72,11 +73,19 @@ class MappedGPipe(nn.Module):
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
+        sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
+            mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
+            one. The model computes the sample where it is; it does not change.
+        devices: for ``"auto"`` only: the devices, by default all accelerators.
 
     Raises:
-        TypeError: the module is none, or the map is no mapping of names.
+        TypeError: the module is none, the map is no mapping of names, or a sample or devices are of
+            the wrong kind.
         ValueError: a name leads to no module, a parameter or buffer has no device or several,
-            modules are offloaded, or chunks, checkpoint or threads are out of range.
+            modules are offloaded, or chunks, checkpoint or threads are out of range. The map is a
+            word other than ``"auto"``, or it is, and there is no sample or no device, there are
+            fewer blocks than devices, or the model is on the meta device. A sample or devices are
+            given beside a map.
     """
 
     #: The model.
@@ -86,21 +95,23 @@ class MappedGPipe(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_map: Mapping[str, Device] | None = None,
+        device_map: Mapping[str, Device] | str | None = None,
         *,
         chunks: int = 1,
         checkpoint: str = "except_last",
         threads: int = 1,
+        sample: Any = None,
+        devices: Iterable[Device] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
-        self._map = checked_map(taken_over(module) if device_map is None else device_map, module)
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
         self.threads = threads
+        self._map = checked_map(chosen_map(module, device_map, sample, devices), module)
         self.training = module.training
         place(module, self._map)
         self._share(module)

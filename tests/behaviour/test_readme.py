@@ -1,11 +1,14 @@
 """The code of the README and of the guide runs, block after block."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+from torchgpipe.balance import map_by_time
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.rst"
@@ -33,6 +36,12 @@ def test_readme(run, tmp_path):
     )
     assert all(p.grad is not None for p in layers.parameters())
     assert torch.load(names["path"]).keys() == names["model"].module.state_dict().keys()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Measure models twice, and not for a second."""
+    monkeypatch.setattr("torchgpipe.mapped.choice.map_by_time", partial(map_by_time, timeout=0))
 
 
 @pytest.mark.parametrize(

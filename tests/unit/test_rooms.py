@@ -22,9 +22,9 @@ LAYERS = [
     {"autograd", "ambient"},
     {"partition"},
     {"skip", "recompute"},
-    {"engine", "batchnorm"},
+    {"engine", "batchnorm", "balance"},
     {"executor", "mapped"},
-    {"gpipe", "mapped_gpipe", "balance", "stream"},
+    {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled"},
     {""},
 ]
@@ -37,7 +37,7 @@ PLAIN = {"balance.blockpartition", "schedule"}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 
 EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors"}
-EXTRAS |= {"accelerate", "lightning", "timm", "transformers"}
+EXTRAS |= {"accelerate", "lightning", "peft", "timm", "transformers"}
 
 
 def name_of(file):

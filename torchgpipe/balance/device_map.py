@@ -189,6 +189,12 @@ def proposed(
     for name in order:
         shares[leader[name]] += costs.get(name, 0.0)
     own = [name for name in order if leader[name] == name]
+    if len(own) < len(devices):
+        raise ValueError(
+            "there must be at least one block for each device (blocks: "
+            f"{len(own)}, devices: {len(devices)}); use fewer devices, or divide larger modules "
+            "with a device map of your own"
+        )
     sizes = map(len, solve([shares[name] for name in own], len(devices)))
     places = iter([device for device, size in zip(devices, sizes) for _ in range(size)])
     found = {name: next(places) for name in own}
@@ -216,6 +222,8 @@ def hooked(
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Run a model in train mode; leave its buffers, its mode and random numbers as they were."""
     buffers = {x: x.clone() for x in model.buffers()}
+    # A forward may also put other tensors in the place of its buffers.
+    tables = [(module._buffers, {**module._buffers}) for module in model.modules()]
     modes = {module: module.training for module in model.modules()}
     generators = {generator_of(x.device) for x in model.parameters()} | {CPU}
     states = {generator: get_state(generator) for generator in generators}
@@ -225,8 +233,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+        for table, before in tables:
+            table.update(before)
         with torch.no_grad():
-            for x, before in buffers.items():
-                x.copy_(before)
+            for x, values in buffers.items():
+                if not x.equal(values):
+                    x.copy_(values)
         for generator, state in states.items():
             set_state(generator, state)

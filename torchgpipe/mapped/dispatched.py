@@ -12,33 +12,46 @@ from torchgpipe.devices.streams import Device
 __all__: list[str] = []
 
 
-def taken_over(model: nn.Module) -> dict[str, Device]:
-    """Take a model over from Accelerate: return its device map, and remove Accelerate's hooks.
+def map_of_accelerate(model: nn.Module) -> dict[str, Device]:
+    """The device map by which Accelerate has dispatched a model.
 
     Raises:
-        ValueError: the model has no device map, or modules of it are offloaded.
+        ValueError: the model has no device map.
     """
     device_map: Any = getattr(model, "hf_device_map", None)
     if not device_map:
         raise ValueError(
             "a device map must be given for a model that Accelerate has not dispatched (model: "
-            f"{type(model).__name__}); pass the devices by the names of modules"
+            f"{type(model).__name__}); pass the devices by the names of modules, or 'auto'"
         )
+    return dict(device_map)
+
+
+def verify_all_there(model: nn.Module) -> None:
+    """Check that Accelerate has offloaded no module.
+
+    Raises:
+        ValueError: modules are offloaded to the CPU or to disk.
+    """
     offloaded = [
         name
         for name, module in model.named_modules()
         for hook in _hooks(module)
         if getattr(hook, "offload", False)
     ]
+    device_map: Any = getattr(model, "hf_device_map", None) or {}
     offloaded += [name for name, device in device_map.items() if device == "disk"]
     if offloaded:
         raise ValueError(
             "the modules of a pipeline must stay on their devices, so none can be offloaded "
             f"(offloaded: {[*dict.fromkeys(offloaded)][:10]}); take more devices"
         )
+
+
+def release(model: nn.Module) -> None:
+    """Remove the hooks of Accelerate, which would take tensors back to the devices of its map."""
     if any(_hooks(module) for module in model.modules()):
         import_module("accelerate.hooks").remove_hook_from_submodules(model)
-    return dict(device_map)
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -84,6 +84,25 @@ def test_nothing_changes(propose):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("propose", [map_by_time, map_by_size])
+def test_buffers_that_a_forward_replaces_or_cannot_change(propose):
+    class Counting(Model):
+        def __init__(self):
+            super().__init__(Block(), Block())
+            self.register_buffer("count", torch.zeros(1))
+            self.register_buffer("table", torch.ones(1).expand(3))
+
+        def forward(self, x):
+            self.count = self.count + 1
+            return super().forward(x) * self.table[0]
+
+    model = Counting()
+    count = model.count
+    propose(["a"], model, torch.ones(3, 4), **({"timeout": 0} if propose is map_by_time else {}))
+    assert model.count is count
+    assert count == 0
+
+
 def test_tied_blocks_stay_together():
     blocks = {name: nn.Linear(2, 2) for name in "abcd"}
     blocks["d"].weight = blocks["a"].weight
@@ -92,7 +111,7 @@ def test_tied_blocks_stay_together():
 
 
 def test_fewer_blocks_than_devices():
-    with pytest.raises(ValueError, match=r"layers: 3, partitions: 4"):
+    with pytest.raises(ValueError, match=r"blocks: 3, devices: 4"):
         map_by_size([0, 1, 2, 3], Model(Block()), torch.rand(3, 4))
 
 

@@ -1,10 +1,14 @@
 """A model that Accelerate has dispatched is taken over as it stands."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from torchgpipe import MappedGPipe
+from torchgpipe.balance import map_by_time
+from torchgpipe.mapped import choice
 
 pytest.importorskip("accelerate")
 
@@ -32,16 +36,34 @@ def test_dispatched():
     torch.testing.assert_close(pipe(x), expected)
 
 
+def test_dispatched_with_another_map():
+    model = dispatch_model(Model(), {"first": "cpu", "second": "cpu"}, force_hooks=True)
+    pipe = MappedGPipe(model, {"": "meta"}, chunks=2)
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    # The hooks would bring it to the CPU.
+    assert pipe(torch.rand(4, 3, device="meta")).device.type == "meta"
+
+
+def test_dispatched_and_measured(monkeypatch):
+    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    model = dispatch_model(Model(), {"first": "cpu", "second": "cpu"}, force_hooks=True)
+    pipe = MappedGPipe(model, "auto", sample=torch.rand(2, 3), devices=["cpu", "cpu"])
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    pipe(torch.rand(4, 3))
+
+
 def test_not_dispatched():
     with pytest.raises(ValueError, match="must be given"):
         MappedGPipe(Model())
 
 
-def test_offloaded():
+@pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}], ids=str)
+def test_offloaded(device_map):
     model = cpu_offload(Model(), execution_device=torch.device("cpu"))
     model.hf_device_map = {"first": "cpu", "second": "cpu"}
+    options = {"sample": torch.rand(2, 3), "devices": ["cpu"]} if device_map == "auto" else {}
     with pytest.raises(ValueError, match=r"offloaded: \['first', 'second'\]"):
-        MappedGPipe(model)
+        MappedGPipe(model, device_map, **options)
 
 
 def test_on_disk():

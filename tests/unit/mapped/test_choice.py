@@ -1,0 +1,156 @@
+"""A device map is the user's own, that of Accelerate, or one that is measured."""
+
+import copy
+from collections import UserDict
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import note_of
+from torchgpipe import MappedGPipe, NoChunk
+from torchgpipe.balance import map_by_time
+from torchgpipe.devices.streams import accelerators
+from torchgpipe.mapped import choice
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.dropout = nn.Dropout(0.5)
+        self.rows = []
+
+    def forward(self, x, shift=None):
+        self.rows.append(len(x))
+        x = self.dropout(self.second(self.first(x)))
+        return self.norm(x if shift is None else x + shift)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+
+
+def auto(model, sample):
+    return MappedGPipe(model, "auto", sample=sample, devices=["cpu"] * 2)
+
+
+X, SHIFT = torch.rand(2, 3), torch.rand(2, 3)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        X,
+        (X,),
+        (X, SHIFT),
+        (X, NoChunk(torch.rand(3))),
+        {"x": X, "shift": SHIFT},
+        UserDict(x=X),
+    ],
+    ids=["tensor", "one", "two", "whole", "keywords", "mapping"],
+)
+def test_samples(sample):
+    pipe = auto(Model(), sample)
+    assert pipe.device_map == dict.fromkeys(["", "first", "second", "norm"], CPU)
+    assert set(pipe.module.rows) == {2}
+    pipe.chunks = 2
+    pipe(torch.rand(4, 3)).sum().backward()
+
+
+def test_a_model_that_is_measured_does_not_change():
+    model = Model().eval()
+    model.first.train()
+    model.first.weight.grad = torch.ones(3, 3)
+    before = copy.deepcopy(model)
+    parameters = {x: x.grad for x in model.parameters()}
+    state = torch.random.get_rng_state()
+    auto(model, X)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [x.training for x in model.modules()] == [x.training for x in before.modules()]
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)
+    for own, (same, grad) in zip(model.parameters(), parameters.items(), strict=True):
+        assert own is same
+        assert own.grad is grad
+    assert torch.equal(model.first.weight.grad, torch.ones(3, 3))
+
+
+def test_all_accelerators_by_default(monkeypatch):
+    monkeypatch.setattr(choice, "accelerators", lambda: [CPU, CPU, CPU])
+    names = ["first", "second", "norm"]
+    found = choice.chosen_map(Model(), "auto", X)
+    assert found == dict.fromkeys(["", *names], CPU)
+    monkeypatch.setattr(choice, "accelerators", list)
+    with pytest.raises(ValueError, match=r"'auto' needs accelerators.*devices=\['cpu', 'cpu'\]"):
+        MappedGPipe(Model(), "auto", sample=X)
+
+
+@pytest.mark.skipif(not accelerators(), reason="there is no accelerator")
+def test_accelerators_of_this_machine(monkeypatch):
+    device, *_ = few = accelerators()[:2]
+    monkeypatch.setattr(choice, "accelerators", lambda: few)
+    model = MappedGPipe(Model().to(device), "auto", sample={"x": X, "shift": SHIFT})
+    assert set(model.device_map.values()) <= {*few}
+
+
+def test_blocks_are_spread_in_the_order_of_their_calls():
+    found = choice.chosen_map(Model(), "auto", X, iter(["cpu", "cpu", "cpu"]))
+    assert [*found] == ["", "first", "second", "norm"]
+    with pytest.raises(ValueError, match=r"blocks: 3, devices: 4\); use fewer devices"):
+        choice.chosen_map(Model(), "auto", X, ["cpu"] * 4)
+
+
+@pytest.mark.parametrize("word", ["balanced", "sequential", "cpu", ""])
+def test_other_words(word):
+    with pytest.raises(ValueError, match=f"device_map: '{word}'.; pass 'auto' and a sample"):
+        MappedGPipe(Model(), word)
+
+
+@pytest.mark.parametrize("given", ["sample", "devices"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=str)
+def test_samples_and_devices_beside_a_map(device_map, given):
+    kind = type(device_map).__name__
+    with pytest.raises(ValueError, match=rf"device_map: {kind}, given: {given}\); leave them out"):
+        MappedGPipe(Model(), device_map, **{given: [X]})
+
+
+@pytest.mark.parametrize(
+    ("sample", "devices", "error", "message"),
+    [
+        (None, ["cpu"], ValueError, "needs a sample .*as many rows as a micro-batch"),
+        ([X], ["cpu"], TypeError, r"a sample is .*sample: list\); pass .* as \(argument,\)"),
+        (X, "cpu", TypeError, "devices must be a sequence"),
+        (X, 0, TypeError, "devices must be a sequence"),
+        (X, [], ValueError, "needs accelerators, or other devices"),
+        (X, ["nothing"], ValueError, "devices must be the CPU or accelerators"),
+        ((X, torch.rand(3)), ["cpu"], ValueError, "same size in dimension 0"),
+    ],
+)
+def test_wrong_arguments(sample, devices, error, message):
+    with pytest.raises(error, match=message):
+        MappedGPipe(Model(), "auto", sample=sample, devices=devices)
+
+
+def test_a_sample_that_the_model_does_not_take():
+    model = Model()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        auto(model, torch.rand(2, 7))
+    assert note_of(caught.value) == "raised by the sample of the device map 'auto'"
+    assert not model.first._forward_hooks
+
+
+def test_wrong_options_are_told_before_the_model_is_measured():
+    model = Model()
+    with pytest.raises(ValueError, match="chunks"):
+        MappedGPipe(model, "auto", sample=X, devices=["cpu"], chunks=0)
+    assert model.rows == []
+
+
+def test_a_model_on_the_meta_device():
+    with pytest.raises(ValueError, match=r"first.weight: meta\); load the model first"):
+        auto(Model().to("meta"), X)

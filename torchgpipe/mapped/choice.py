@@ -1,0 +1,112 @@
+"""The choice of a device map: the user's own, the map of Accelerate, or one that is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchgpipe.ambient.notes import noted
+from torchgpipe.balance.device_map import map_by_time
+from torchgpipe.devices.streams import CPU, Device, accelerators
+from torchgpipe.mapped.dispatched import map_of_accelerate, release, verify_all_there
+from torchgpipe.partition.arguments import checked_devices
+from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.structure import Arguments
+
+__all__: list[str] = []
+
+
+def chosen_map(
+    model: nn.Module,
+    device_map: Mapping[str, Device] | str | None,
+    sample: Any = None,
+    devices: Iterable[Device] | None = None,
+) -> Mapping[str, Device]:
+    """Return the device map of a model, which loses the hooks of Accelerate.
+
+    Args:
+        model: the model.
+        device_map: the map, ``"auto"`` to measure the model, or None to take that of Accelerate.
+        sample: the arguments of a call, if the model is measured.
+        devices: the devices then; by default all accelerators.
+
+    Raises:
+        TypeError: the sample or the devices are of the wrong kind.
+        ValueError: the word is another one, sample or devices are missing, or given beside another
+            map, the model cannot be measured, or it has no map or modules that are offloaded.
+    """
+    if isinstance(device_map, str) and device_map != "auto":
+        raise ValueError(
+            "a device map has the names of modules and their devices, or is the word 'auto' "
+            f"(device_map: {device_map!r}); pass 'auto' and a sample, or such as {{'encoder': 0, "
+            "'decoder': 1}"
+        )
+    given = [key for key, x in {"sample": sample, "devices": devices}.items() if x is not None]
+    if device_map != "auto" and given:
+        raise ValueError(
+            "a sample and devices are for a device map that is measured (device_map: "
+            f"{type(device_map).__name__}, given: {', '.join(given)}); leave them out, or pass "
+            "'auto' as the device map"
+        )
+    verify_all_there(model)
+    if device_map is None:
+        found: Mapping[str, Device] = map_of_accelerate(model)
+    elif isinstance(device_map, str):
+        found = measured_map(model, sample, devices)
+    else:
+        found = device_map
+    release(model)
+    return found
+
+
+def measured_map(
+    model: nn.Module, sample: Any, devices: Iterable[Device] | None
+) -> dict[str, Device]:
+    """Measure the blocks of a model with a sample, and spread them over devices."""
+    if devices is None:
+        devices = accelerators()
+    elif not isinstance(devices, str) and isinstance(devices, Iterable):
+        devices = [*devices]
+    # The message about something else proposes as many as there are accelerators.
+    places = checked_devices(devices, len(devices) if isinstance(devices, list) else 1)
+    if not places:
+        raise ValueError(
+            "the device map 'auto' needs accelerators, or other devices (devices: []); pass such "
+            "as devices=['cpu', 'cpu'], or a device map of your own"
+        )
+    arguments = _arguments(sample)
+    absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
+    if absent is not None:
+        raise ValueError(
+            "a model on the meta device takes no time that could be measured for the device map "
+            f"'auto' ({absent}: meta); load the model first, or pass a device map of your own"
+        )
+    device = next((x.device for x in model.parameters()), CPU)
+
+    def near(*tensors: Tensor) -> list[Tensor]:
+        return [x.to(device) if x.device.type == "cpu" else x for x in tensors]
+
+    (batch,) = scatter(arguments, 1)
+    args, kwargs = batch.replace(near(*batch)).value
+    with noted("raised by the sample of the device map 'auto'"):
+        return map_by_time(places, model, *args, **kwargs)
+
+
+def _arguments(sample: Any) -> Arguments:
+    if isinstance(sample, Mapping):
+        return Arguments((), {**sample})
+    if isinstance(sample, Tensor):
+        return Arguments((sample,), {})
+    if isinstance(sample, tuple):
+        return Arguments(sample, {})
+    if sample is None:
+        raise ValueError(
+            "the device map 'auto' needs a sample to measure the model with (sample: None); pass "
+            "the arguments of a call with as many rows as a micro-batch"
+        )
+    raise TypeError(
+        "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
+        f"{type(sample).__name__}); pass a single argument of another kind as (argument,)"
+    )
