@@ -275,9 +275,13 @@ class MappedGPipe(nn.Module):
             self._lasting.thread = get_ident()
             try:
                 context = Context()
-                # Under some modes, only the caller computes.
-                divided = self.threads > 1 and not context.alone and len(batches) > 1
-                if divided and self._lasting.divisible[self.training]:
+                divided = (
+                    self.threads > 1
+                    and self._lasting.divisible[self.training]
+                    # guard: modes that the caller of a model computes in
+                    and not context.alone
+                )
+                if divided:
                     with unset(self.module.named_modules()):
                         self._run_in_threads(step, batches, context)
                 else:
@@ -288,7 +292,7 @@ class MappedGPipe(nn.Module):
                 step.have_caller_wait()
                 # The graph refers to the step, if the model came back to a device.
                 step.phonies.clear()
-        if self.threads > 1:
+        if self.threads > 1 and all(map(has_streams, step.devices)):
             # guard: numbers of the CPU in threads
             drawn = not torch.equal(cpu, get_state(CPU))
             self._lasting.divisible[self.training] = step.is_divisible and not drawn
@@ -306,7 +310,7 @@ class MappedGPipe(nn.Module):
             try:
                 batches[i] = context.run(self._course, step, i, batches[i].take(), turns)
             except BaseException:
-                turns.stop()
+                turns.stop(i)
                 raise
             finally:
                 turns.end(i)

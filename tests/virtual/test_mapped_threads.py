@@ -158,16 +158,41 @@ class Failing(Where):
         return x
 
 
-def test_a_failure_ends_all_threads(devices):
-    """The error is that of the first micro-batch that fails, and the next step is as ever."""
+class Slow(Failing):
+    """A layer whose first micro-batches take long, and fail late."""
+
+    def forward(self, x):
+        if self.fails is not None and x[0, 0].item() < self.fails:
+            time.sleep(0.02)
+            if self.fails == 3 and x[0, 0].item() == 1:
+                raise KeyError("first")
+        return super().forward(x)
+
+
+def test_the_error_is_that_of_the_first_micro_batch_that_fails(devices):
     pipe = mapped(Chain(3, Failing), devices[:3], m=6, threads=3)
+    pipe.module.layers[1].forward = Slow().forward
     x = torch.arange(6.0).unsqueeze(1).expand(6, 4).to(devices[0])
-    Failing.fails = 2
+    Failing.fails = 3
     try:
-        with pytest.raises(ValueError, match="no") as caught:
+        with pytest.raises(KeyError, match="first"):
             pipe(x)
     finally:
         Failing.fails = None
+
+
+def test_a_failure_ends_all_threads(devices):
+    """The error is that of the micro-batch that fails, and the next step is as ever."""
+    pipe = mapped(Chain(3, Failing), devices[:3], m=6, threads=3)
+    x = torch.arange(6.0).unsqueeze(1).expand(6, 4).to(devices[0])
+    for _ in range(20):
+        Failing.fails = 2
+        try:
+            with pytest.raises(BaseException, match="no") as caught:
+                pipe(x)
+            assert type(caught.value) is ValueError
+        finally:
+            Failing.fails = None
     assert caught.value.__notes__ == [f"raised in layers.0 on {devices[0]}, micro-batch 2"]
     assert torch.equal(pipe(x).cpu(), x.cpu())
 
@@ -236,6 +261,13 @@ def test_models_whose_results_would_depend_on_the_threads(devices, model):
     pipe = mapped(MODELS[model](), devices[:2], m=4, threads=2)
     Where.threads.clear()
     pipe(torch.rand(4, 4, device=devices[0]))
+    assert {*Where.threads} == {threading.get_ident()}
+
+
+def test_a_device_that_is_the_cpu(devices):
+    pipe = mapped(Chain(2, Where), [devices[0], torch.device("cpu")], m=4, threads=2)
+    Where.threads.clear()
+    pipe(torch.rand(4, 4))
     assert {*Where.threads} == {threading.get_ident()}
 
 

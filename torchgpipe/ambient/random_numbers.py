@@ -20,6 +20,8 @@ micro-batch begins with numbers of its own, by a seed that is computed from the 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -43,6 +45,16 @@ from torchgpipe.devices.streams import CPU, STREAMLESS
 __all__: list[str] = []
 
 
+#: Held while a generator is read or set. PyTorch locks the generator then, and returns its state as
+#: an object of Python, for which Python may collect garbage. That lets another thread run, which
+#: would wait for the generator while it keeps the interpreter.
+_lock = threading.Lock()
+
+if hasattr(os, "register_at_fork"):
+    # The thread that held the lock does not exist in the child.
+    os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
+
+
 @cache
 def generator_of(device: torch.device) -> torch.device:
     """The device whose default generator is drawn from on a device: the CPU, if it has none."""
@@ -56,7 +68,9 @@ def get_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
     generator = _generator(device)
     if generator is not None:
-        return generator.get_state()
+        # guard: one thread at a generator
+        with _lock:
+            return generator.get_state()
     # torch.mps, ...
     state: Tensor = torch.get_device_module(device).get_rng_state(*_argument(device))
     return state
@@ -66,7 +80,8 @@ def set_state(device: torch.device, state: Tensor) -> None:
     """Set the state of a device's default generator."""
     generator = _generator(device)
     if generator is not None:
-        generator.set_state(state)
+        with _lock:
+            generator.set_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, *_argument(device))
 

@@ -28,7 +28,7 @@ Place: TypeAlias = tuple[torch.device, int]
 
 
 class Abandoned(BaseException):
-    """Another micro-batch has failed, so this one goes no further. Nobody but threads sees it."""
+    """An earlier micro-batch has failed, so this one goes no further. Only threads see it."""
 
 
 class Turns:
@@ -48,7 +48,8 @@ class Turns:
         self._stages: list[Place | None] = [None] * m
         #: The number of autograd's next node when a micro-batch has left a stage.
         self._numbers: dict[Place, int] = {}
-        self._stopped = False
+        #: The first micro-batch that has failed.
+        self._failed = m
         # Its lock may be taken by the thread that has it.
         self._changed = threading.Condition()
 
@@ -56,7 +57,7 @@ class Turns:
         """Wait until micro-batch ``i`` may come to a stage, away from where it has been.
 
         Raises:
-            Abandoned: a micro-batch has failed.
+            Abandoned: a micro-batch before this one has failed.
         """
 
         def is_next() -> bool:
@@ -67,7 +68,7 @@ class Turns:
 
         with self._changed:
             self._free(i)
-            self._wait(is_next)
+            self._wait(i, is_next)
             self._holders[stage[0]] = i
             self._stages[i] = stage
         # guard: order of nodes
@@ -86,12 +87,12 @@ class Turns:
         """Wait until the micro-batch before ``i`` is over; ``i`` computes no more.
 
         Raises:
-            Abandoned: a micro-batch has failed.
+            Abandoned: a micro-batch before this one has failed.
         """
         with self._changed:
             # The one before may have to come back to this device.
             self._free(i)
-            self._wait(lambda: i == 0 or self._over[i - 1])
+            self._wait(i, lambda: i == 0 or self._over[i - 1])
 
     def end(self, i: int) -> None:
         """Take note that a micro-batch is over."""
@@ -99,15 +100,16 @@ class Turns:
             self.leave(i)
             self._over[i] = True
 
-    def stop(self) -> None:
-        """Let no micro-batch go any further."""
+    def stop(self, i: int = -1) -> None:
+        """Let no micro-batch behind ``i`` go any further, which has failed."""
         with self._changed:
-            self._stopped = True
+            # guard: errors of the first micro-batch
+            self._failed = min(self._failed, i)
             self._changed.notify_all()
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._stopped or condition())
-        if self._stopped:
+    def _wait(self, i: int, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: i > self._failed or condition())
+        if i > self._failed:
             raise Abandoned
 
     def _free(self, i: int) -> None:
