@@ -14,6 +14,7 @@ NAMES = (
     "bubbles",
     "host_bound",
     "instructions",
+    "mapped",
     "memory",
     "one_gpu",
     "overhead",

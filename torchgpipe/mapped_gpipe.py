@@ -15,21 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled, watch
-from torchgpipe.ambient.context import Context, Snapshot
+from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.nesting import holding, is_within_cell
-from torchgpipe.ambient.random_numbers import get_state
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
-from torchgpipe.devices.streams import CPU, Device, has_streams
-from torchgpipe.engine.workers import Task
+from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
 from torchgpipe.mapped.choice import chosen_map
 from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
-from torchgpipe.mapped.turns import Turns, unset
+from torchgpipe.mapped.threads import Threads
+from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_chunks, checked_mode, checked_threads
 from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.values import microbatch
@@ -128,6 +127,7 @@ class MappedGPipe(nn.Module):
         mark_if_possible()
         self._process = os.getpid()
         self._lasting = Lasting()
+        self._workers = Threads()
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
         ]
@@ -145,7 +145,7 @@ class MappedGPipe(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_lasting", "_calls", "_around", "_takes_cache"}
+        own = {"_process", "_lasting", "_workers", "_calls", "_around", "_takes_cache"}
         return {key: value for key, value in super().__getstate__().items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -270,59 +270,27 @@ class MappedGPipe(nn.Module):
         return microbatch.gather(batches, rows)
 
     def _run(self, step: MappedStep, batches: list[Batch]) -> None:
-        cpu = get_state(CPU)
+        def course(i: int, turns: Turns | None = None) -> None:
+            batches[i] = self._course(step, i, batches[i].take(), turns)
+
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                context = Context()
-                divided = (
-                    self.threads > 1
-                    and self._lasting.divisible[self.training]
-                    # guard: modes that the caller of a model computes in
-                    and not context.alone
-                )
-                if divided:
-                    with unset(self.module.named_modules()):
-                        self._run_in_threads(step, batches, context)
+                if self.threads > 1:
+                    self._workers.run(step, self.module, self.threads, course)
                 else:
-                    for i, batch in enumerate(batches):
-                        batches[i] = self._course(step, i, batch.take())
+                    for i in range(step.m):
+                        course(i)
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
                 # The graph refers to the step, if the model came back to a device.
                 step.phonies.clear()
-        if self.threads > 1 and all(map(has_streams, step.devices)):
-            # guard: numbers of the CPU in threads
-            drawn = not torch.equal(cpu, get_state(CPU))
-            self._lasting.divisible[self.training] = step.is_divisible and not drawn
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
         step.end()
         if any(device.type == "cpu" for device in self._map.values()):
             drain_after_failure(batches[-1])
-
-    def _run_in_threads(self, step: MappedStep, batches: list[Batch], context: Context) -> None:
-        turns = Turns(len(batches))
-
-        def run(i: int) -> None:
-            step.take_streams()
-            try:
-                batches[i] = context.run(self._course, step, i, batches[i].take(), turns)
-            except BaseException:
-                turns.stop(i)
-                raise
-            finally:
-                turns.end(i)
-
-        tasks = [
-            Task(i, step.devices[0], partial(run, i), line=i % self.threads)
-            for i in range(len(batches))
-        ]
-        try:
-            self._lasting.workers.run_in_threads(tasks, context)
-        finally:
-            turns.stop()
 
     def _course(self, step: MappedStep, i: int, batch: Batch, turns: Turns | None = None) -> Batch:
         course = Course(step, i, turns)

@@ -66,7 +66,7 @@ MUTANTS = {
     "order of nodes": (DROP, "mapped threads"),
     "sending before others come": (("if x.device != device", "if False"), "mapped threads"),
     "numbers of the CPU in threads": (
-        ("not torch.equal(cpu, get_state(CPU))", "False"),
+        ("not torch.equal(numbers, get_state(CPU))", "False"),
         "mapped threads models",
     ),
     "modes that the caller of a model computes in": (

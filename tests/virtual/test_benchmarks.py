@@ -112,3 +112,17 @@ def test_instructions(device, tmp_path):
         assert [*row["cells"]] == ["GPipe", *row["instructions"]]
         assert all(cell["min"] > 0 for cell in row["cells"].values())
     assert f"({device}, n=2)" in path.with_suffix(".md").read_text("utf-8")
+
+
+def test_mapped(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    path = tmp_path / "mapped.json"
+    few = ["--blocks", "4", "--m", "2", "--seconds", "0", "--device", "virtual"]
+    command.main(["mapped", *few, "--output", str(path)])
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert [row["kind"] for row in rows] == ["inference", "training"]
+    for row in rows:
+        assert [*row["modules"]] == ["plain", "Accelerate", "MappedGPipe"]
+        assert all(found["min"] > 0 for found in row["modules"].values())
+    assert "(virtual, 4 devices)" in path.with_suffix(".md").read_text("utf-8")

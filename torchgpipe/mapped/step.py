@@ -31,7 +31,6 @@ from torchgpipe.devices.streams import (
     wait_stream,
 )
 from torchgpipe.engine.body import Body
-from torchgpipe.engine.workers import Workers
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -66,9 +65,6 @@ class Lasting:
         self.lock = threading.RLock()
         #: The thread that runs a step.
         self.thread: int | None = None
-        self.workers = Workers([])
-        #: Whether several threads may compute a step, for training and for evaluation.
-        self.divisible = {True: False, False: False}
         self.learned: Learned = WeakKeyDictionary()
 
 
@@ -86,6 +82,7 @@ class MappedStep:
         self, lasting: Lasting, devices: Sequence[torch.device], m: int, checkpointed: int
     ) -> None:
         self._lasting, self._checkpointed = lasting, checkpointed
+        self.m = m
         #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)

@@ -12,11 +12,10 @@ numbers is one, and so is a module that several stages call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
-from torch import nn
 
 from torchgpipe.autograd.sequence import next_number, number_from
 
@@ -116,39 +115,3 @@ class Turns:
         for device in [device for device, k in self._holders.items() if k == i]:
             del self._holders[device]
         self._changed.notify_all()
-
-
-class unset:
-    """Check that no attribute of a module is set within a ``with`` block.
-
-    A model that keeps something of a micro-batch in itself, such as an auxiliary loss, would find
-    what another thread has put there.
-
-    Args:
-        modules: the modules by name.
-
-    Raises:
-        RuntimeError: an attribute was set.
-    """
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._found = [(name, module, _identities(module)) for name, module in modules]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for name, module, before in self._found if kind is None else ():
-            after = _identities(module)
-            # guard: attributes of threads
-            if before != after:
-                changed = sorted({key for key, _ in before.items() ^ after.items()})
-                raise RuntimeError(
-                    "while several threads compute micro-batches, forward must not set attributes "
-                    f"of modules (module: {name or 'the model'}, set: {changed[:5]}); have "
-                    "modules return what they have found, or pass threads=1"
-                )
-
-
-def _identities(module: nn.Module) -> dict[str, Any]:
-    return {key: id(value) for key, value in vars(module).items()}

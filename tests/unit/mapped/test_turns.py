@@ -1,13 +1,12 @@
-"""The order of courses of several threads, and attributes that forward must not set."""
+"""The order of courses of several threads."""
 
 import threading
 
 import pytest
 import torch
-from torch import nn
 
 from torchgpipe.autograd.sequence import next_number
-from torchgpipe.mapped.turns import Abandoned, Turns, unset
+from torchgpipe.mapped.turns import Abandoned, Turns
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -113,23 +112,3 @@ def test_nodes_are_numbered_as_if_one_thread_had_recorded_all():
     begin, end, again, _ = numbers
     assert end - begin == 20
     assert again == end
-
-
-def test_attributes():
-    model = nn.Sequential(nn.Linear(2, 2))
-    with unset(model.named_modules()):
-        model(torch.rand(1, 2))
-        model[0].weight.grad = torch.zeros(2, 2)
-    error = pytest.raises(RuntimeError, match=r"module: 0, set: \['kept'\]")
-    with error, unset(model.named_modules()):
-        model[0].kept = 1
-    error = pytest.raises(RuntimeError, match=r"module: the model, set: \['training'\]")
-    with error, unset(model.named_modules()):
-        model.training = False
-
-
-def test_an_error_of_the_block_is_not_replaced():
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="own"), unset(model.named_modules()):
-        model.kept = 1
-        raise ValueError("own")

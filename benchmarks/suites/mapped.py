@@ -1,0 +1,170 @@
+"""Cost of a mapped module on the host, beside the hooks of Accelerate.
+
+A small Llama of Hugging Face Transformers is spread over four devices by the same device map in two
+ways: under MappedGPipe, and under the hooks of Accelerate, one micro-batch after another. The plain
+model computes the same micro-batches on one device. A step is timed until the host has issued it.
+What a way takes beyond the plain model, divided by the micro-batches and the modules of the map, is
+the cost of a module. The time is the host's real time, on virtual accelerators with their
+bookkeeping::
+
+    pip install accelerate transformers
+    python -m benchmarks mapped
+
+Figures are microseconds: least (median).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.command import add_device, at_least, output, parse, parser
+from benchmarks.progress import progress
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Chart, Summary, Table
+from benchmarks.rivals.cells import in_turn
+from torchgpipe import MappedGPipe, testing
+
+DEVICES = 4
+
+#: What is timed: a forward without gradients, and a forward with a backward.
+KINDS = ("inference", "training")
+
+
+def device_map(devices: Sequence[torch.device], blocks: int) -> dict[str, torch.device]:
+    """Spread blocks evenly; the embedding is on the first device, norm and head on the last."""
+    found = {"model.embed_tokens": devices[0], "model.rotary_emb": devices[0]}
+    for k in range(blocks):
+        found[f"model.layers.{k}"] = devices[k * len(devices) // blocks]
+    return {**found, "model.norm": devices[-1], "lm_head": devices[-1]}
+
+
+def measure(
+    devices: Sequence[torch.device], blocks: int, kind: str, m: int, seconds: float
+) -> dict[str, Any]:
+    """Measure microseconds of each way, per micro-batch and mapped module."""
+    accelerate, transformers = map(import_module, ("accelerate", "transformers"))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": blocks}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **heads, use_cache=False)
+    )
+    places = device_map(devices, blocks)
+    tokens = torch.randint(0, 64, (m, 12), device=devices[0])
+    micro_batches = tokens.split(1)
+    plain = copy.deepcopy(model).to(devices[0])
+    hooked: Any = accelerate.dispatch_model(
+        copy.deepcopy(model), places, main_device=devices[0], force_hooks=True
+    )
+    mapped = MappedGPipe(model, places, chunks=m, checkpoint="never")
+
+    def loop(model: Any) -> torch.Tensor:
+        return torch.stack([model(input_ids=x, labels=x).loss for x in micro_batches])
+
+    def step(model: Any, losses: Callable[[], torch.Tensor]) -> float:
+        model.zero_grad()
+        with torch.set_grad_enabled(kind == "training"):
+            start = perf_counter()
+            loss = losses().mean()
+            if kind == "training":
+                loss.backward()
+            return perf_counter() - start
+
+    steps = {
+        "plain": partial(step, plain, partial(loop, plain)),
+        "Accelerate": partial(step, hooked, partial(loop, hooked)),
+        "MappedGPipe": partial(step, mapped, lambda: mapped(input_ids=tokens, labels=tokens).loss),
+    }
+    for run in steps.values():
+        run()
+    modules = in_turn(steps, seconds, m * len(places))
+    return {"blocks": blocks, "kind": kind, "m": m, "modules": modules}
+
+
+def over(row: dict[str, Any], way: str, key: str) -> float:
+    """Microseconds of a module above the plain model."""
+    modules = row["modules"]
+    cost: float = modules[way][key] - modules["plain"][key]
+    return cost
+
+
+def summarise(result: Result) -> Summary:
+    """A line for each setting, and a chart of both ways."""
+    ways = ("Accelerate", "MappedGPipe")
+    lines = []
+    for row in result["rows"]:
+        costs = {way: [over(row, way, key) for key in ("min", "median")] for way in ways}
+        ratios = [
+            f"{costs['MappedGPipe'][k] / costs['Accelerate'][k]:.2f}"
+            if costs["Accelerate"][k] > 0
+            else "-"
+            for k in range(2)
+        ]
+        least = row["modules"]["plain"]
+        lines.append(
+            [
+                *(row["blocks"] // DEVICES, row["kind"], row["m"]),
+                f"{least['min']:.0f} ({least['median']:.0f})",
+                *[f"{costs[way][0]:.0f} ({costs[way][1]:.0f})" for way in ways],
+                f"{ratios[0]} ({ratios[1]})",
+            ]
+        )
+    labels = [
+        f"{row['blocks'] // DEVICES} blocks a device, {row['kind']}" for row in result["rows"]
+    ]
+    title = "What a mapped module costs on the host ({device}, {devices} devices)".format(
+        **result, devices=DEVICES
+    )
+    return Summary(
+        title,
+        [
+            Table(
+                ["blocks a device", "kind", "m", "plain", *ways, "MappedGPipe / Accelerate"], lines
+            )
+        ],
+        [
+            Chart(
+                title,
+                "µs above the plain model",
+                labels,
+                {way: [over(row, way, "min") for row in result["rows"]] for way in ways},
+            )
+        ],
+        "Microseconds per micro-batch and module of the map: of the plain model on one device, and "
+        "what the others take beyond it. Least (median). One thread of operators; the host's real "
+        "time.",
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and publish."""
+    reads = parser("mapped", __doc__)
+    reads.add_argument(
+        "--blocks", type=at_least(DEVICES), nargs="+", default=[8, 32], help="of the Llama"
+    )
+    reads.add_argument("--m", type=at_least(1), nargs="+", default=[8], help="micro-batches")
+    add_device(reads, "virtual", "cuda")
+    reads.add_argument("--seconds", type=float, default=20.0, help="of a setting")
+    options = parse(reads, argv)
+    torch.set_num_threads(1)
+    if options.device == "virtual":
+        # Before the first backward of the process.
+        devices = testing.load()[:DEVICES]
+    else:
+        count = torch.cuda.device_count()
+        devices = [torch.device("cuda", k % count) for k in range(DEVICES)]
+    result = head("mapped", argv, device=options.device)
+    settings = [*product(options.blocks, KINDS, options.m)]
+    rows = [
+        measure(devices, *setting, options.seconds)
+        for setting in progress(settings, "mapped", "setting")
+    ]
+    publish(output(options, f"mapped_{options.device}"), result, rows, summarise)
