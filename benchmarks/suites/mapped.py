@@ -1,11 +1,11 @@
 """Cost of a mapped module on the host, beside the hooks of Accelerate.
 
-A small Llama of Hugging Face Transformers is spread over four devices by the same device map in two
-ways: under MappedGPipe, and under the hooks of Accelerate, one micro-batch after another. The plain
-model computes the same micro-batches on one device. A step is timed until the host has issued it.
-What a way takes beyond the plain model, divided by the micro-batches and the modules of the map, is
-the cost of a module. The time is the host's real time, on virtual accelerators with their
-bookkeeping::
+A Llama of Hugging Face Transformers, but with blocks that compute next to nothing, is spread over
+four devices by the same device map in two ways: under MappedGPipe, and under the hooks of
+Accelerate, one micro-batch after another. The plain model computes the same micro-batches on one
+device. A step is timed until the host has issued it. What a way takes beyond the plain model,
+divided by the micro-batches and the modules of the map, is the cost of a module. The time is the
+host's real time, on virtual accelerators with their bookkeeping::
 
     pip install accelerate transformers
     python -m benchmarks mapped
@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.command import add_device, at_least, output, parse, parser
 from benchmarks.progress import progress
@@ -38,6 +39,29 @@ DEVICES = 4
 KINDS = ("inference", "training")
 
 
+class Block(nn.Module):
+    """A block in place of a Llama's, which is called with the same arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        found: Tensor = self.linear(hidden_states)
+        return found
+
+
+def llama(blocks: int) -> Any:
+    """Make the model."""
+    transformers = import_module("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 64, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config)
+    config.num_hidden_layers = blocks
+    model.model.layers = nn.ModuleList([Block() for _ in range(blocks)])
+    return model
+
+
 def device_map(devices: Sequence[torch.device], blocks: int) -> dict[str, torch.device]:
     """Spread blocks evenly; the embedding is on the first device, norm and head on the last."""
     found = {"model.embed_tokens": devices[0], "model.rotary_emb": devices[0]}
@@ -50,26 +74,21 @@ def measure(
     devices: Sequence[torch.device], blocks: int, kind: str, m: int, seconds: float
 ) -> dict[str, Any]:
     """Measure microseconds of each way, per micro-batch and mapped module."""
-    accelerate, transformers = map(import_module, ("accelerate", "transformers"))
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": blocks}
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, **heads, use_cache=False)
-    )
+    model = llama(blocks)
     places = device_map(devices, blocks)
     tokens = torch.randint(0, 64, (m, 12), device=devices[0])
     micro_batches = tokens.split(1)
     plain = copy.deepcopy(model).to(devices[0])
-    hooked: Any = accelerate.dispatch_model(
+    hooked: Any = import_module("accelerate").dispatch_model(
         copy.deepcopy(model), places, main_device=devices[0], force_hooks=True
     )
     mapped = MappedGPipe(model, places, chunks=m, checkpoint="never")
 
-    def loop(model: Any) -> torch.Tensor:
+    def loop(model: nn.Module) -> Tensor:
         return torch.stack([model(input_ids=x, labels=x).loss for x in micro_batches])
 
-    def step(model: Any, losses: Callable[[], torch.Tensor]) -> float:
+    def step(model: nn.Module, losses: Callable[[], Tensor]) -> float:
         model.zero_grad()
         with torch.set_grad_enabled(kind == "training"):
             start = perf_counter()
@@ -128,7 +147,8 @@ def summarise(result: Result) -> Summary:
         [
             Table(
                 ["blocks a device", "kind", "m", "plain", *ways, "MappedGPipe / Accelerate"], lines
-            )
+            ),
+            Table(["kind", "m", "way", "a further module", "the rest"], further(result["rows"])),
         ],
         [
             Chart(
@@ -140,15 +160,40 @@ def summarise(result: Result) -> Summary:
         ],
         "Microseconds per micro-batch and module of the map: of the plain model on one device, and "
         "what the others take beyond it. Least (median). One thread of operators; the host's real "
-        "time.",
+        "time. The second table divides the cost of a micro-batch: what it grows by with each "
+        "module that is added to a device, and the rest, which is mostly that of coming to four "
+        "devices.",
     )
+
+
+def further(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """For each kind and way, what a further module costs a micro-batch, and all the rest."""
+    lines: list[list[Any]] = []
+    for kind, m in dict.fromkeys((row["kind"], row["m"]) for row in rows):
+        few, *_, many = [row for row in rows if (row["kind"], row["m"]) == (kind, m)] * 2
+        added = many["blocks"] - few["blocks"]
+        for way in ("Accelerate", "MappedGPipe") if added else ():
+            cells = []
+            for key in ("min", "median"):
+                less, more = [over(row, way, key) * modules(row) for row in (few, many)]
+                slope = (more - less) / added
+                cells.append((slope, less - slope * modules(few)))
+            (slope, rest), (slopes, rests) = cells
+            lines.append([kind, m, way, f"{slope:.0f} ({slopes:.0f})", f"{rest:.0f} ({rests:.0f})"])
+    return lines
+
+
+def modules(row: dict[str, Any]) -> int:
+    """The number of mapped modules: the blocks, and four around them."""
+    count: int = row["blocks"] + 4
+    return count
 
 
 def main(argv: Sequence[str]) -> None:
     """Measure and publish."""
     reads = parser("mapped", __doc__)
     reads.add_argument(
-        "--blocks", type=at_least(DEVICES), nargs="+", default=[8, 32], help="of the Llama"
+        "--blocks", type=at_least(DEVICES), nargs="+", default=[8, 32], help="of the model"
     )
     reads.add_argument("--m", type=at_least(1), nargs="+", default=[8], help="micro-batches")
     add_device(reads, "virtual", "cuda")

@@ -26,7 +26,6 @@ ELSEWHERE = {
     "executor/executor": "virtual/test_schedules.py",
     "executor/links": "virtual/test_schedules.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",
-    "mapped/containers": "unit/test_mapped_gpipe.py",
     "mapped/numbers": "virtual/test_mapped_code.py",
     "mapped/cell": "virtual/test_mapped.py",
     "mapped/course": "unit/test_mapped_gpipe.py",

@@ -138,6 +138,11 @@ TESTS = {
         "test_alive_until_its_last_use",
         {"devices": CPUS[:2], "balance": [1, 4], "grad": False},
     ),
+    "one at a generator": (
+        "unit.ambient.test_random_numbers",
+        "test_one_thread_at_a_time_uses_a_generator",
+        {},
+    ),
     "same numbers": (
         "virtual.test_random_numbers",
         "test_same_on_any_devices",
@@ -325,6 +330,7 @@ MUTANTS = {
     "lanes in turns": (("i % len(copies)", "0"), "limit"),
     "lanes beside computing": (("copies[i % len(copies)]", "self.compute[k]"), "limit"),
     "stream of recomputation": (("use_stream(self.stream), ", ""), "limit"),
+    "one thread at a generator": (("with _lock", "if True"), "one at a generator"),
     "random numbers": (("numbers.restored(), ", ""), "dropout"),
     "join [1]": ((", phonies", ""), "detour"),
     "join [1] before the layers": (("batch.requires_grad", "False"), "detour"),

@@ -80,6 +80,7 @@ def set_state(device: torch.device, state: Tensor) -> None:
     """Set the state of a device's default generator."""
     generator = _generator(device)
     if generator is not None:
+        # guard: one thread at a generator
         with _lock:
             generator.set_state(state)
     else:
@@ -130,7 +131,7 @@ class StepNumbers:
         self.nest = begin_step(self._devices)
         self._found = _get(self._devices)
         self._seeds = {
-            device: int.from_bytes(blake2b(_bytes(state), digest_size=8).digest(), "little")
+            device: int.from_bytes(blake2b(content(state), digest_size=8).digest(), "little")
             for device, state in self._found.items()
             if self._m > 1
         }
@@ -163,7 +164,7 @@ class StepNumbers:
     def drawn(self) -> bool:
         """Whether a cell has drawn from any of the generators."""
         return any(
-            _bytes(state) != _bytes(first[kind])
+            content(state) != content(first[kind])
             for first, states in zip(self._first, self.states)
             for kind, state in states.items()
         )
@@ -171,7 +172,7 @@ class StepNumbers:
     def look(self, device: torch.device) -> None:
         """Take note of numbers that were drawn from a generator that no cell has exchanged."""
         state = get_state(device)
-        if _bytes(state) != _bytes(self._found[device]):
+        if content(state) != content(self._found[device]):
             self.states[0][device.type] = state
 
     def _state(self, device: torch.device, i: int) -> Tensor:
@@ -185,10 +186,10 @@ class StepNumbers:
     def _last(self, device: torch.device) -> Tensor:
         """The state that the caller continues with."""
         kind, found = device.type, self._found[device]
-        if _bytes(self.states[0][kind]) != _bytes(found):
+        if content(self.states[0][kind]) != content(found):
             return self.states[0][kind]
         drawn = any(
-            _bytes(first[kind]) != _bytes(state[kind])
+            content(first[kind]) != content(state[kind])
             for first, state in zip(self._first, self.states)
         )
         # Later micro-batches have drawn, and the next step must not draw the same numbers.
@@ -253,7 +254,7 @@ class FirstNumbers:
         self.after = {
             device: state
             for device, state in after.items()
-            if _bytes(state) != _bytes(self.before[device])
+            if content(state) != content(self.before[device])
         }
         self.before = {device: self.before[device] for device in self.after}
         self.around.settle()
@@ -298,7 +299,7 @@ class RestoredNumbers(second_run):
         for device, drawn in again.items() if exception[0] is None else ():
             # If the generator is where it was before, another thread drew from it in the first run.
             known = (first.before[device], first.after[device])
-            if not any(_bytes(drawn) == _bytes(other) for other in known):
+            if not any(content(drawn) == content(other) for other in known):
                 raise RuntimeError(
                     "a recomputation must draw the same random numbers as the forward (generator: "
                     f"{device}); while layers draw from it, no other thread may: let layers on an "
@@ -315,6 +316,7 @@ def _set(states: Mapping[torch.device, Tensor]) -> None:
         set_state(device, state)
 
 
-def _bytes(state: Tensor) -> bytes:
+def content(state: Tensor) -> bytes:
+    """The bytes of a state, for comparisons."""
     # Comparing tensors takes several times as long.
     return ctypes.string_at(state.data_ptr(), state.nbytes)

@@ -159,13 +159,13 @@ class Wait(torch.autograd.Function):
 def _copied(
     tensors: Sequence[Tensor], prev_stream: AbstractStream, next_stream: AbstractStream
 ) -> tuple[Tensor, ...]:
-    # Detached, since .to() returns a tensor that is on the device already as it is.
-    detached = [alias(tensor) for tensor in tensors]
     if get_device(prev_stream) == get_device(next_stream):
+        # .to() returns a tensor that is on the device already as it is.
+        tensors = [alias(tensor) for tensor in tensors]
         # guard: hand-over by Copy
-        hand_over(detached, prev_stream, next_stream)
+        hand_over(tensors, prev_stream, next_stream)
     # guard: source's lane
-    return moved(detached, prev_stream, next_stream, other=prev_stream)
+    return moved(tensors, prev_stream, next_stream, other=prev_stream)
 
 
 def moved(

@@ -16,7 +16,7 @@ from torch import nn
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
-from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
+from torchgpipe.mapped.containers import replaced, unfilled
 from torchgpipe.mapped.course import Inside, current
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.glue import paused
@@ -53,12 +53,10 @@ class Call(Interception):
                 )
             # Outside of a step, as when the model generates text.
             device = self.mapped.device
-            tensors = tensors_of((args, kwargs))
-            if any(x.device != device for x in tensors):
-                args, kwargs = replaced((args, kwargs), lambda x: x.to(device))
-                with unfilled(self.mapped.name, (args, kwargs)):
-                    return self.inner(*args, **kwargs)
-            return self.inner(*args, **kwargs)
+            copies: list[Any] = []
+            args, kwargs = replaced((args, kwargs), lambda x: x.to(device), copies)
+            with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
+                return self.inner(*args, **kwargs)
         if isinstance(course, Inside):
             return self.inner(*args, **kwargs)
         with paused(current.glue):

@@ -72,20 +72,33 @@ class Cell:
         #: Whether a gradient goes back from here, whose arrival the fence holds back.
         self._held = False
 
-    def fetch_all(self, value: Any) -> Any:
+    def fetch_all(self, value: Any, copies: list[Any]) -> Any:
         """Bring the tensors of a value here.
 
-        Raises:
-            TypeError: the value holds tensors in something that is no known container.
+        Args:
+            value: the value.
+            copies: a list to which all lists and dicts are added that had to be copied.
         """
-        tensors = tensors_of(value)
         device = self.stage.device
-        elsewhere = [tensor for tensor in tensors if tensor.device != device]
-        fetched = self._fetch(elsewhere) if elsewhere else {}
+        if not self.stage.visit:
+            # Most often nothing comes that is not here already.
+            missing = False
+
+            def known(tensor: Tensor) -> Tensor:
+                nonlocal missing
+                found = tensor if tensor.device == device else self._come.get(tensor)
+                missing |= found is None
+                return tensor if found is None else found
+
+            found = replaced(value, known, copies)
+            if not missing:
+                return found
+            copies.clear()
+        tensors = tensors_of(value)
+        fetched = self._fetch([x for x in tensors if x.device != device])
         if self.stage.visit:
-            here = tuple([tensor for tensor in tensors if tensor.device == device])
-            fetched |= self.taken_over(here)
-        return replaced(value, lambda x: fetched.get(id(x), x)) if fetched else value
+            fetched |= self.taken_over(tuple([x for x in tensors if x.device == device]))
+        return replaced(value, lambda x: fetched.get(id(x), x), copies)
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         """Tensors of an earlier visit of this device for the stream of this one, by identity.
@@ -137,7 +150,8 @@ class Cell:
         with use_stream(self.stage.compute):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed
-        self.made(arriving)
+        if self.stage.visit:
+            self.made(arriving)
         return arriving
 
     def bring(self, tensor: Tensor) -> Tensor:
@@ -215,22 +229,32 @@ class Copies:
         #: been changed in place, and the copy.
         self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
 
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """The copy of a tensor."""
+        found = self._found.get(id(tensor))
+        if found is None:
+            return None
+        _, version, copy = found
+        now = version_of(tensor)
+        if (
+            # The tensor has changed since, or nobody counts its changes.
+            # guard: copies of what has changed
+            version != now
+            or now < 0
+            # A copy that was made without grad leads no gradient back.
+            # guard: copies without grad
+            or (needs_backward((tensor,)) and not copy.requires_grad)
+        ):
+            return None
+        return copy
+
     def known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[Tensor]]:
         """The copies that there are, by the identities of the originals, and tensors without."""
         copies: dict[int, Tensor] = {}
         missing: dict[int, Tensor] = {}
         for tensor in tensors:
-            _, version, known = self._found.get(id(tensor), (None, -1, None))
-            if (
-                known is None
-                # The tensor has changed since, or nobody counts its changes.
-                # guard: copies of what has changed
-                or version != version_of(tensor)
-                or version < 0
-                # A copy that was made without grad leads no gradient back.
-                # guard: copies without grad
-                or (needs_backward((tensor,)) and not known.requires_grad)
-            ):
+            known = self.get(tensor)
+            if known is None:
                 missing[id(tensor)] = tensor
             else:
                 copies[id(tensor)] = known

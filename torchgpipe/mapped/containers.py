@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from torchgpipe.values.structure import flatten
 __all__: list[str] = []
 
 CONTAINERS = (tuple, list, dict)
+
+#: What may have to be replaced, or looked into.
+PARTS = (Tensor, *CONTAINERS)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -32,24 +36,57 @@ def _collect(value: Any, found: list[Tensor]) -> None:
                 _collect(x, found)
 
 
-def replaced(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def replaced(
+    value: Any, function: Callable[[Tensor], Tensor], copies: list[Any] | None = None
+) -> Any:
     """A value with a function of each of its tensors in place of the tensor.
 
     The containers are those of Python, and subclasses of them that PyTorch knows. Other objects may
     be somebody's state, as a cache of keys and values is, which must not become a copy. They stay
-    what they are, and what is in them stays where it is.
+    what they are, and what is in them stays where it is. So do containers without a tensor that the
+    function changes.
+
+    Args:
+        value: the value.
+        function: what replaces a tensor: another one, or the same.
+        copies: a list to which all lists and dicts are added that had to be copied.
     """
     if isinstance(value, Tensor):
         return function(value)
     kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([replaced(x, function) for x in value])
-    if kind is dict:
-        return {key: replaced(x, function) for key, x in value.items()}
-    if isinstance(value, CONTAINERS):
+    found: Any = None
+    if kind is dict or kind is list:
+        for key, x in value.items() if kind is dict else enumerate(value):
+            if isinstance(x, PARTS):
+                y = replaced(x, function, copies)
+                if y is not x:
+                    if found is None:
+                        found = value.copy()
+                    found[key] = y
+    elif kind is tuple:
+        items = [replaced(x, function, copies) if isinstance(x, PARTS) else x for x in value]
+        return value if all(map(is_, items, value)) else tuple(items)
+    elif isinstance(value, CONTAINERS):
         tensors, structure = flatten(value)
-        return structure.unflatten(tuple(map(function, tensors))) if tensors else value
-    return value
+        changed = tuple(map(function, tensors))
+        if not all(map(is_, changed, tensors)):
+            found = structure.unflatten(changed)
+    if found is None:
+        return value
+    if copies is not None and not isinstance(value, tuple):
+        copies.append(found)
+    return found
+
+
+def lists_and_dicts(value: Any) -> list[Any]:
+    """All lists and dicts in a value."""
+    found: list[Any] = []
+    if isinstance(value, list | dict):
+        found.append(value)
+    if isinstance(value, CONTAINERS):
+        for x in value.values() if isinstance(value, dict) else value:
+            found += lists_and_dicts(x)
+    return found
 
 
 class unfilled:
@@ -57,20 +94,15 @@ class unfilled:
 
     Args:
         name: the name of the module that is called with them.
-        value: the arguments of the call.
+        copies: the lists and dicts.
 
     Raises:
         RuntimeError: a module filled, or changed, a list or dict that it was called with.
     """
 
-    def __init__(self, name: str, value: tuple[Any, Any]) -> None:
+    def __init__(self, name: str, copies: Iterable[Any]) -> None:
         self._name = name
-        found: list[Any] = []
-        args, kwargs = value
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, CONTAINERS):
-                _filled(each, found)
-        self._found = [(x, _items(x)) for x in found]
+        self._found = [(x, _items(x)) for x in copies]
 
     def __enter__(self) -> None:
         pass
@@ -82,15 +114,6 @@ class unfilled:
                 f"since it gets a copy with tensors of its own device (module: {self._name}); have "
                 "it return what it adds"
             )
-
-
-def _filled(value: Any, found: list[Any]) -> None:
-    """Find all lists and dicts in a container."""
-    if not isinstance(value, tuple):
-        found.append(value)
-    for x in value.values() if isinstance(value, dict) else value:
-        if isinstance(x, CONTAINERS):
-            _filled(x, found)
 
 
 def _items(container: Any) -> list[int]:

@@ -35,7 +35,7 @@ from torchgpipe.ambient.thread import registered
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.cell import Cell
-from torchgpipe.mapped.containers import tensors_of, unfilled
+from torchgpipe.mapped.containers import lists_and_dicts, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.step import MappedStep
@@ -125,10 +125,8 @@ class Course:
             undrawn: AbstractContextManager[None] = nullcontext()
             if is_in_checkpoint():
                 undrawn = self._numbers.undrawn(mapped.name, mapped.device)
-            before = args
-            args, kwargs = cell.fetch_all((args, kwargs))
-            call = inner if args is before else partial(_filling_nothing, mapped.name, inner)
-            del before
+            copies: list[Any] = []
+            args, kwargs = cell.fetch_all((args, kwargs), copies)
             uncached = self.step.uncached(mapped.module, cell.stage)
             with use_stream(cell.stage.compute), uncached, undrawn:
                 if self.step.is_checkpointed(self.i):
@@ -137,8 +135,9 @@ class Course:
                     checkpoint = self._new_checkpoint(mapped, inner, cell, note)
                     output = checkpoint.forward(batch.take()).value
                 else:
-                    with inside():
-                        output = call(*args, **kwargs)
+                    # Another container than the one of keyword arguments itself.
+                    with unfilled(mapped.name, [x for x in copies if x is not kwargs]), inside():
+                        output = inner(*args, **kwargs)
         if cell.stage.visit:
             cell.made(output)
         self._noted, self._place = False, f"behind {place}"
@@ -253,7 +252,7 @@ class Course:
 
 def _filling_nothing(name: str, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a mapped module with containers that are copies."""
-    with unfilled(name, (args, kwargs)):
+    with unfilled(name, lists_and_dicts((args, *kwargs.values()))):
         return inner(*args, **kwargs)
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.random_numbers import get_state
+from torchgpipe.ambient.random_numbers import content, get_state
 from torchgpipe.devices.streams import CPU, has_streams
 from torchgpipe.engine.workers import Task, Workers
 from torchgpipe.mapped.step import MappedStep
@@ -59,7 +58,7 @@ class Threads:
             for i in range(step.m):
                 course(i, None)
         # guard: numbers of the CPU in threads
-        drawn = not torch.equal(numbers, get_state(CPU))
+        drawn = content(numbers) != content(get_state(CPU))
         accelerators = all(map(has_streams, step.devices))
         self._equal[model.training] = accelerators and step.is_divisible and not drawn
 

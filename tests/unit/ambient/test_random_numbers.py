@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
+from torchgpipe.ambient import random_numbers
 from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers, _set, get_state, set_state
 
 CPU = torch.device("cpu")
@@ -185,6 +187,33 @@ def test_meta_device_has_the_generator_of_the_cpu():
     with draws:
         found = drawn(draws, 0, META), drawn(draws, 0, CPU)
     assert all(map(torch.equal, expected, [*found, torch.rand(3)]))
+
+
+class CountingGenerator:
+    """A generator that notes how many threads use it at a time."""
+
+    def __init__(self):
+        self.inside, self.most = 0, 0
+
+    def get_state(self):
+        self.inside += 1
+        time.sleep(0.01)
+        self.most = max(self.most, self.inside)
+        self.inside -= 1
+
+    def set_state(self, state):
+        self.get_state()
+
+
+def test_one_thread_at_a_time_uses_a_generator(monkeypatch):
+    generator = CountingGenerator()
+    monkeypatch.setattr(random_numbers, "_generator", lambda device: generator)
+    threads = [threading.Thread(target=lambda: set_state(CPU, get_state(CPU))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert generator.most == 1
 
 
 def test_threads_do_not_block_each_other_at_a_generator():

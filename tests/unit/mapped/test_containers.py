@@ -1,0 +1,63 @@
+"""Tensors in arguments: found, and replaced in copies of the containers that they are in."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+
+from torchgpipe.mapped.containers import lists_and_dicts, replaced, tensors_of, unfilled
+
+Pair = namedtuple("Pair", "first second")
+A, B, C = (torch.tensor(float(k)) for k in range(3))
+
+
+def test_tensors():
+    value = ((A, None), {"x": [B], "y": Pair(C, 1)}, "text")
+    found = tensors_of(value)
+    assert [id(x) for x in found] == [id(A), id(B), id(C)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(A, 1), [A, None], {"x": A, "y": 1}, Pair(A, "b"), OrderedDict(x=A), ([{"x": (A,)}],)],
+    ids=lambda x: type(x).__name__,
+)
+def test_replaced(value):
+    found = replaced(value, lambda x: C)
+    assert type(found) is type(value)
+    assert tensors_of(found)[0] is C
+    # The original is as it was.
+    assert tensors_of(value)[0] is A
+    assert replaced(value, lambda x: x) is value
+
+
+def test_only_what_changes_is_copied():
+    same, other = [B], [A]
+    value = ((same, other), {"x": {"y": A}, "z": []})
+    copies = []
+    args, kwargs = replaced(value, lambda x: C if x is A else x, copies)
+    assert args[0] is same
+    assert args[1] == [C]
+    assert kwargs["z"] is value[1]["z"]
+    assert list(kwargs) == ["x", "z"]
+    assert [*map(id, copies)] == [id(args[1]), id(kwargs["x"]), id(kwargs)]
+
+
+def test_state_stays_where_it_is():
+    class Cache:
+        keys = A
+
+    cache = Cache()
+    assert replaced((cache,), lambda x: C)[0] is cache
+
+
+def test_copies_must_not_be_filled():
+    value = ([A], {"x": []})
+    assert lists_and_dicts(value) == [value[0], value[1], value[1]["x"]]
+    with unfilled("block", lists_and_dicts(value)):
+        pass
+    with pytest.raises(RuntimeError, match="module: block"), unfilled("block", [value[1]["x"]]):
+        value[1]["x"].append(B)
+    with pytest.raises(KeyError), unfilled("block", [value[0]]):
+        value[0].clear()
+        raise KeyError
