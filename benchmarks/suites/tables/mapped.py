@@ -15,9 +15,9 @@ WAYS = ("device map", "device map, in a loop", "MappedGPipe", "GPipe")
 NOTES = f"""\
 **Virtual time** of a step with m={M}, in milliseconds; from the least to the greatest of several
 steps where they differ. The loop computes one micro-batch after another under Accelerate's hooks;
-nothing holds its backward to an order, so that its time depends on the threads of autograd. Neither
-device map has checkpoints. GPipe has the Llama's layers in an `nn.Sequential` that was written by
-hand. The limit is the critical path of equal stages with F = R = 1 and B = 2."""
+nothing holds its backward to an order, and its time varies from step to step. Neither device map
+has checkpoints. GPipe has the Llama's layers in an `nn.Sequential` that was written by hand. The
+limit is the critical path of equal stages with F = R = 1 and B = 2."""
 
 
 def steps(rows: Sequence[dict[str, Any]]) -> Summary:
