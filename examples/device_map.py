@@ -41,11 +41,18 @@ def device_map(devices: list[torch.device]) -> dict[str, torch.device]:
     return {**found, "model.norm": devices[-1], "lm_head": devices[-1]}
 
 
+def subject() -> tuple[Any, dict[str, Tensor]]:
+    """The decoder, with random weights, and a mini-batch of lines."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": BLOCKS}
+    model = language_model(**sizes, tie_word_embeddings=False)
+    return model, {key: x[:ROWS] for key, x in rows().items()}
+
+
 def steps(
-    model: Any, batch: dict[str, Tensor], options: argparse.Namespace
+    model: Any, batch: dict[str, Tensor], devices: list[torch.device], options: argparse.Namespace
 ) -> dict[str, tuple[nn.Module, Callable[[], Tensor]]]:
     """The ways to compute the loss of a mini-batch, each with its own copy of the model."""
-    devices = load(DEVICES)
     places = device_map(devices)
     batch = {key: x.to(devices[0]) for key, x in batch.items()}
     labels = batch["labels"]
@@ -89,6 +96,16 @@ def steps(
     }
 
 
+def timed(name: str, step: Callable[[], Tensor], chunks: int) -> tuple[float, Tensor]:
+    """The virtual milliseconds of a forward and a backward, and the loss."""
+    # Without micro-batches a product has the rows of all of them.
+    times = chunks if name == "device map" else 1
+    with observe(costs={key: times * cost for key, cost in COSTS.items()}) as seen:
+        loss = step()
+        loss.backward()
+    return seen.makespan, loss
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the time of a step in each way; return 0 if all gradients are equal."""
     parser = argparse.ArgumentParser(description="A decoder by a device map.")
@@ -97,24 +114,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     # Before the first backward of the process.
-    load(DEVICES)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": BLOCKS}
-    model = language_model(**sizes, tie_word_embeddings=False)
-    batch = {key: x[:ROWS] for key, x in rows().items()}
+    devices = load(DEVICES)
+    model, batch = subject()
     loss = model(**batch).loss
     loss.backward()
     expected = [x.grad for x in model.parameters()]
     model.zero_grad()
     equal = True
     print(f"{'':21}     ms    loss")
-    for name, (wrapped, step) in steps(model, batch, options).items():
+    for name, (wrapped, step) in steps(model, batch, devices, options).items():
         wrapped.zero_grad()
-        times = options.chunks if name == "device map" else 1
-        with observe(costs={key: times * cost for key, cost in COSTS.items()}) as seen:
-            found = step()
-            found.backward()
-        print(f"{name:21} {seen.makespan:6.0f}  {found.item():.4f}")
+        time, found = timed(name, step, options.chunks)
+        print(f"{name:21} {time:6.0f}  {found.item():.4f}")
         for own, other in zip(wrapped.parameters(), expected):
             assert own.grad is not None
             assert other is not None

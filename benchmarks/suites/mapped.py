@@ -11,14 +11,19 @@ host's real time, on virtual accelerators with their bookkeeping::
     python -m benchmarks mapped
 
 Figures are microseconds: least (median).
+
+Virtual accelerators tell the virtual time of a step, too: of equal stages, and of the Llama of
+``examples/device_map.py``, where a matrix product with a micro-batch takes 1 ms.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -31,6 +36,8 @@ from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Chart, Summary, Table
 from benchmarks.rivals.cells import in_turn
+from benchmarks.simulate.mapped import equal_stages, llama_steps
+from benchmarks.suites.tables import mapped as tables
 from torchgpipe import MappedGPipe, testing
 
 DEVICES = 4
@@ -116,6 +123,23 @@ def over(row: dict[str, Any], way: str, key: str) -> float:
 
 
 def summarise(result: Result) -> Summary:
+    """Costs on the host, and times of steps where they were measured."""
+    host, steps = ([x for x in result["rows"] if ("ms" in x) == kind] for kind in (False, True))
+    if not steps:
+        return host_costs(result)
+    found = tables.steps(steps)
+    if not host:
+        return found
+    first = host_costs({**result, "rows": host})
+    return replace(
+        first,
+        tables=[*first.tables, *found.tables],
+        charts=[*first.charts, *found.charts],
+        notes=f"{first.notes}\n\n{found.notes}",
+    )
+
+
+def host_costs(result: Result) -> Summary:
     """A line for each setting, and a chart of both ways."""
     ways = ("Accelerate", "MappedGPipe")
     lines = []
@@ -198,7 +222,14 @@ def main(argv: Sequence[str]) -> None:
     reads.add_argument("--m", type=at_least(1), nargs="+", default=[8], help="micro-batches")
     add_device(reads, "virtual", "cuda")
     reads.add_argument("--seconds", type=float, default=20.0, help="of a setting")
+    reads.add_argument(
+        "--repeat", type=at_least(1), default=5, help="steps of each way in virtual time"
+    )
     options = parse(reads, argv)
+    absent = [name for name in ("accelerate", "transformers") if find_spec(name) is None]
+    reason = f"it needs pip install {' '.join(absent)}"
+    if absent and options.device == "cuda":
+        reads.error(f"there is only the Llama to measure (device: cuda), and {reason}")
     torch.set_num_threads(1)
     if options.device == "virtual":
         # Before the first backward of the process.
@@ -207,9 +238,14 @@ def main(argv: Sequence[str]) -> None:
         count = torch.cuda.device_count()
         devices = [torch.device("cuda", k % count) for k in range(DEVICES)]
     result = head("mapped", argv, device=options.device)
-    settings = [*product(options.blocks, KINDS, options.m)]
+    if absent:
+        result["left_out"] = {"the Llama": reason}
+    settings = [] if absent else [*product(options.blocks, KINDS, options.m)]
     rows = [
         measure(devices, *setting, options.seconds)
         for setting in progress(settings, "mapped", "setting")
     ]
+    if options.device == "virtual":
+        rows += equal_stages(devices, options.repeat)
+        rows += [] if absent else llama_steps(devices, options.repeat)
     publish(output(options, f"mapped_{options.device}"), result, rows, summarise)

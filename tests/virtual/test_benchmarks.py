@@ -114,15 +114,42 @@ def test_instructions(device, tmp_path):
     assert f"({device}, n=2)" in path.with_suffix(".md").read_text("utf-8")
 
 
-def test_mapped(tmp_path):
+def test_mapped(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
+    from examples import device_map
+
+    monkeypatch.setattr(device_map, "ROWS", 8)
+    monkeypatch.setattr(device_map, "BLOCKS", 4)
+    monkeypatch.setattr("benchmarks.simulate.mapped.MODES", ["never"])
     path = tmp_path / "mapped.json"
-    few = ["--blocks", "4", "--m", "2", "--seconds", "0", "--device", "virtual"]
+    few = ["--blocks", "4", "--m", "2", "--seconds", "0", "--device", "virtual", "--repeat", "1"]
     command.main(["mapped", *few, "--output", str(path)])
-    rows = json.loads(path.read_text("utf-8"))["rows"]
+    result = json.loads(path.read_text("utf-8"))
+    assert "left_out" not in result
+    *rows, _, steps = result["rows"]
     assert [row["kind"] for row in rows] == ["inference", "training"]
     for row in rows:
         assert [*row["modules"]] == ["plain", "Accelerate", "MappedGPipe"]
         assert all(found["min"] > 0 for found in row["modules"].values())
-    assert "(virtual, 4 devices)" in path.with_suffix(".md").read_text("utf-8")
+    text = path.with_suffix(".md").read_text("utf-8")
+    assert "(virtual, 4 devices)" in text
+    assert "**Virtual time**" in text
+    plain, loop, (mapped,), by_hand = steps["ms"].values()
+    assert [mapped] == by_hand < loop < plain
+
+
+def test_mapped_without_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.suites.mapped.find_spec", lambda name: None)
+    path = tmp_path / "mapped.json"
+    command.main(["mapped", "--repeat", "2", "--output", str(path)])
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert {row["mode"]: row["limit"] for row in rows} == {
+        "never": 33,
+        "except_last": 40,
+        "always": 41,
+    }
+    for row in rows:
+        assert row["ms"] == dict.fromkeys(["MappedGPipe", "GPipe"], [row["limit"]] * 2)
+    text = path.with_suffix(".md").read_text("utf-8")
+    assert "Not run: the Llama: it needs pip install accelerate transformers" in text
