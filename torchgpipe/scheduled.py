@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
-from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
-from torchgpipe.devices.streams import AbstractStream, current_stream, device_types, use_stream
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
-from torchgpipe.executor.links import fetched
+from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, Plan, plan
+from torchgpipe.executor.targets import arguments_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.sharding import is_shard
-from torchgpipe.partition.traps import lists
 from torchgpipe.values import microbatch
-from torchgpipe.values.structure import NoChunk, is_split, names, split
 from torchgpipe.values.structure import arguments as packed
 
 __all__ = ["ScheduledLoss", "arguments"]
@@ -158,7 +155,9 @@ class ScheduledLoss(nn.Module):
         if recorded:
             model._traps.no_pipelining(len(model.devices), model.chunks)
         crew = self._crew_of(model)
-        arguments, arriving = self._arguments((targets, more), rows, m, crew)
+        arguments, arriving = arguments_of(
+            (targets, more), rows, m, crew.streams, model.devices[-1]
+        )
         criterion = Criterion(
             self.loss,
             arguments,
@@ -176,7 +175,7 @@ class ScheduledLoss(nn.Module):
         total, divisor = criterion.total()
         value = total if divisor is None else total / divisor
         if recorded and criterion.depends:
-            value = self._hand_over(executor, value, divisor, inputs)
+            value = hand_over(executor, value, divisor, inputs)
         if criterion.outputs is None:
             return value
         return value, microbatch.gather([x for x in criterion.outputs if x is not None], rows)
@@ -247,102 +246,10 @@ class ScheduledLoss(nn.Module):
         if self.scaler is not None:
             scale: Callable[[Tensor], Tensor] = self.scaler.scale
             return scale
-        kinds = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
-        if any(torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds):
+        if is_within_float16():
             warn(
                 "under autocast to float16, a scheduled loss needs the gradient scaler, since its "
                 "backward runs within the call, before scaler.scale(loss) (scaler: None); pass "
                 "ScheduledLoss(..., scaler=scaler), or use bfloat16"
             )
         return None
-
-    def _arguments(
-        self, value: Any, rows: Sequence[int], m: int, crew: Crew
-    ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
-        """The arguments of the loss for each micro-batch, and the events of their copies."""
-        for name, leaf in names(value):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    "targets must not require a gradient, since the loss hands over those of its "
-                    f"input and weights (argument: {name}, shape: {tuple(leaf.shape)}); pass "
-                    "target.detach(), or make it an input that the layers pass on"
-                )
-            if is_split(leaf) and rows and len(leaf) != sum(rows):
-                raise ValueError(
-                    "targets must have as many rows as the input, since each micro-batch takes "
-                    f"the same rows of all (argument: {name}, shape: {tuple(leaf.shape)}, rows: "
-                    f"{sum(rows)}); pass what every micro-batch shall get whole as "
-                    "torchgpipe.NoChunk(value)"
-                )
-        targets, more = value
-        each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
-        found = [x for name, one in each for x in lists(one, name)] if rows else []
-        wrong = [path for path, length in found if length == sum(rows)]
-        if wrong:
-            raise ValueError(
-                "targets must be tensors to be split into micro-batches "
-                f"(lists or arrays with an entry for each row: {', '.join(wrong)}, rows: "
-                f"{sum(rows)}); pass a tensor, or what every micro-batch shall get whole as "
-                "torchgpipe.NoChunk(value)"
-            )
-        value, events = fetched(crew.streams, value, self.model.devices[-1])
-        if not rows:
-            # One micro-batch gets all as it is.
-            return [_torch.tree_map(_whole, value)], events
-        return [*split(value, rows)], events
-
-    def _hand_over(
-        self,
-        executor: Executor,
-        value: Tensor,
-        divisor: Tensor | None,
-        inputs: Sequence[Sequence[Tensor]],
-    ) -> Tensor:
-        """Make the loss hand the gradients over in its backward.
-
-        Args:
-            executor: the step.
-            value: the loss.
-            divisor: what its sum was divided by, if by anything.
-            inputs: for each micro-batch, the tensors of the input.
-        """
-        links, criterion = executor.links, executor.criterion
-        #: By stream: the sums, and the tensors that they belong to. A weight stays on its stream.
-        sums: dict[AbstractStream, Sums] = {}
-        tensors: dict[AbstractStream, dict[int, Tensor]] = {}
-        owner: dict[int, Sums] = {}
-
-        def own(stream: AbstractStream, some: Iterable[Tensor]) -> None:
-            for x in some:
-                if x.requires_grad and id(x) not in owner:
-                    # A layer may use a weight of another device.
-                    at = stream if x.device == stream.device else current_stream(x.device)
-                    owner[id(x)] = sums.setdefault(at, Sums())
-                    tensors.setdefault(at, {})[id(x)] = x
-
-        own(links.outside[0], chain(*inputs))
-        for stream, weights in zip(links.home, executor.weights):
-            own(stream, weights)
-        for some, found in zip(inputs, executor.input_grads):
-            for x, grad in zip(some, found):
-                if grad is not None:
-                    owner[id(x)].add([x], [grad])
-        for part in executor.sums:
-            part.move_to(owner)
-        callers = dict(zip(executor.plan.devices, links.outside))
-        zeros = []
-        for stream, mine in tensors.items():
-            with use_stream(stream):
-                device = stream.device
-                caller = callers.get(device, stream)
-                zero = HandOver.apply(sums[stream], device, value.dtype, caller, *mine.values())
-                zeros.append(zero)
-        if criterion.scale is not None:
-            one = criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
-            divisor = one if divisor is None else divisor * one
-        loss: Tensor = Outcome.apply(value, divisor, *zeros)
-        return loss
-
-
-def _whole(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, NoChunk) else leaf

@@ -25,7 +25,7 @@ LAYERS = [
     {"engine", "batchnorm", "balance"},
     {"executor", "mapped"},
     {"gpipe", "mapped_gpipe", "stream"},
-    {"scheduled"},
+    {"scheduled", "distributed"},
     {""},
 ]
 
@@ -143,6 +143,13 @@ def test_only_devices_name_the_accelerator(name):
         assert found == []
 
 
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_only_one_room_needs_other_processes(name):
+    """Nothing but the room for several processes imports torch.distributed, or that room."""
+    if room(name) != "distributed" and name != "_torch.pipelining":
+        assert not any(x.startswith("torch.distributed") for x in imports(TREES[name]))
+
+
 def test_nothing_optional_is_imported_by_default():
     program = f"""
 import sys, torch
@@ -150,9 +157,9 @@ before = set(sys.modules)
 import torchgpipe
 new = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(sorted(new & {EXTRAS}))
-print("torchgpipe.testing" in sys.modules)
+print("torchgpipe.testing" in sys.modules, "torchgpipe.distributed" in sys.modules)
 """
-    assert fresh.run(program) == (0, "[]\nFalse\n", "")
+    assert fresh.run(program) == (0, "[]\nFalse False\n", "")
 
 
 def test_exports():

@@ -138,6 +138,11 @@ TESTS = {
         "test_alive_until_its_last_use",
         {"devices": CPUS[:2], "balance": [1, 4], "grad": False},
     ),
+    "sent once": (
+        "distributed.test_messages",
+        "test_one_tensor_in_two_places_is_sent_once",
+        {},
+    ),
     "one at a generator": (
         "unit.ambient.test_random_numbers",
         "test_one_thread_at_a_time_uses_a_generator",
@@ -330,6 +335,7 @@ MUTANTS = {
     "lanes in turns": (("i % len(copies)", "0"), "limit"),
     "lanes beside computing": (("copies[i % len(copies)]", "self.compute[k]"), "limit"),
     "stream of recomputation": (("use_stream(self.stream), ", ""), "limit"),
+    "one tensor is sent once": (("not in numbers", "is not None"), "sent once"),
     "one thread at a generator": (("with _lock", "if True"), "one at a generator"),
     "random numbers": (("numbers.restored(), ", ""), "dropout"),
     "join [1]": ((", phonies", ""), "detour"),

@@ -1,4 +1,4 @@
-"""Autocast's cache of weights that were cast.
+"""Autocast: the weights that it has cast, and half precision.
 
 Autocast casts a weight once, and keeps the result until the outermost of its blocks is left.
 """
@@ -21,6 +21,12 @@ def is_within_autocast(modes: Modes) -> bool:
             the modes of the place where backward was called.
     """
     return autocast_nesting() > 0 or True in [autocast.enabled for autocast in modes.autocast]
+
+
+def is_within_float16() -> bool:
+    """Whether autocast computes in float16 here, in which small gradients become zero."""
+    kinds = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
+    return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
 class without_autocast:

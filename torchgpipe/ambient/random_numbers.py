@@ -163,11 +163,25 @@ class StepNumbers:
     @property
     def drawn(self) -> bool:
         """Whether a cell has drawn from any of the generators."""
-        return any(
-            content(state) != content(first[kind])
-            for first, states in zip(self._first, self.states)
-            for kind, state in states.items()
-        )
+        return any(map(self.has_drawn, range(self._m)))
+
+    def has_drawn(self, i: int) -> bool:
+        """Whether a cell of micro-batch ``i`` has drawn from any of the generators."""
+        first = self._first[i]
+        return any(content(x) != content(first[kind]) for kind, x in self.states[i].items())
+
+    def go_on(self, i: int, states: dict[str, Tensor]) -> None:
+        """Take micro-batch ``i`` over from another process, with its states by type of device."""
+        self._first[i], self.states[i] = states, dict(states)
+
+    def after(self) -> dict[str, Tensor]:
+        """States that no micro-batch has drawn from, by type of device, for the next step."""
+        return {kind: self._state(device, self._m) for kind, device in self._home.items()}
+
+    def settle(self, states: Mapping[str, Tensor]) -> None:
+        """Set the generators that the caller sees, by type of device, after the block."""
+        for kind, device in self._home.items():
+            set_state(device, states[kind])
 
     def look(self, device: torch.device) -> None:
         """Take note of numbers that were drawn from a generator that no cell has exchanged."""

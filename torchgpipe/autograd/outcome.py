@@ -64,6 +64,14 @@ class Sums:
         if sums:
             _torch.add_each(sums, terms)
 
+    def take(self, tensor: Tensor) -> Tensor:
+        """Let go of the sum of a tensor, in memory of its own; zeros if it has none."""
+        key = id(tensor)
+        found = self._sums.pop(key, None)
+        if found is None:
+            return torch.zeros_like(tensor)
+        return found if key in self._own else found.clone()
+
     def move_to(self, others: Mapping[int, Sums]) -> None:
         """Add each gradient to the sums of its tensor, by identity, and let go of it."""
         for key in [*self._sums]:

@@ -45,6 +45,14 @@ AbstractStream: TypeAlias = torch.Stream | CPUStream
 Device: TypeAlias = torch.device | int | str
 
 
+def current_device() -> torch.device:
+    """The current accelerator of this thread, or the CPU if there is none."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return CPU
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def accelerators() -> list[torch.device]:
     """All accelerators of this process, in the order of their indices; ``[]`` without any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -16,7 +16,7 @@ from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.workers import Workers
 from torchgpipe.partition.placement import groups
 from torchgpipe.recompute.buffers import Learned
-from torchgpipe.skip.layout import inspect_skip_layout
+from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 
 __all__: list[str] = []
 
@@ -48,13 +48,18 @@ class Stages:
     Args:
         partitions: the layers, partition by partition.
         devices: the device of each partition.
+        skip_layout: the skips between partitions, if some of these have no layers here, but in
+            other processes.
     """
 
     #: The parts of the method. A benchmark may set others before the first step.
     method = Method()
 
     def __init__(
-        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
+        self,
+        partitions: Sequence[nn.Sequential],
+        devices: Sequence[torch.device],
+        skip_layout: SkipLayout | None = None,
     ) -> None:
         # Not a copy: a partition may be replaced between steps.
         self.partitions = partitions
@@ -65,7 +70,7 @@ class Stages:
         locks = {group: threading.RLock() for group in self.groups}
         #: For each partition, a lock that is held while the partition computes.
         self.locks = [locks[group] for group in self.groups]
-        self.skip_layout = inspect_skip_layout(self.partitions)
+        self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)
         #: The buffers that layers change in their forward.

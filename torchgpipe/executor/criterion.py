@@ -111,6 +111,31 @@ class Criterion:
         return losses.sum(), total
 
 
+class Collector(Criterion):
+    """The outputs of the last stage, where there is no loss.
+
+    Args:
+        m: the number of micro-batches.
+    """
+
+    def __init__(self, m: int) -> None:
+        super().__init__(_no_loss, [((), {})] * m, [], None, outputs=True)
+
+    def _loss(self, i: int, output: Batch) -> Batch:
+        assert self.outputs is not None
+        self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
+        return output
+
+    def results(self, i: int) -> list[Tensor]:
+        assert self.outputs is not None
+        output = self.outputs[i]
+        return [] if output is None else [*output]
+
+
+def _no_loss(*_: Any) -> Any:
+    raise AssertionError("there is no loss")
+
+
 def _runs(values: Sequence[float]) -> Iterator[tuple[float, int, int]]:
     """Each value that comes several times in a row, with its first place and its count."""
     start = 0

@@ -70,7 +70,8 @@ class Executor:
     Args:
         crew: what lasts from step to step.
         plan: the plan of the step.
-        batches: the micro-batches; each is let go of when it is computed.
+        batches: the micro-batches; each is let go of when it is computed. An empty list if the
+            first stage is in another process.
         criterion: the loss of each micro-batch.
         weights: for each stage, its weights that require a gradient; those of the loss belong to
             the last stage.
@@ -94,7 +95,7 @@ class Executor:
         self.weights = [list(x) for x in weights]
         self.step = Step(
             stages,
-            len(batches),
+            plan.schedule.chunks,
             {j for j, _ in plan.again},
             criterion.loss if isinstance(criterion.loss, nn.Module) else None,
         )
@@ -120,6 +121,10 @@ class Executor:
 
     def run(self) -> None:
         """Run all instructions."""
+        tasks = self._tasks()
+        self.around(lambda: self.crew.workers.run(tasks, self.step.context))
+
+    def _tasks(self) -> list[Task]:
         line = [self.plan.devices[:w].count(device) for w, device in enumerate(self.plan.devices)]
         place: dict[Op, tuple[int, int]] = {}
         tasks = []
@@ -136,16 +141,24 @@ class Executor:
                     line[w],
                 )
             )
-        holding(self.step.numbers.locks, partial(self._run, tasks))
+        return tasks
+
+    def around(self, run: Callable[[], None]) -> None:
+        """Call a function that runs all instructions, with random numbers and streams prepared."""
+        holding(self.step.numbers.locks, partial(self._around, run))
         self.step.end_forward()
 
-    def _run(self, tasks: Sequence[Task]) -> None:
+    def _around(self, run: Callable[[], None]) -> None:
         with self.step.numbers, self.crew.draws.step(self.step, self.plan):
             self.links.begin(self.arriving)
             try:
-                self.crew.workers.run(tasks, self.step.context)
+                run()
             finally:
                 self.links.end()
+
+    def where(self, w: int, op: Op) -> str:
+        """The note on an exception of an instruction."""
+        return f"raised in {op} on worker {w}"
 
     def perform(self, w: int, instruction: Instruction) -> None:
         """Run an instruction of a worker: receive, compute, and deliver.
@@ -164,14 +177,14 @@ class Executor:
         streams = [self.links.home[op.stage] for op in ops]
         runs = [self._kinds[op.kind](self, w, op, stream) for op, stream in zip(ops, streams)]
         for op, run in zip(ops, runs):
-            with use_stream(main), noted(f"raised in {op} on worker {w}"):
+            with use_stream(main), noted(self.where(w, op)):
                 next(run)
         for stream in streams:
             if stream != main:
                 # guard: start of an overlap
                 wait_stream(stream, main)
         for op, run, stream in zip(ops, runs, streams):
-            with use_stream(stream), noted(f"raised in {op} on worker {w}"):
+            with use_stream(stream), noted(self.where(w, op)):
                 next(run, None)
         for stream in streams:
             if stream != main:
@@ -193,7 +206,7 @@ class Executor:
         if j + 1 == len(self.stages.partitions):
             run = partial(run, behind=self.criterion.behind(i))
         cell = Cell(self.step, i, j, stream, self.weights[j])
-        within = noted(f"raised in {op} on worker {w}")
+        within = noted(self.where(w, op))
         with self.crew.draws.of(i, j):
             output = cell.forward(batch, run, again=(j, i) in self.plan.again, within=within)
         del batch

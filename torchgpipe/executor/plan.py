@@ -63,7 +63,31 @@ def plan(
         TypeError: the choice is none of these.
         ValueError: the schedule has faults, or does not fit the model.
     """
-    schedule = replace(_fitting(choice, devices, m), skips=tuple(skips))
+    schedule = completed(_fitting(choice, devices, m), mode, skips, forward=forward)
+    of_worker = dict(zip(schedule.placement, devices))
+    return Plan(
+        schedule,
+        tuple(of_worker[w] for w in range(len(schedule.program))),
+        in_order(schedule),
+        again_in(schedule),
+    )
+
+
+def completed(
+    schedule: Schedule, mode: str, skips: Sequence[tuple[int, int]], *, forward: bool
+) -> Schedule:
+    """Add a model's skips to a schedule, and the R of a mode, or leave all but forward out.
+
+    Args:
+        schedule: the schedule.
+        mode: which micro-batches are checkpointed.
+        skips: the stages that each skip leads from and to.
+        forward: whether only forward runs.
+
+    Raises:
+        ValueError: the schedule has faults.
+    """
+    schedule = replace(schedule, skips=tuple(skips))
     if faults := validate(schedule):
         rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
         raise ValueError("\n".join([rule, *faults[:10]]))
@@ -74,41 +98,54 @@ def plan(
             for line in schedule.program
         )
     else:
-        program = checkpointed(schedule.program, mode, m)
-    schedule = replace(schedule, program=program)
-    again = {(op.stage, op.microbatch) for op in operations_of(program) if op.kind == "R"}
-    of_worker = dict(zip(schedule.placement, devices))
-    return Plan(
-        schedule,
-        tuple(of_worker[w] for w in range(len(program))),
-        in_order(schedule),
-        frozenset(again),
-    )
+        program = checkpointed(schedule.program, mode, schedule.chunks)
+    return replace(schedule, program=program)
+
+
+def again_in(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """The cells ``(stage, micro-batch)`` of a schedule that have an R."""
+    found = operations_of(schedule.program)
+    return frozenset((op.stage, op.microbatch) for op in found if op.kind == "R")
 
 
 def _fitting(choice: Choice, devices: Sequence[torch.device], m: int) -> Schedule:
     if isinstance(choice, Schedule):
         return _checked(choice.first(m) if m < choice.chunks else choice, devices, m)
+    # There is a worker for each device. Where all stages are on one device, as on the CPU, there
+    # may be any number of them.
+    count, stages = len({*devices}), len(devices)
+    counts = [count] if count > 1 else [w for w in range(stages, 0, -1) if stages % w == 0]
+    return _checked(chosen(choice, stages, counts, m), devices, m)
+
+
+def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedule:
+    """Make a schedule by its name, or by a function, with as many stages as the model if it can.
+
+    Args:
+        choice: the name, or the function of the numbers of workers and micro-batches.
+        stages: the number of stages of the model.
+        counts: the numbers of workers to try.
+        m: the number of micro-batches.
+
+    Raises:
+        TypeError: the choice is neither.
+        ValueError: there is no such schedule.
+    """
     if not (isinstance(choice, str) or callable(choice)):
         raise TypeError(
             "schedule must be a name, a function of the numbers of workers and micro-batches, or a "
             f"Schedule (schedule: {type(choice).__name__}); use '1f1b', for one"
         )
     schedule = None
-    for schedule in _tries(choice, len(devices), len({*devices}), m):
-        if len(schedule.placement) == len(devices):
+    for schedule in _tries(choice, stages, counts, m):
+        if len(schedule.placement) == stages:
             break
     assert schedule is not None
-    return _checked(schedule, devices, m)
+    return schedule
 
 
-def _tries(choice: Any, stages: int, devices: int, m: int) -> Iterator[Schedule]:
-    """Yield schedules, of which one may have as many stages as the model.
-
-    There is a worker for each device. Where all stages are on one device, as on the CPU, there may
-    be any number of them.
-    """
-    counts = [devices] if devices > 1 else [w for w in range(stages, 0, -1) if stages % w == 0]
+def _tries(choice: Any, stages: int, counts: Sequence[int], m: int) -> Iterator[Schedule]:
+    """Yield schedules, of which one may have as many stages as the model."""
     for workers in counts:
         if not isinstance(choice, str):
             yield choice(workers, m)

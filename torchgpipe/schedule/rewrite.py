@@ -115,6 +115,15 @@ def recomputed(
     return _replaced(program, again)
 
 
+def without_recomputation(program: Program) -> Program:
+    """Leave all R out: the instructions in a language that has none."""
+    lines = []
+    for line in program:
+        kept = [[op for op in operations(x) if op.kind != "R"] for x in line]
+        lines.append(tuple(together(ops) for ops in kept if ops))
+    return tuple(lines)
+
+
 def checkpointed(program: Program, mode: str, chunks: int) -> Program:
     """Add the R of a mode of GPipe; a program with an R of its own stays as it is.
 

@@ -21,6 +21,7 @@ from torchgpipe.values.structure import (
     NoChunk,
     Structure,
     Tensors,
+    equal,
     flatten,
     is_dense,
     is_marked,
@@ -272,10 +273,11 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
             "with unsqueeze(0), or set chunks=1"
         )
     rows = next(iter(shapes.values()))[0] if shapes else 1
-    return [Batch(part) for part in split(input, _sizes(rows, max(1, min(rows, chunks))))]
+    return [Batch(part) for part in split(input, divided(rows, max(1, min(rows, chunks))))]
 
 
-def _sizes(rows: int, m: int) -> list[int]:
+def divided(rows: int, m: int) -> list[int]:
+    """The sizes of ``m`` micro-batches of so many rows, which differ by one row at most."""
     size, larger = divmod(rows, m)
     return [size + (i < larger) for i in range(m)]
 
@@ -285,7 +287,7 @@ def sizes(input: Any, m: int) -> list[int]:
     if m == 1:
         # It may have no rows.
         return []
-    return _sizes(next(len(leaf) for _, leaf in names(input) if is_split(leaf)), m)
+    return divided(next(len(leaf) for _, leaf in names(input) if is_split(leaf)), m)
 
 
 def in_all(batches: Sequence[Batch]) -> list[Tensor]:
@@ -404,7 +406,7 @@ def _compare(first: Batch, other: Batch, i: int) -> None:
             return
     elif a.spec is not None and a.spec == b.spec and a.others.keys() == b.others.keys():
         for k, leaf in a.others.items():
-            if not _same(leaf, b.others[k]):
+            if not equal(leaf, b.others[k]):
                 name = list(names(first.value))[k][0]
                 raise ValueError(
                     "outputs that are no tensors must be equal for all micro-batches, since "
@@ -417,15 +419,6 @@ def _compare(first: Batch, other: Batch, i: int) -> None:
         f"(micro-batch 0: {_outline(first)}, micro-batch {i}: {_outline(other)}); have the last "
         "layer return the same structure whatever the batch size"
     )
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        # Not-a-number is not equal to itself.
-        return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
-    except Exception:
-        # Arrays, for one, compare to an array.
-        return False
 
 
 def _outline(batch: Batch) -> Any:

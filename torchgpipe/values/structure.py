@@ -84,6 +84,28 @@ class Structure:
         self.spec = spec
         self.others = others
 
+    def __reduce__(self) -> Any:
+        # The two structures of most values are known by their identities, in any process.
+        for name, known in (("ALONE", ALONE), ("TUPLE", TUPLE)):
+            if self is known:
+                return name
+        # PyTorch warns when its description of containers is pickled, so empty ones are.
+        return _restored, (
+            _torch.tree_unflatten([0] * self.spec.num_leaves, self.spec),
+            self.others,
+        )
+
+    def equals(self, other: Structure) -> bool:
+        """Whether another structure has the same containers, and equal objects in them."""
+        if self is other:
+            return True
+        return (
+            self.spec is not None
+            and self.spec == other.spec
+            and self.others.keys() == other.others.keys()
+            and all(equal(x, other.others[k]) for k, x in self.others.items())
+        )
+
     def unflatten(self, tensors: Tensors) -> Any:
         """The value with these tensors in it, in new containers."""
         if self is ALONE:
@@ -98,12 +120,26 @@ class Structure:
         return _torch.tree_unflatten(leaves, self.spec)
 
 
+def _restored(containers: Any, others: dict[int, Any]) -> Structure:
+    """The structure of a value, from another process, with a number for each leaf."""
+    return Structure(_torch.tree_flatten(containers)[1], others)
+
+
 #: The types of most other leaves, which cannot hold tensors.
 ATOMS = frozenset({type(None), bool, int, float, str})
 
 #: The structures of most values: a tensor alone, and a tuple of nothing but tensors.
 ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two objects are equal; one that is not a number is equal to itself."""
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
+    except Exception:
+        # Arrays, for one, compare to an array.
+        return False
 
 
 def flatten(value: Any) -> tuple[Tensors, Structure]:

@@ -1,0 +1,22 @@
+"""Guards that need several processes: for each a mutant without it, and a case that must fail."""
+
+from tests.virtual.mutants import DROP
+
+#: By guard: the change, the case, the number of processes, and the arguments.
+MUTANTS = {
+    "clone of what goes to a process": (
+        (".clone(memory_format=torch.contiguous_format)", ""),
+        "test_messages:again",
+        2,
+        ["1f1b"],
+    ),
+    "numbers travel until nothing draws": (
+        ("not all(x[5] for x in found)", "False"),
+        "test_schedules:train",
+        2,
+        ["fill_drain", 2, "never"],
+    ),
+    "generators of all processes": (DROP, "test_schedules:train", 2, ["fill_drain", 2, "never"]),
+    "gradients of tied weights": (DROP, "test_pipe:tied", 4, ["1f1b"]),
+    "skips that share memory elsewhere": (DROP, "test_messages:skip_changed_in_place", 2, []),
+}

@@ -1,0 +1,39 @@
+"""The private names of PyTorch's pipelining that several processes need."""
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from torchgpipe._torch import pipelining
+from torchgpipe.schedule import named, write_csv
+
+
+def test_version_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(pipelining, "VERSION", (2, 12))
+    with pytest.raises(ImportError, match="2.13 or newer.*ScheduledLoss"):
+        pipelining.verify_version()
+
+
+def test_missing_runtime(monkeypatch):
+    monkeypatch.delattr(schedules, "_PipelineScheduleRuntime")
+    with pytest.raises(ImportError, match="2.13 or newer"):
+        pipelining.verify_version()
+
+
+def test_names():
+    pipelining.verify_version()
+    runtime = schedules._PipelineScheduleRuntime
+    assert callable(runtime._load_csv)
+    assert callable(runtime.register_custom_function)
+    for name in pipelining.KINDS:
+        assert pipelining.kind(name).name == name
+
+
+def test_actions_of_a_file(tmp_path):
+    path = tmp_path / "schedule.csv"
+    write_csv(named("dualpipe_v", 2, 4), path)
+    actions = [
+        schedules._Action.from_str(word) for word in path.read_text().replace("\n", ",").split(",")
+    ]
+    singles = [x for action in actions if action for x in action.sub_actions or (action,)]
+    assert {pipelining.letter(x) for x in singles} == {*"FBIW"}
+    assert any(x.sub_actions for x in actions if x)

@@ -1,0 +1,154 @@
+"""State dicts, and checkpoints that go from some processes to others."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn import functional as F
+
+from torchgpipe import GPipe
+from torchgpipe.distributed import Pipe
+
+#: Processes have different parameters, so each parameter has its settings under its own name.
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+BALANCES = {("1f1b", 4): [2] * 4, ("zbv", 4): [1] * 8, ("1f1b", 2): [3, 5], ("zbv", 2): [2] * 4}
+
+
+def layers(seed, device="cpu"):
+    torch.manual_seed(seed)
+    with torch.device(device):
+        made = [
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.1)) for _ in range(7)
+        ]
+        return nn.Sequential(*made, nn.Linear(6, 6))
+
+
+def trained(model, step):
+    """Train a model for two steps; return its optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for k in range(2):
+        torch.manual_seed(k)
+        optimizer.zero_grad()
+        step(*torch.rand(2, 8, 6))
+        optimizer.step()
+    return optimizer
+
+
+def parts(model, optimizer):
+    state, state_of_optimizer = get_state_dict(model, optimizer, options=FLAT)
+    return {"model": state, "optimizer": state_of_optimizer}
+
+
+def pipe_of(module, group, name, size):
+    return Pipe(module, BALANCES[name, size], loss=F.mse_loss, schedule=name, chunks=2, group=group)
+
+
+def save(group, folder, name, size):
+    pipe = pipe_of(layers(0), group, name, size)
+    optimizer = trained(pipe, pipe.step)
+    dcp.save(parts(pipe, optimizer), checkpoint_id=folder, process_group=group)
+
+
+def restored(model, folder, step, **options):
+    """Load a checkpoint, and train one step; return the weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    state = parts(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, **options)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=FLAT,
+    )
+    optimizer.zero_grad()
+    torch.manual_seed(9)
+    step(*torch.rand(2, 8, 6))
+    optimizer.step()
+    return model.state_dict()
+
+
+def load(group, folder, name, size, device):
+    pipe = pipe_of(layers(1, device), group, name, size)
+    found = restored(pipe, folder, pipe.step, process_group=group)
+    return {key: x.clone() for key, x in found.items()}
+
+
+# PyTorch warns that this process is alone.
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("name", "size", "device"), [("zbv", 4, "cpu"), ("1f1b", 2, "meta"), ("zbv", 2, "meta")]
+)
+def test_checkpoint_of_other_processes(name, size, device, processes, tmp_path):
+    processes.run(save, 4, str(tmp_path), "1f1b", 4)
+    found = processes.run(load, size, str(tmp_path), name, size, device)
+    one = GPipe(layers(2), [4, 4], devices=["cpu", "cpu"], chunks=2)
+
+    def step(x, y):
+        F.mse_loss(one(x), y).backward()
+
+    # One process knows the keys of the plain module through the module itself.
+    optimizer = torch.optim.AdamW(one.parameters(), 0.01)
+    state = parts(one.module, optimizer)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(
+        one.module,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=FLAT,
+    )
+    torch.manual_seed(9)
+    step(*torch.rand(2, 8, 6))
+    optimizer.step()
+    expected = one.module.state_dict()
+    assert sorted(expected) == sorted(key for own in found for key in own)
+    for own in found:
+        for key, x in own.items():
+            torch.testing.assert_close(x, expected[key], rtol=1e-4, atol=1e-6)
+
+
+class Parent(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+
+def load_plain(group):
+    """Check that a plain state dict loads, that of a GPipe too, and through a parent."""
+    plain = layers(3)
+    wrapped = GPipe(copy.deepcopy(plain), [3, 5], devices=["cpu", "cpu"])
+    for state in (plain.state_dict(), wrapped.state_dict()):
+        pipe = pipe_of(layers(4, "meta"), group, "zbv", 2)
+        pipe.load_state_dict(state)
+        for key, x in pipe.state_dict().items():
+            assert torch.equal(x, plain.state_dict()[key])
+    pipe = pipe_of(layers(5), group, "1f1b", 2)
+    Parent(pipe).load_state_dict(Parent(plain).state_dict())
+    for key, x in pipe.state_dict().items():
+        assert torch.equal(x, plain.state_dict()[key])
+    state = plain.state_dict()
+    with pytest.raises(RuntimeError, match=r"Unexpected.*extra"):
+        pipe.load_state_dict(state | {"extra.weight": torch.rand(1)})
+    del state["0.0.weight"], state["7.weight"]
+    with pytest.raises(RuntimeError, match="Missing"):
+        pipe.load_state_dict(state)
+
+
+def test_plain_state_dicts(processes):
+    processes.run(load_plain, 2)
+
+
+def unloaded(group):
+    """Check that weights that nobody has loaded do not pass for loaded ones."""
+    pipe = pipe_of(layers(4, "meta"), group, "1f1b", 2)
+    assert all(x.isnan().all() for x in pipe.parameters())
+    assert not any(x.is_meta for x in pipe.parameters())
+
+
+def test_weights_on_the_meta_device(processes):
+    processes.run(unloaded, 2)

@@ -1,0 +1,254 @@
+"""Messages: what passes between processes comes out as it went in."""
+
+import copy
+import pickle
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+from torch.nn import functional as F
+
+from tests.distributed.test_schedules import pipe_of
+from tests.support.schedules import Joined, linear, relu, same
+from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.distributed.messages import pack, unpack
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.values.microbatch import Part
+from torchgpipe.values.structure import flatten
+
+leaves = st.one_of(
+    st.builds(
+        lambda shape, dtype: torch.ones(shape, dtype=dtype),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64]),
+    ),
+    st.none(),
+    st.integers(),
+    st.text(max_size=3),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.lists(values, min_size=1, max_size=3))
+def test_there_and_back(parts):
+    parts = {k: Part(*flatten(value)) for k, value in enumerate(parts)}
+    form, tensors = pack(parts, frozenset([0]))
+    arrived = pickle.loads(pickle.dumps(form))
+    assert form.is_like(arrived)
+    assert arrived.is_like(form)
+    found = unpack(arrived, [x.clone() for x in tensors])
+    for key, part in parts.items():
+        tensors, structure = flatten(found[key].structure.unflatten(found[key].tensors))
+        assert structure.equals(part.structure)
+        for x, y in zip(tensors, part.tensors):
+            assert torch.equal(x, y)
+            assert x.dtype == y.dtype
+
+
+def test_one_tensor_in_two_places_is_sent_once():
+    x = torch.rand(3, requires_grad=True)
+    form, tensors = pack({None: Part(*flatten((x, {"a": x}, x + 1)))}, frozenset())
+    assert len(tensors) == 2
+    found = unpack(form, [y.detach().clone() for y in tensors])[None]
+    assert found.tensors[0] is found.tensors[1]
+    assert found.tensors[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(torch.ones(2), 4), (torch.ones(3), 3), (torch.ones(2, dtype=torch.half), 3), torch.ones(2)],
+    ids=["number", "shape", "dtype", "structure"],
+)
+def test_forms_differ(other):
+    forms = [
+        pack({None: Part(*flatten(value))}, frozenset())[0] for value in ((torch.ones(2), 3), other)
+    ]
+    assert not forms[0].is_like(forms[1])
+
+
+def test_ways_of_skips():
+    layout = SkipLayout(4, {"a": (0, 2), "b": (0, 3), "c": (1, 3), "d": (2, 3)})
+    routes = Routes((0, 1, 1, 0), 0, layout)
+    assert routes.carried == [["a"], ["c"], ["c", "d"], []]
+    assert routes.own == [0, 3]
+    assert [routes.is_away(j) for j in range(-1, 5)] == [False, False, True, True, False, False]
+    routes = Routes((0, 1, 2, 3), 1, layout)
+    assert routes.carried == [["a", "b"], ["a", "b", "c"], ["b", "c", "d"], []]
+    assert {routes.parts[name] for name in range(5)} == {None, "a", "b", "c", "d"}
+
+
+class Odd(nn.Module):
+    """A layer that passes on a dict with None, a number, a view and a tensor that is no leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 12)
+
+    def forward(self, x):
+        y = self.layer(x)
+        wide = x.sin().expand(2, *x.shape)
+        return {"none": None, "number": 3, "view": y[:, ::2], "turned": y.t(), "wide": wide}
+
+
+class Even(nn.Module):
+    def forward(self, x):
+        assert x["none"] is None
+        return x["view"] * x["number"] + x["turned"].t()[:, 1::2], x["wide"][0]
+
+
+def compare(group, layers, name, rows, chunks, plain=None):
+    """Check that a step has the loss and the gradients of one process.
+
+    Args:
+        group: the processes.
+        layers: the stages.
+        name: the schedule.
+        rows: the rows of the mini-batch.
+        chunks: the number of micro-batches.
+        plain: the same layers for one process, if they have to differ there.
+    """
+    torch.manual_seed(0)
+    x, y = torch.rand(2, rows, 6)
+    one = GPipe(
+        nn.Sequential(*copy.deepcopy(plain or layers)),
+        [1] * len(layers),
+        devices=["cpu"] * len(layers),
+        chunks=chunks,
+    )
+    expected = ScheduledLoss(one, F.mse_loss, "fill_drain")(x, y)
+    expected.backward()
+    pipe = pipe_of(layers, name, group, chunks=chunks)
+    torch.testing.assert_close(pipe.step(x, y), expected.detach())
+    parameters = dict(one.module.named_parameters())
+    for key, own in pipe.named_parameters():
+        same(own.grad, parameters[key].grad)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+@pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 4), (3, 4), (2, 1)])
+def test_views_numbers_and_none(name, rows, chunks, processes):
+    processes.run(compare, 4, [Odd(), Even(), Joined(), relu()], name, rows, chunks)
+
+
+class Buffer(nn.Module):
+    """A layer that returns the same memory each time, if wanted."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.layer, self.again, self.kept = nn.Linear(6, 6), again, None
+
+    def forward(self, x):
+        y = self.layer(x)
+        if not self.again:
+            return y
+        if self.kept is None or self.kept.shape != y.shape:
+            self.kept = torch.empty_like(y)
+        self.kept = self.kept.detach()
+        return self.kept.copy_(y)
+
+
+def again(group, name):
+    """Check a layer that returns the same memory each time."""
+    others = [linear() for _ in range(torch.distributed.get_world_size(group) - 1)]
+    layers = [Buffer(again=True), *others]
+    plain = copy.deepcopy(layers)
+    plain[0].again = False
+    compare(group, layers, name, 8, 4, plain)
+
+
+@pytest.mark.parametrize("name", ["fill_drain", "1f1b"])
+def test_memory_that_is_used_again(name, processes):
+    processes.run(again, 4, name)
+
+
+class Views(nn.Module):
+    """A layer that changes its input in place, where that is a view of what another one gets."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x):
+        return (x, x[:, :3]) if self.first else x[1].add_(1) + x[0][:, :3]
+
+
+@skippable(stash=["view"])
+class StashView(nn.Module):
+    def forward(self, x):
+        yield stash("view", x[:, :3])
+        return x
+
+
+@skippable(pop=["view"])
+class PopView(nn.Module):
+    def forward(self, x):
+        view = yield pop("view")
+        return view.add_(1) + x[:, :3]
+
+
+def skip_changed_in_place(group):
+    """Check that it is an error to change a skip in place that is a view of the value."""
+    pipe = pipe_of([StashView(), PopView()], "fill_drain", group)
+    with pytest.raises(RuntimeError) as found:
+        pipe(torch.rand(2, 6))
+    assert "views of one tensor" in str(found.value)
+    return str(found.value)
+
+
+def changed_in_place(group):
+    pipe = pipe_of([Views(first=True), Views(first=False)], "fill_drain", group)
+    with pytest.raises(RuntimeError) as found:
+        pipe(torch.rand(2, 6))
+    return str(found.value)
+
+
+class Length(nn.Module):
+    """A layer that passes on a number that differs between micro-batches."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.count = what, 0
+
+    def forward(self, x):
+        self.count += 1
+        if self.what == "number":
+            return x, self.count
+        return x.repeat(1, self.count), 0
+
+
+class Second(nn.Module):
+    def forward(self, x):
+        return x[0][:, :6]
+
+
+def differing(group, what):
+    pipe = pipe_of([Length(what), Second()], "fill_drain", group, chunks=2)
+    x, y = torch.rand(2, 4, 6)
+    with pytest.raises((ValueError, RuntimeError)) as found:
+        pipe.step(x, y)
+    return str(found.value)
+
+
+def unsendable(group):
+    pipe = pipe_of([Unsendable(), Second()], "fill_drain", group)
+    x, y = torch.rand(2, 4, 6)
+    with pytest.raises((TypeError, RuntimeError)) as found:
+        pipe.step(x, y)
+    return str(found.value)
+
+
+class Unsendable(nn.Module):
+    def forward(self, x):
+        return x, lambda: 0

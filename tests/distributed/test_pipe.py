@@ -1,0 +1,274 @@
+"""The wrapper: what it takes, what it tells, and what it refuses."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.distributed.test_schedules import pipe_of
+from tests.support.schedules import linear, relu, same
+from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.distributed import Pipe
+from torchgpipe.schedule import named
+
+
+def refusal(group, change, kind, rank=None):
+    """Call a step, with a change of the model or the arguments; return what is raised."""
+    pipe = pipe_of([linear(), relu()], "1f1b", group, chunks=2)
+    x, y = torch.rand(2, 4, 6)
+    if rank is None or torch.distributed.get_rank(group) == rank:
+        x, y = change(pipe, x, y) or (x, y)
+    with pytest.raises(kind) as found:
+        pipe.step(x, y)
+    # Nothing was sent, so the processes go on together.
+    after = pipe_of([linear(), relu()], "1f1b", group, chunks=2)
+    assert after.step(torch.rand(2, 6), torch.rand(2, 6)).isfinite()
+    return str(found.value)
+
+
+def without_input(pipe, x, y):
+    return None, y
+
+
+def no_tensor(pipe, x, y):
+    return torch.rand(()), y
+
+
+def fewer_targets(pipe, x, y):
+    return x, y[:3]
+
+
+def other_rows(pipe, x, y):
+    return x[:3], y[:3]
+
+
+def target_with_a_gradient(pipe, x, y):
+    return x, y.requires_grad_()
+
+
+def more_chunks(pipe, x, y):
+    pipe.chunks = 4
+
+
+def evaluating(pipe, x, y):
+    pipe.eval()
+
+
+def without_loss(pipe, x, y):
+    pipe.loss = None
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "rank", "expected"),
+    [
+        (
+            without_input,
+            (ValueError, RuntimeError),
+            0,
+            ["must be given the input", "rank 0: Value"],
+        ),
+        (no_tensor, (ValueError, RuntimeError), 0, ["must be an input tensor", "rank 0: Value"]),
+        (more_chunks, ValueError, 1, ["same settings.*2, .*4, ", "same settings.*2, .*4, "]),
+        (evaluating, ValueError, 0, ["same settings.*False", "same settings.*False"]),
+        (other_rows, ValueError, 1, [r"as many rows .*\[4, 3\]"] * 2),
+        (fewer_targets, (ValueError, RuntimeError), 1, ["rank 1: Value", "targets must have as"]),
+        (
+            target_with_a_gradient,
+            (ValueError, RuntimeError),
+            1,
+            ["rank 1: Value", "must not require a gradient"],
+        ),
+        (without_loss, (ValueError, RuntimeError), 1, ["rank 1: Value", "needs the loss"]),
+    ],
+)
+def test_refusals_before_a_step(change, kind, rank, expected, processes):
+    found = processes.run(refusal, 2, change, kind, rank)
+    for text, pattern in zip(found, expected):
+        assert re.search(pattern, text), text
+
+
+def constructing(group, kind, expected, balance, **options):
+    with pytest.raises(kind, match=expected):
+        Pipe(nn.Sequential(*[linear() for _ in range(4)]), balance, group=group, **options)
+
+
+@pytest.mark.parametrize(
+    ("balance", "options", "kind", "expected"),
+    [
+        ([2, 2], {"schedule": "zbv"}, ValueError, r"fit the model and the group.*\[0, 1, 1, 0\]"),
+        ([1, 3, 1], {}, ValueError, "add up"),
+        ([1, 1, 1, 1], {"schedule": "1f1b"}, ValueError, "processes: 2"),
+        ([2, 2], {"schedule": named("1f1b", 4, 1)}, ValueError, "fit the model and the group"),
+        ([2, 2], {"schedule": 3}, TypeError, "schedule must be a name"),
+        ([2, 2], {"loss": 3}, TypeError, "loss must be a function"),
+        ([2, 2], {"chunks": 0}, ValueError, "positive integer"),
+        ([2, 2], {"checkpoint": "some"}, ValueError, "checkpoint must be one of"),
+    ],
+)
+def test_refusals_of_the_constructor(balance, options, kind, expected, processes):
+    processes.run(constructing, 2, kind, expected, balance, **options)
+
+
+def different(group, what):
+    first = torch.distributed.get_rank(group) == 0
+    layers = [linear(), linear(), linear(), nn.Linear(6, 6, bias=first or what != "layers")]
+    balance = [2, 2] if first or what != "balance" else [1, 3]
+    schedule = "1f1b" if first or what != "schedule" else "fill_drain"
+    with pytest.raises(ValueError, match=rf"same {what}.*\[0, 1\].*broadcast_object_list"):
+        Pipe(nn.Sequential(*layers), balance, group=group, schedule=schedule, chunks=4)
+
+
+@pytest.mark.parametrize("what", ["layers", "balance", "schedule"])
+def test_processes_that_make_different_pipelines(what, processes):
+    processes.run(different, 2, what)
+
+
+def in_float16(group):
+    pipe = pipe_of([linear(), linear()], "1f1b", group)
+    with torch.autocast("cpu", torch.float16), pytest.warns(UserWarning, match="use bfloat16"):
+        pipe.step(torch.rand(2, 6), torch.rand(2, 6))
+
+
+def test_float16(processes):
+    processes.run(in_float16, 2)
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="torchrun"):
+        Pipe(nn.Sequential(linear()), [1])
+
+
+def describe(group):
+    torch.manual_seed(torch.distributed.get_rank(group))
+    layers = nn.Sequential()
+    for name in ("balance", "body", "forward_", "head"):
+        layers.add_module(name, linear())
+    pipe = Pipe(layers, [1] * 4, schedule="zbv", loss=F.mse_loss, group=group)
+    assert sorted(pipe.state_dict()) == sorted(dict(pipe.named_parameters()))
+    return pipe.stages, pipe.placement, pipe.is_first, pipe.is_last, sorted(pipe.state_dict())
+
+
+def test_attributes(processes):
+    one, other = processes.run(describe, 2)
+    assert one[:4] == ([0, 3], (0, 1, 1, 0), True, True)
+    assert other[:4] == ([1, 2], (0, 1, 1, 0), False, False)
+    assert one[4] == [f"{layer}.{x}" for layer in ("balance", "head") for x in ("bias", "weight")]
+    assert other[4] == [
+        f"{layer}.{x}" for layer in ("body", "forward_") for x in ("bias", "weight")
+    ]
+
+
+class Criterion(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 2.0))
+
+    def forward(self, output, target, *, power):
+        return ((output - target) * self.scale).abs().pow(power).mean()
+
+
+def with_arguments(group):
+    """Check outputs, arguments of the loss by name, and a loss with weights."""
+    layers = [linear(), relu()]
+    plain = copy.deepcopy(layers)
+    pipe = pipe_of(layers, "1f1b", group, loss=Criterion(), chunks=2, outputs=True)
+    x, y = torch.rand(2, 4, 6)
+    given = x if pipe.is_first else None
+    loss, output = pipe.step(given, *([y] if pipe.is_last else []), power=3)
+    criterion = Criterion()
+    expected = nn.Sequential(*plain)(x)
+    value = criterion(expected, y, power=3)
+    value.backward()
+    torch.testing.assert_close(loss, value.detach())
+    assert not loss.requires_grad
+    if pipe.is_last:
+        torch.testing.assert_close(output, expected.detach())
+        same(pipe.loss.scale.grad, criterion.scale.grad)
+    else:
+        assert output is None
+    with torch.no_grad():
+        again, _ = pipe.step(given, *([y] if pipe.is_last else []), power=3)
+    torch.testing.assert_close(again, loss)
+
+
+def test_loss_with_weights_and_outputs(processes):
+    processes.run(with_arguments, 2)
+
+
+def tied(group, name):
+    """Check weights that the first and the last stage share, from different values."""
+    first = linear()
+    layers = [first, relu(), relu(), nn.Sequential(nn.Tanh(), first)]
+    one = GPipe(nn.Sequential(*copy.deepcopy(layers)), [1] * 4, devices=["cpu"] * 4, chunks=4)
+    training = ScheduledLoss(one, F.mse_loss, "fill_drain")
+    if torch.distributed.get_rank(group):
+        # As after random numbers of its own.
+        nn.init.zeros_(first.weight)
+    pipe = pipe_of(layers, name, group, chunks=4)
+    optimizers = [torch.optim.AdamW(x.parameters(), 0.01) for x in (one, pipe)]
+    for _ in range(2):
+        x, y = torch.rand(2, 8, 6)
+        training(x, y).backward()
+        pipe.step(x, y)
+        for optimizer in optimizers:
+            optimizer.step()
+    for key, own in one.module.state_dict().items():
+        if key in pipe.state_dict():
+            torch.testing.assert_close(pipe.state_dict()[key], own)
+
+
+@pytest.mark.parametrize(("name", "size"), [("1f1b", 4), ("zbv", 2), ("interleaved", 2)])
+def test_tied_weights(name, size, processes):
+    processes.run(tied, size, name)
+
+
+class Counting(nn.Module):
+    """A layer that counts its runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.runs = nn.Linear(6, 6), 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.layer(x).sin()
+
+
+def counting(group, name, mode):
+    layers = [Counting() for _ in range(2)]
+    pipe = pipe_of(layers, name, group, chunks=4, checkpoint=mode)
+    x, y = torch.rand(2, 8, 6)
+    pipe.step(x, y)
+    return layers[torch.distributed.get_rank(group)].runs
+
+
+@pytest.mark.parametrize("name", ["fill_drain", "zbh1"])
+def test_cells_are_computed_again_once(name, processes):
+    assert processes.run(counting, 2, name, "always") == [8, 8]
+    assert processes.run(counting, 2, name, "never") == [4, 4]
+
+
+def accumulating(group):
+    """Check that gradients of two steps add up, and hooks are called once in a step."""
+    layers = [linear(), linear()]
+    plain = copy.deepcopy(layers)
+    pipe = pipe_of(layers, "1f1b", group, chunks=2)
+    calls = []
+    for x in pipe.parameters():
+        x.register_hook(lambda grad: calls.append(1))
+    batches = torch.rand(2, 2, 4, 6)
+    for x, y in batches:
+        pipe.step(x, y)
+        F.mse_loss(nn.Sequential(*plain)(x), y).backward()
+    for key, own in pipe.named_parameters():
+        same(own.grad, dict(nn.Sequential(*plain).named_parameters())[key].grad)
+    assert len(calls) == 4
+
+
+def test_accumulation_and_hooks(processes):
+    processes.run(accumulating, 2)

@@ -1,0 +1,205 @@
+"""Agreement: what the processes of a pipeline tell each other before and after a step.
+
+Two processes that disagree, as on the number of micro-batches, would wait for each other for good,
+or take the bytes of one tensor for another. And a process that finds something wrong with its
+arguments must not leave the others waiting. So all exchange a few numbers first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.streams import device_types
+from torchgpipe.distributed.failures import shared_failures
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.worker import Worker
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import is_split, names
+
+__all__: list[str] = []
+
+#: The dtypes that a loss may have, in an order that all processes know.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Agreed(NamedTuple):
+    """A step as all processes know it.
+
+    Args:
+        m: the number of micro-batches.
+        rows: the number of rows of the mini-batch.
+        shapes: stands for all that shapes and dtypes of messages depend on.
+        with_numbers: whether states of generators travel with the micro-batches.
+    """
+
+    m: int
+    rows: int
+    shapes: int
+    with_numbers: bool
+
+
+class Loss(NamedTuple):
+    """The loss of a step, and what the sum of gradients has to be divided by."""
+
+    value: Tensor
+    divisor: Tensor | None
+
+
+class Agreement:
+    """The exchange of one process with the others.
+
+    Args:
+        peers: the processes.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        #: What may make layers draw random numbers, as it was when a step has drawn none.
+        self._quiet: Any = None
+        self._flags: Any = None
+
+    def same_pipeline(self, module: nn.Module, balance: Sequence[int], schedule: Schedule) -> None:
+        """Check that all processes make the same pipeline.
+
+        Raises:
+            ValueError: they differ in layers, balance or schedule.
+        """
+        named = [*module.named_parameters(), *module.named_buffers()]
+        layers = repr([(name, tuple(x.shape), x.dtype) for name, x in named])
+        with shared_failures(self._peers):
+            own = [digest(layers), digest(repr(balance)), digest(repr(schedule))]
+            found = self._peers.gathered(own)
+        for k, what in enumerate(("layers", "balance", "schedule")):
+            values = [x[k] for x in found]
+            if len({*values}) > 1:
+                first = [values.index(x) for x in values]
+                raise ValueError(
+                    f"all processes must make a pipeline of the same {what}, or they would train "
+                    f"different models (rank of the first process with the same {what}, by rank: "
+                    f"{first}, balance of this one: {[*balance]}); decide in one process, and tell "
+                    "the others with torch.distributed.broadcast_object_list"
+                )
+
+    def begin(
+        self,
+        m: int,
+        rows: int,
+        shapes: str,
+        settings: str,
+        flags: Any,
+        error: Exception | None,
+    ) -> Agreed:
+        """Agree on a step.
+
+        Args:
+            m: the number of micro-batches, where the first stage is; 0 elsewhere.
+            rows: the number of rows, where the first and the last stage are.
+            shapes: describes the micro-batches, where the first stage is.
+            settings: describes what all processes have to have in common.
+            flags: what may make the layers of this process draw random numbers.
+            error: what this process has found wrong, if anything.
+
+        Raises:
+            ValueError: the settings differ.
+            RuntimeError: another process has found something wrong.
+        """
+        self._flags = flags
+        quiet = int(flags == self._quiet)
+        own = [int(error is not None), m, rows, digest(shapes), digest(settings), quiet]
+        texts: list[str] = []
+        with shared_failures(self._peers):
+            found = self._peers.gathered(own)
+            wrong = any(x[0] for x in found)
+            if wrong or len({x[4] for x in found}) > 1:
+                reason = "" if error is None else f"{type(error).__name__}: {error}"
+                texts = self._peers.texts(reason if wrong else settings)
+        if error is not None:
+            raise error
+        if wrong:
+            raise RuntimeError(
+                "another process could not begin the step: "
+                + "; ".join(f"rank {k}: {text}" for k, text in enumerate(texts) if text)
+            )
+        if texts:
+            raise ValueError(
+                "all processes must call a step with the same settings ((chunks, checkpoint, "
+                f"whether backward runs, whether forward is called) by rank: {texts}); change them "
+                "in all processes at the same time"
+            )
+        first = next(x for x in found if x[1])
+        counts = {x[2] for x in found if x[2]}
+        if len(counts) > 1:
+            raise ValueError(
+                "the first and the last stage must be given as many rows (rows by rank, 0 where "
+                f"nothing is read: {[x[2] for x in found]}); load the same mini-batch in both "
+                "processes"
+            )
+        # guard: numbers travel until nothing draws
+        return Agreed(first[1], first[2], first[3], not all(x[5] for x in found))
+
+    def end(
+        self, worker: Worker, routes: Routes, total: Tensor | None, divisor: Tensor | None
+    ) -> Loss | None:
+        """Agree on the loss of a step, and on the state of the generators after it.
+
+        As after a step in one process, generators are where the first micro-batch has left them.
+
+        Args:
+            worker: what has computed the step.
+            routes: in which process each stage is.
+            total: the sum of the losses, where the last stage is; None without a loss.
+            divisor: what it is divided by, there.
+        """
+        numbers = worker.step.numbers
+        drew = [worker.drew[i] or numbers.has_drawn(i) for i in range(len(worker.drew))]
+        last = routes.placement[-1]
+        code = -1 if total is None else DTYPES.index(total.dtype)
+        found = self._peers.gathered([drew[0], any(drew), code, divisor is not None])
+        self._quiet = None if any(x[1] for x in found) else self._flags
+        if self._quiet is None:
+            of_first = any(x[0] for x in found)
+            states = numbers.states[0] if of_first else numbers.after()
+            states = {kind: x.clone() for kind, x in states.items()}
+            for state in states.values():
+                self._peers.fill(state, last if of_first else routes.placement[0])
+            # guard: generators of all processes
+            numbers.settle(states)
+        _, _, code, weighted = found[last]
+        if code < 0:
+            return None
+        pair = torch.ones(2, dtype=DTYPES[code], device=self._peers.device)
+        if total is not None:
+            pair[0] = total
+            if divisor is not None:
+                pair[1] = divisor
+        self._peers.fill(pair, last)
+        value, divisor = pair
+        return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
+
+
+def row_count(value: Any) -> int:
+    """The number of rows of a value; 0 if it has none."""
+    return next((len(leaf) for _, leaf in names(value) if is_split(leaf)), 0)
+
+
+def described(batches: Sequence[Batch], rows: int, recorded: bool) -> str:
+    """All that the shapes and dtypes of a step's messages depend on, as text."""
+    kinds = device_types()
+    casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
+    inputs = [
+        ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
+        for batch in [*batches[:1], *batches[-1:]]
+    ]
+    return repr((len(batches), rows, recorded, casts, inputs))
+
+
+def digest(text: str) -> int:
+    """A number of 63 bits that stands for a text, in any process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,148 @@
+"""Failures of one process, which end the step of all others, and name it.
+
+A process that waits for a message from one that has failed would wait for the timeout of the group,
+half an hour. Nobody can end a wait of the gloo backend from outside. But a wait that runs into a
+timeout of its own closes the connection to that process, and ends all other waits for it, at both
+ends. So whoever fails asks each of the others for something, waits for a millisecond, and so closes
+all connections. Whoever waits for it raises, and does the same::
+
+    process 3 fails       3 ✕ 0   3 ✕ 1   3 ✕ 2       process 2 waited for 3, and raises
+    process 2 raises      2 ✕ 0   2 ✕ 1               process 1 waited for 2, and raises
+    ...
+
+The one that fails first writes down why, where all find it. A process that is killed writes
+nothing, but the system closes its connections. Then the one that notices first writes who is lost.
+"""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchgpipe._torch import pipelining
+from torchgpipe.distributed.peers import Peers
+
+__all__: list[str] = []
+
+#: How long the others wait for the text of whoever has failed first.
+PATIENCE = datetime.timedelta(seconds=5)
+
+#: A tag that no message has.
+NOBODY = 1_000_002
+
+
+class shared_failures:
+    """Make the other processes raise, too, if a ``with`` block raises.
+
+    Args:
+        peers: the processes.
+
+    Raises:
+        RuntimeError: another process has failed before; the message names it, and says why.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def __enter__(self) -> None:
+        if self._peers.failure:
+            raise RuntimeError(
+                "after a step that has failed, processes are no longer connected (failure: "
+                f"{self._peers.failure}); start all processes again, from the last checkpoint"
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        peers = self._peers
+        first, why = _first_failure(peers, error)
+        peers.failure = why
+        if not first:
+            raise RuntimeError(
+                f"another process of the pipeline has failed ({why}); start all processes again, "
+                "from the last checkpoint"
+            ) from error
+        if isinstance(error, Exception) and _is_connection(error):
+            raise RuntimeError(
+                f"a process of the pipeline is lost ({why}); look for what has killed it, and "
+                "start all processes again, from the last checkpoint"
+            ) from error
+
+
+def _first_failure(peers: Peers, error: BaseException) -> tuple[bool, str]:
+    """Whether nobody has failed before, and the text of the first failure."""
+    lost = _is_connection(error)
+    own = f"rank {peers.rank}: {_text(error)}"
+    try:
+        store = pipelining.default_store()
+        first = store.add(f"{peers.name} failures", 1) == 1
+        if first:
+            if lost:
+                own = _lost(_close(peers), peers)
+            store.set(f"{peers.name} failure", own)
+            _close(peers)
+            return True, own
+        store.wait([f"{peers.name} failure"], PATIENCE)
+        found: bytes = store.get(f"{peers.name} failure")
+        _close(peers)
+        return False, found.decode()
+    except Exception:
+        # The store is lost with the process that had it, most often the first one. All others that
+        # have ended since are closed, too, so the first one is named alone.
+        closed = _close(peers)
+        return True, _lost(closed[:1], peers) if lost else own
+
+
+def _close(peers: Peers) -> list[int]:
+    """Close the connections to all other processes; return those that are closed already."""
+    closed = []
+    for rank in range(peers.size):
+        if rank == peers.rank:
+            continue
+        try:
+            work: Any = dist.irecv(torch.empty(1), group=peers.group, group_src=rank, tag=NOBODY)
+            work.wait(datetime.timedelta(milliseconds=1))
+        except Exception as error:
+            if _is_closed(error):
+                closed.append(rank)
+    if peers.device.type != "cpu":
+        # Work on accelerators that waits for other processes.
+        with suppress(Exception):
+            group: Any = peers.group
+            group.abort()
+    return closed
+
+
+def _text(error: BaseException) -> str:
+    notes = [*getattr(error, "__notes__", ())]
+    return ", ".join([f"{type(error).__name__}: {error}", *notes])
+
+
+def _lost(closed: list[int], peers: Peers) -> str:
+    if not closed:
+        return f"rank {peers.rank} has lost its connection to another process"
+    names = ", ".join(f"rank {rank}" for rank in closed)
+    return f"{names}: killed, or cut off (noticed by rank {peers.rank})"
+
+
+def _is_closed(error: BaseException) -> bool:
+    """Whether the process at the other end has closed a connection."""
+    text = str(error)
+    return "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text
+
+
+def _is_connection(error: BaseException) -> bool:
+    """Whether an exception comes from a connection, and not from the code of this process."""
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
+        return True
+    return _is_closed(error) or "caused pair closure" in str(error)

@@ -1,0 +1,75 @@
+"""Gradients over several processes: their average over replicas, and their norm over all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchgpipe.autograd.outcome import Sums
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.partition.sharding import is_shard
+
+__all__: list[str] = []
+
+
+def verify_not_parallel(module: nn.Module) -> None:
+    """Check that DistributedDataParallel wraps none of the layers.
+
+    Raises:
+        TypeError: it wraps one.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                "a layer must not be in DistributedDataParallel, whose hooks see no gradient of a "
+                "cell, so that its processes would train different weights without an error "
+                f"(layer: {name}); pass Pipe(..., replicas=group), or shard the layers with "
+                "fully_shard() after wrapping them"
+            )
+
+
+def average(weights: Iterable[Tensor], sums: Sums, group: Any) -> None:
+    """Average the gradients of a step over other pipelines.
+
+    Args:
+        weights: the weights, in the same order in all processes.
+        sums: their gradients.
+        group: the processes with the same stages.
+    """
+    size = dist.get_world_size(group)
+    found = [(weight, sums.take(weight)) for weight in weights]
+    works = [dist.all_reduce(grad, group=group, async_op=True) for _, grad in found]
+    for (weight, grad), work in zip(found, works):
+        assert work is not None
+        work.wait()
+        sums.add([weight], [grad.div_(size)])
+
+
+def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peers) -> Tensor:
+    """Compute the norm of the gradients of all stages.
+
+    Args:
+        parameters: the parameters of this process; one that several processes have is given in one.
+        norm_type: the type of the norm: a positive number, or infinity.
+        peers: the processes.
+
+    Returns:
+        The norm, of shape ``()``, in all processes.
+    """
+    grads = [x.grad for x in parameters if x.grad is not None]
+    own = nn.utils.get_total_norm(grads, norm_type).to(peers.device)
+    if is_shard(own):
+        # Shards of a norm, whose sum FSDP2 has not computed yet.
+        whole: Any = own
+        own = whole.full_tensor()
+    own = own.double() if own.device.type != "mps" else own.float()
+    if norm_type == torch.inf:
+        dist.all_reduce(own, dist.ReduceOp.MAX, group=peers.group)
+        return own
+    own = own**norm_type
+    dist.all_reduce(own, group=peers.group)
+    return own ** (1 / norm_type)

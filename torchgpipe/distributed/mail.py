@@ -1,0 +1,169 @@
+"""Mail: the messages of a step, as the operations that PyTorch's runtime starts and waits for.
+
+Tensors travel on the devices' own links. Forms and the states of generators travel on the CPU, so
+no host waits for a device to read them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchgpipe.devices.streams import CPU
+from torchgpipe.distributed.messages import Form
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.worker import Worker
+
+__all__: list[str] = []
+
+#: The tag of messages on the CPU, which tells them from those of a device that is the CPU, too.
+HOST = 1_000_001
+
+
+class Mail:
+    """The messages of one process.
+
+    Args:
+        routes: in which process each stage is.
+        group: the processes of the pipeline.
+        device: the device of this process.
+    """
+
+    def __init__(self, routes: Routes, group: Any, device: torch.device) -> None:
+        self.routes, self.group, self.device = routes, group, device
+        #: The forms that both ends know: by shapes of a step, stage that receives, and rows.
+        self._known: dict[tuple[Any, int, int], Form] = {}
+
+    def begin(self, worker: Worker, shapes: Any, rows: Sequence[int], with_numbers: bool) -> None:
+        """Begin a step.
+
+        Args:
+            worker: what computes it.
+            shapes: stands for all that the shapes of messages depend on, in all processes.
+            rows: the rows of each micro-batch.
+            with_numbers: whether states of generators travel with the micro-batches.
+        """
+        self.worker, self._shapes, self._rows = worker, shapes, rows
+        self._with_numbers = with_numbers
+        #: What has come or is on its way, by stage and micro-batch.
+        self._tensors: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._forms: dict[tuple[int, int], Form] = {}
+        self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def end(self) -> None:
+        """Let go of all tensors."""
+        del self.worker
+        self._tensors.clear()
+        self._forms.clear()
+        self._states.clear()
+
+    def send_forward(self, j: int, i: int) -> list[dist.P2POp]:
+        """Send what stage ``j`` has computed of micro-batch ``i``."""
+        form, tensors = self.worker.leaving(j + 1, i)
+        peer = self.routes.placement[j + 1]
+        key = self._shapes, j + 1, self._rows[i]
+        found: list[dist.P2POp] = []
+        known = self._known.get(key)
+        if known is None:
+            self._known[key] = form
+            data = pickled(form.renamed(self.routes.names), j)
+            size = torch.tensor([len(data)])
+            found += self._ops(dist.isend, [size, data], peer, HOST)
+        elif not known.is_like(form):
+            raise _differs(j, i, known, form)
+        if self._with_numbers:
+            states = self.worker.step.numbers.states[i]
+            found += self._ops(dist.isend, states.values(), peer, HOST)
+        return found + self._ops(dist.isend, tensors, peer)
+
+    def receive_forward(self, j: int, i: int) -> list[dist.P2POp]:
+        """Receive what stage ``j`` shall compute of micro-batch ``i``."""
+        peer = self.routes.placement[j - 1]
+        key = self._shapes, j, self._rows[i]
+        if key not in self._known:
+            size = torch.zeros(1, dtype=torch.long)
+            dist.recv(size, group=self.group, group_src=peer, tag=HOST)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(data, group=self.group, group_src=peer, tag=HOST)
+            form: Form = pickle.loads(data.numpy().tobytes())
+            self._known[key] = form.renamed(self.routes.parts)
+        form = self._forms[j, i] = self._known[key]
+        found = []
+        if self._with_numbers:
+            before = self.worker.step.numbers.states[i]
+            states = {kind: torch.empty_like(x) for kind, x in before.items()}
+            found += self._ops(dist.irecv, states.values(), peer, HOST)
+            self._states[j, i] = states
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in form.metas]
+        self._tensors["F", j, i] = tensors
+        return found + self._ops(dist.irecv, tensors, peer)
+
+    def arrived(self, j: int, i: int) -> None:
+        """Give what was received to the worker."""
+        form, tensors = self._forms.pop((j, i)), self._tensors.pop(("F", j, i))
+        self.worker.arrive(j, i, form, tensors, self._states.pop((j, i), None))
+
+    def send_backward(self, j: int, i: int) -> list[dist.P2POp]:
+        """Send the gradients of what stage ``j`` has received of micro-batch ``i``."""
+        tensors = self.worker.grads_leaving(j, i)
+        return self._ops(dist.isend, tensors, self.routes.placement[j - 1])
+
+    def receive_backward(self, j: int, i: int) -> list[dist.P2POp]:
+        """Receive the gradients of what stage ``j`` has sent of micro-batch ``i``."""
+        metas = [x for x in self.worker.forms[j + 1, i].metas if x.requires_grad]
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in metas]
+        self._tensors["B", j, i] = tensors
+        return self._ops(dist.irecv, tensors, self.routes.placement[j + 1])
+
+    def grads_arrived(self, j: int, i: int) -> None:
+        """Give the gradients that were received to the worker."""
+        self.worker.grads_arrive(j + 1, i, self._tensors.pop(("B", j, i)))
+
+    def _ops(
+        self, operation: Any, tensors: Iterable[Tensor], peer: int, tag: int = 0
+    ) -> list[dist.P2POp]:
+        sends = operation is dist.isend
+        found = []
+        for x in tensors:
+            # An empty tensor takes no message.
+            if x.numel():
+                if sends:
+                    # The layer may return the same memory the next time, or a view of more.
+                    # guard: clone of what goes to a process
+                    x = x.detach().clone(memory_format=torch.contiguous_format)
+                found.append(dist.P2POp(operation, x, None, self.group, tag, peer))
+        return found
+
+
+def pickled(form: Form, j: int) -> Tensor:
+    """A form as a tensor of bytes.
+
+    Raises:
+        TypeError: something in it cannot be sent to another process.
+    """
+    try:
+        data = pickle.dumps(form)
+    except Exception as error:
+        raise TypeError(
+            "what passes between processes must be tensors, and other objects that pickle takes "
+            f"(stage: {j}, {type(error).__name__}: {error}); have the layers pass tensors or plain "
+            "numbers, or put both layers into one stage"
+        ) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(CPU)
+
+
+def _differs(j: int, i: int, known: Form, form: Form) -> ValueError:
+    def shown(x: Form) -> str:
+        return ", ".join(f"{tuple(meta.shape)} {meta.dtype}" for meta in x.metas)
+
+    return ValueError(
+        "what a stage sends to another process must have the same structure and shapes for all "
+        "micro-batches of as many rows, since it is announced once "
+        f"(stage: {j}, micro-batch: {i}, announced: {shown(known)}, sent: {shown(form)}); pad "
+        "tensors to one shape, pass what differs as a tensor, or put both layers into one stage"
+    )

@@ -1,0 +1,87 @@
+"""Peers: the processes of a pipeline, and what they tell each other on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+class Peers:
+    """The processes of a pipeline.
+
+    Args:
+        group: the group; None for all processes.
+        device: the device of this process.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "a pipeline over several processes needs a process group (process group: none); "
+                "call torch.distributed.init_process_group() first, and start the script with "
+                "torchrun --nproc-per-node N"
+            )
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise RuntimeError(
+                "a pipeline must be made in each process of its group, and in no other (rank: "
+                f"{dist.get_rank()}, group: {dist.get_process_group_ranks(self.group)}); call it "
+                "in these alone"
+            )
+        self.device = device
+        #: A name for the group that all its processes know.
+        self.name = f"torchgpipe {dist.get_process_group_ranks(self.group)}"
+        #: The failure after which the processes are no longer connected; empty if there is none.
+        self.failure = ""
+        config = dist.get_backend_config(self.group)
+        # A backend without a colon is for all devices.
+        if "cpu:" not in config and config != "gloo":
+            raise RuntimeError(
+                "the processes of a pipeline exchange small tensors on the CPU, too, so that no "
+                f"device is waited for (backends: {config}); call "
+                'init_process_group("cpu:gloo,cuda:nccl") instead'
+            )
+
+    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all processes."""
+        own = torch.tensor(numbers)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.group)
+        return [x.tolist() for x in found]
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all processes."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, text, group=self.group)
+        return found
+
+    def fill(self, tensor: Tensor, rank: int) -> None:
+        """Fill a tensor with that of one process."""
+        dist.broadcast(tensor, group=self.group, group_src=rank)
+
+    def summed(self, tensor: Tensor, ranks: Sequence[int]) -> None:
+        """Sum a tensor up over some of the processes, in place, in the order of their ranks.
+
+        There is no group for each choice of processes: all processes would have to make it, those
+        of other pipelines, too.
+        """
+        if self.rank != ranks[0]:
+            dist.send(tensor, group=self.group, group_dst=ranks[0])
+            dist.recv(tensor, group=self.group, group_src=ranks[0])
+            return
+        for rank in ranks[1:]:
+            other = torch.empty_like(tensor)
+            dist.recv(other, group=self.group, group_src=rank)
+            tensor += other
+        for rank in ranks[1:]:
+            dist.send(tensor, group=self.group, group_dst=rank)

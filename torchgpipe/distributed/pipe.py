@@ -1,0 +1,428 @@
+"""The wrapper, which makes an :class:`nn.Sequential` train over several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe._torch import pipelining
+from torchgpipe.ambient.autocast import is_within_float16
+from torchgpipe.ambient.context import Snapshot
+from torchgpipe.ambient.notes import warn
+from torchgpipe.ambient.transforms import verify_no_transform
+from torchgpipe.autograd.hooks import without_hooks
+from torchgpipe.autograd.versions import unchanged
+from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
+from torchgpipe.devices.streams import Device, canonical_device, current_device
+from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described, row_count
+from torchgpipe.distributed.failures import shared_failures
+from torchgpipe.distributed.gradients import average, total_norm, verify_not_parallel
+from torchgpipe.distributed.mail import Mail
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.programs import Programs, fitting
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.sharded import reduce, sharded_in, whole
+from torchgpipe.distributed.tied import Tied
+from torchgpipe.distributed.worker import Worker
+from torchgpipe.engine.stages import Stages
+from torchgpipe.executor.criterion import Collector, Criterion
+from torchgpipe.executor.executor import Crew
+from torchgpipe.executor.hand_over import hand_over
+from torchgpipe.executor.plan import Choice
+from torchgpipe.executor.targets import arguments_of
+from torchgpipe.partition.arguments import checked_balance, checked_chunks, checked_mode
+from torchgpipe.partition.placement import place, verify_placement
+from torchgpipe.partition.split import Partition, split_module, verify_module
+from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
+from torchgpipe.values import microbatch
+from torchgpipe.values.structure import arguments
+
+__all__ = ["Pipe"]
+
+
+class Given(NamedTuple):
+    """The part of a step that the caller gives to this process.
+
+    Args:
+        batches: the micro-batches of the first stage.
+        arguments: the further arguments of the loss, for each micro-batch of the last stage.
+        arriving: the events of their copies.
+        rows: the number of rows of the mini-batch, as far as this process knows.
+    """
+
+    batches: list[microbatch.Batch]
+    arguments: Sequence[Any]
+    arriving: Sequence[Any]
+    rows: int
+
+
+class Pipe(nn.Module):
+    """Train an :class:`nn.Sequential` by pipeline parallelism over several processes.
+
+    ::
+
+        model = Pipe(nn.Sequential(a, b, c, d), [1, 1, 1, 1], chunks=8, loss=F.cross_entropy)
+        loss = model.step(input, target)
+        optimizer.step()
+
+    Each process of the group makes the same call with the same layers, and keeps the layers of its
+    own stages. Their names are those of the plain module, so ``state_dict()`` has the plain
+    module's keys, those of this process. Layers may be on the meta device: this process's then get
+    memory, filled with NaN, until a state dict is loaded.
+
+    Args:
+        module: the layers, of which this process keeps some: they are moved to its device, not
+            copied.
+        balance: how many layers each stage takes, in order. Most schedules have one stage in each
+            process; V shapes have two, and interleaved schedules several.
+
+    Keyword Args:
+        loss: called as ``loss(output, *targets, **more)`` for each micro-batch, in the process of
+            the last stage, which moves it to its device and keeps it if it is a module: see
+            :class:`~torchgpipe.ScheduledLoss`. Without it, only forward runs.
+        schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
+            workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`, whose workers
+            are the ranks in the group. An R in it comes right before its backward.
+        chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
+            split into its rows. The number may be changed between steps, in all processes.
+        checkpoint: which micro-batches are checkpointed, as for :class:`~torchgpipe.GPipe`.
+        deferred_batch_norm: whether batch normalisations update their running statistics once per
+            mini-batch: see :mod:`torchgpipe.batchnorm`.
+        group: the processes of the pipeline; by default all.
+        replicas: the processes with the same stages in other pipelines, over which the gradients
+            of each step are averaged. Layers that :func:`torch.distributed.fsdp.fully_shard` has
+            sharded do without.
+        device: the device of this process; by default the current accelerator, or the CPU if there
+            is none.
+        outputs: whether :meth:`step` returns ``(loss, output)``, where the output is that of the
+            last layer, without a gradient, in the process of the last stage, and None elsewhere.
+
+    Raises:
+        TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
+            are not stashed and popped in pairs; or the loss cannot be called.
+        ValueError: balance, chunks or checkpoint are out of range, the schedule does not fit, or
+            the processes differ in layers, balance or schedule.
+        RuntimeError: there is no process group.
+        ImportError: PyTorch is older than 2.13.
+
+    Source: :mod:`torchgpipe.schedule` names the source of each schedule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        loss: Callable[..., Any] | None = None,
+        schedule: Choice = "1f1b",
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        group: Any = None,
+        replicas: Any = None,
+        device: Device | None = None,
+        outputs: bool = False,
+    ) -> None:
+        super().__init__()
+        pipelining.verify_version()
+        verify_module(module)
+        verify_skippables(module)
+        verify_not_parallel(module)
+        if loss is not None and not callable(loss):
+            raise TypeError(
+                "loss must be a function of an output and its targets "
+                f"(loss: {type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
+            )
+        self.balance = checked_balance(balance, module)
+        self._chunks = checked_chunks(chunks)
+        self._checkpoint = checked_mode(checkpoint)
+        self._schedule, self._outputs, self._replicas = schedule, outputs, replicas
+        self.training = module.training
+        self._device = current_device() if device is None else canonical_device(device)
+        self._peers = Peers(group, self._device)
+        fits = fitting(schedule, len(self.balance), self._peers.size, self._chunks)
+        partitions = split_module(module, self.balance)
+        layout = inspect_skip_layout(partitions)
+        self._agreement = Agreement(self._peers)
+        self._agreement.same_pipeline(module, self.balance, fits)
+        self._routes = Routes(fits.placement, self._peers.rank, layout)
+        self._tied = Tied(partitions, self._routes, self._peers)
+        own = [j in self._routes.own for j in range(len(partitions))]
+        place([x for x, here in zip(partitions, own) if here], [self._device] * sum(own))
+        partitions = [x if here else Partition() for x, here in zip(partitions, own)]
+        self._tied.equalise()
+        if isinstance(loss, nn.Module) and self.is_last:
+            place([loss], [self._device])
+        #: The names of the layers of other processes, whose keys a state dict may have.
+        self._others = {*module._modules} - {name for x in partitions for name in x._modules}
+        for partition in partitions:
+            # Not add_module(), which takes no name of an attribute, such as "balance".
+            self._modules.update(partition._modules)
+        self.loss = loss if self.is_last else None
+        # Setting an attribute would register the layers a second time.
+        self.__dict__["_layers"] = partitions
+        if deferred_batch_norm:
+            for partition in partitions:
+                defer(partition)
+        self._crew = Crew(Stages(partitions, [self._device] * len(partitions), layout))
+        self._mail = Mail(self._routes, self._peers.group, self._device)
+        self._programs = Programs(schedule, layout, self._mail)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._device
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage in the group."""
+        return tuple(self._routes.placement)
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages of this process."""
+        return [*self._routes.own]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first stage, which reads the input."""
+        return self._routes.own[0] == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the last stage, which reads the targets."""
+        return self._routes.own[-1] == len(self.balance) - 1
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = checked_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> str:
+        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        self._checkpoint = checked_mode(checkpoint)
+
+    @property
+    def schedule(self) -> Choice:
+        """The schedule, as it was given."""
+        return self._schedule
+
+    def step(self, input: Any = None, *targets: Any, **more: Any) -> Any:
+        """Compute the loss of a mini-batch, and add its gradients to those of the parameters.
+
+        All processes of the group call it at the same time. In eval mode, and without grad, it
+        computes the loss alone.
+
+        Args:
+            input: the input of the model: what its first layer takes, any nested structure of
+                tensors. It is read in the process of the first stage, on its device; the others may
+                pass the same, or None.
+            *targets: further arguments of the loss, read in the process of the last stage. Tensors
+                are split along dimension 0, as those of the input are, and moved to its device.
+            **more: likewise, by name.
+
+        Returns:
+            The loss, of shape ``()``, without a graph, in all processes; with ``outputs``, also the
+            output.
+
+        Raises:
+            ValueError: the processes differ in what they call the step with, or there is no loss.
+            RuntimeError: another process has failed; the message names it.
+        """
+        recorded = self.training and torch.is_grad_enabled()
+        if recorded and is_within_float16():
+            warn(
+                "under autocast to float16 small gradients become zero, and a pipeline over "
+                "several processes takes no gradient scaler (autocast: float16); use bfloat16"
+            )
+        return self._run(input, (targets, more), recorded)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages so that their norm together is at most a number.
+
+        All processes of the group call it at the same time, between a step and the optimizer's.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: the type of the norm: a positive number, or infinity.
+
+        Returns:
+            The norm before, of shape ``()``, in all processes. It is not finite if a gradient is
+            not, and then gradients are not numbers any more, as after
+            :func:`torch.nn.utils.clip_grad_norm_`.
+        """
+        with shared_failures(self._peers):
+            own = self._tied.counted_here(self.parameters())
+            norm = total_norm(own, norm_type, self._peers)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of a mini-batch, forward only; it has no graph.
+
+        Args:
+            *args: the arguments of the first layer, as for :class:`~torchgpipe.GPipe`, read in the
+                process of the first stage.
+            **kwargs: likewise.
+
+        Returns:
+            The output in the process of the last stage, None in the others.
+        """
+        return self._run(arguments(args, kwargs) if args or kwargs else None, None, False)
+
+    def _run(self, input: Any, terms: Any, recorded: bool) -> Any:
+        given = Given([], [], (), 0)
+        error = None
+        try:
+            given = self._given(input, terms)
+        except Exception as raised:
+            error = raised
+        # What decides whether PyTorch's layers draw, and whether those that drop paths do.
+        flags = [
+            (x.training, x.__dict__.get("p"), x.__dict__.get("drop_prob")) for x in self.modules()
+        ]
+        settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
+        shapes = described(given.batches, given.rows, recorded)
+        m = self._count(given.rows) if self.is_first else 0
+        agreed = self._agreement.begin(m, given.rows, shapes, settings, flags, error)
+        with shared_failures(self._peers):
+            return self._compute(agreed, given, terms is not None, recorded)
+
+    def _given(self, input: Any, terms: Any) -> Given:
+        """Check what the caller gives to the first and the last stage, and split it."""
+        batches: list[microbatch.Batch] = []
+        arguments: Sequence[Any] = []
+        arriving: Sequence[Any] = ()
+        rows = row_count(terms if input is None else input)
+        if self.is_first:
+            batches = self._scattered(input)
+        if self.is_last and terms is not None:
+            if self.loss is None:
+                raise ValueError(
+                    "a step needs the loss of each micro-batch (loss: None); pass Pipe(..., "
+                    "loss=torch.nn.functional.cross_entropy), for one, or call the model for its "
+                    "output"
+                )
+            m = self._count(rows)
+            sizes = microbatch.divided(rows, m) if m > 1 else []
+            arguments, arriving = arguments_of(terms, sizes, m, self._crew.streams, self._device)
+        return Given(batches, arguments, arriving, rows if self.is_first or self.is_last else 0)
+
+    def _count(self, rows: int) -> int:
+        """The number of micro-batches of so many rows."""
+        return max(1, min(rows, self.chunks)) if rows else 1
+
+    def _compute(self, agreed: Agreed, given: Given, with_loss: bool, recorded: bool) -> Any:
+        """Compute a step that all processes have agreed on."""
+        m, batches = agreed.m, given.batches
+        inputs = [[*batch] for batch in batches]
+        rows = microbatch.divided(agreed.rows, m) if m > 1 else []
+        runtime, plan = self._programs.get(m, recorded, self.checkpoint)
+        criterion: Criterion = Collector(m)
+        if with_loss:
+            shares = [size / sum(rows) for size in rows] if rows else [1.0]
+            terms = given.arguments or [((), {})] * m
+            criterion = Criterion(self.loss or _no_loss, terms, shares, None, self._outputs)
+        in_all = microbatch.in_all(batches)
+        norms = deferred_batch_norms(self)
+        sharded = sharded_in(self.__dict__["_layers"])
+        output = loss = None
+        with whole(sharded), torch.set_grad_enabled(recorded):
+            weights = self._weights()
+            known = [x for x in chain(*weights, *inputs) if x.requires_grad]
+            with without_hooks(known) as hooks:
+                worker = Worker(
+                    *(self._routes, self._crew, plan, batches, criterion, weights, hooks),
+                    given.arriving,
+                )
+                self._mail.begin(worker, agreed.shapes, rows or [0], agreed.with_numbers)
+                with Snapshot([self._device]), deferred_updates(norms), unchanged(in_all):
+                    try:
+                        worker.around(runtime.run)
+                    finally:
+                        self._mail.end()
+            total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
+            found = self._agreement.end(worker, self._routes, total, divisor)
+            if criterion.outputs is not None and self.is_last:
+                output = microbatch.gather([x for x in criterion.outputs if x is not None], rows)
+            if found is not None:
+                loss = found.value
+                if recorded:
+                    self._hand_over(worker, found, inputs)
+                    reduce(sharded)
+        if not with_loss:
+            return output
+        return (loss, output) if self._outputs else loss
+
+    def _hand_over(self, worker: Worker, loss: Loss, inputs: Sequence[Sequence[Tensor]]) -> None:
+        """Add the gradients of a step to those of the weights and of the input."""
+        # guard: gradients of tied weights
+        self._tied.add_up(worker.sums[0])
+        if self._replicas is not None:
+            average(chain(*worker.weights), worker.sums[0], self._replicas)
+        outcome = hand_over(worker, loss.value, loss.divisor, inputs)
+        # There may be nothing that requires a gradient here.
+        if outcome.requires_grad:
+            outcome.backward()
+
+    def _scattered(self, input: Any) -> list[microbatch.Batch]:
+        """The micro-batches of a mini-batch."""
+        verify_no_transform()
+        if input is None:
+            raise ValueError(
+                "the process of the first stage must be given the input (input: None, rank: "
+                f"{self._peers.rank}); pass it in this process at least"
+            )
+        batches = microbatch.scatter(input, self.chunks)
+        for x in batches[0]:
+            if x.device != self._device:
+                raise ValueError(
+                    "the input must be on the device of the first stage "
+                    f"(first stage: {self._device}, input: {x.device}); pass "
+                    "input.to(model.device)"
+                )
+        return batches
+
+    def _weights(self) -> list[list[Tensor]]:
+        """For each stage, its weights that require a gradient; none for those elsewhere."""
+        partitions: list[Partition] = self.__dict__["_layers"]
+        verify_placement(partitions, [self._device] * len(partitions))
+        found: list[list[Tensor]] = [
+            [x for x in layers.parameters() if x.requires_grad] for layers in partitions
+        ]
+        if isinstance(self.loss, nn.Module):
+            found[-1] += [x for x in self.loss.parameters() if x.requires_grad]
+        return found
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # A parent does not call load_state_dict().
+        for key in [*state_dict]:
+            if key.startswith(prefix):
+                path = key[len(prefix) :].split(".")
+                if path[0] == "partitions" and len(path) > 2 and path[1].isdecimal():
+                    # A key of a GPipe.
+                    path = path[2:]
+                    state_dict[prefix + ".".join(path)] = state_dict.pop(key)
+                if path[0] in self._others:
+                    # Layers of other processes are not unexpected.
+                    del state_dict[prefix + ".".join(path)]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _no_loss(*_: Any) -> Any:
+    raise AssertionError("the loss is computed in the process of the last stage")

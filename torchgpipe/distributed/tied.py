@@ -1,0 +1,75 @@
+"""Weights that stages in several processes share: one gradient, the sum of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.autograd.outcome import Sums
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.partition.placement import tables
+
+__all__: list[str] = []
+
+#: The table of a module that has a weight, and its name there.
+Place: TypeAlias = tuple[dict[str, Tensor | None], str]
+
+
+class Tied:
+    """The weights of this process that others have, too.
+
+    Args:
+        partitions: the layers of all stages, before those of other processes are let go of.
+        routes: in which process each stage is.
+        peers: the processes.
+    """
+
+    def __init__(self, partitions: Sequence[nn.Module], routes: Routes, peers: Peers) -> None:
+        self._peers = peers
+        holders: dict[nn.Parameter, set[int]] = {}
+        places: dict[nn.Parameter, Place] = {}
+        for process, layers in zip(routes.placement, partitions):
+            for table in tables(layers):
+                for name, x in table.items():
+                    if isinstance(x, nn.Parameter):
+                        holders.setdefault(x, set()).add(process)
+                        if process == routes.rank:
+                            places[x] = table, name
+        #: Where this process has each weight, and the processes that have it.
+        self._found = [
+            (*places[x], sorted(ranks))
+            for x, ranks in holders.items()
+            if len(ranks) > 1 and routes.rank in ranks
+        ]
+
+    def equalise(self) -> None:
+        """Give the weights the values that they have in the first of their processes."""
+        for weight, ranks in self._weights():
+            with torch.no_grad():
+                if self._peers.rank != ranks[0]:
+                    weight.zero_()
+                self._peers.summed(weight, ranks)
+
+    def counted_here(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters without those that another process counts."""
+        others = {id(weight) for weight, ranks in self._weights() if ranks[0] != self._peers.rank}
+        return [x for x in parameters if id(x) not in others]
+
+    def add_up(self, sums: Sums) -> None:
+        """Add the gradients of the other processes."""
+        for weight, ranks in self._weights():
+            if weight.requires_grad:
+                grad = sums.take(weight)
+                self._peers.summed(grad, ranks)
+                sums.add([weight], [grad])
+
+    def _weights(self) -> Iterator[tuple[Tensor, list[int]]]:
+        # A weight may have been replaced by another one since.
+        for table, name, ranks in self._found:
+            weight = table[name]
+            if weight is not None:
+                yield weight, ranks

@@ -1,0 +1,67 @@
+"""The further arguments of the loss: targets, split as the input is, on the last device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe import _torch
+from torchgpipe.executor.links import Streams, fetched
+from torchgpipe.partition.traps import lists
+from torchgpipe.values.structure import NoChunk, is_split, names, split
+
+__all__: list[str] = []
+
+
+def arguments_of(
+    value: Any, rows: Sequence[int], m: int, streams: Streams, device: torch.device
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
+    """The arguments of the loss for each micro-batch, and the events of their copies.
+
+    Args:
+        value: the arguments that the caller gave, positional ones and those by name.
+        rows: the number of rows of each micro-batch; none if there is one micro-batch.
+        m: the number of micro-batches.
+        streams: the streams on which tensors are copied.
+        device: the device of the last stage.
+
+    Raises:
+        ValueError: the arguments have other rows than the input, or require a gradient.
+    """
+    for name, leaf in names(value):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "targets must not require a gradient, since the loss hands over those of its "
+                f"input and weights (argument: {name}, shape: {tuple(leaf.shape)}); pass "
+                "target.detach(), or make it an input that the layers pass on"
+            )
+        if is_split(leaf) and rows and len(leaf) != sum(rows):
+            raise ValueError(
+                "targets must have as many rows as the input, since each micro-batch takes "
+                f"the same rows of all (argument: {name}, shape: {tuple(leaf.shape)}, rows: "
+                f"{sum(rows)}); pass what every micro-batch shall get whole as "
+                "torchgpipe.NoChunk(value)"
+            )
+    targets, more = value
+    each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
+    found = [x for name, one in each for x in lists(one, name)] if rows else []
+    wrong = [path for path, length in found if length == sum(rows)]
+    if wrong:
+        raise ValueError(
+            "targets must be tensors to be split into micro-batches "
+            f"(lists or arrays with an entry for each row: {', '.join(wrong)}, rows: "
+            f"{sum(rows)}); pass a tensor, or what every micro-batch shall get whole as "
+            "torchgpipe.NoChunk(value)"
+        )
+    value, events = fetched(streams, value, device)
+    if not rows:
+        # One micro-batch gets all as it is.
+        return [_torch.tree_map(_whole, value)], events
+    return [*split(value, rows)], events
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, NoChunk) else leaf
