@@ -10,10 +10,12 @@ from pathlib import Path
 
 #: Names of the commands. The ``main`` of a command's module takes its arguments.
 NAMES = (
+    "across",
     "ablation",
     "bubbles",
     "host_bound",
     "instructions",
+    "links",
     "mapped",
     "memory",
     "one_gpu",

@@ -1,0 +1,38 @@
+"""The benchmark of links, at tiny size."""
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.suites import links
+
+
+def test_links(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "links.json"
+    monkeypatch.setattr(links, "TIMED", 100)
+    few = ["--settings", "2x4", "4x16", "--schedules", "1f1b", "interleaved"]
+    assert main(["links", *few, "--output", str(path)]) == 0
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    found = [(row["workers"], row["m"], row["schedule"]) for row in rows]
+    assert found == [(2, 4, "1f1b"), (2, 4, "interleaved"), (4, 16, "1f1b"), (4, 16, "interleaved")]
+    for row in rows:
+        over = [*row["over"].values()]
+        # The slower the link, the longer the step; and never less than its bytes take.
+        assert over == sorted(over)
+        assert all(row["over"][x] >= row["simulated"][x] >= 1 for x in links.LINKS)
+        assert (row["seconds"] is None) == (row["instructions"] > 100)
+    # Free copies: (m + n - 1) forwards and backwards.
+    assert rows[2]["free"] == 3 * (16 + 3)
+    printed = capsys.readouterr().out
+    assert "A message has 64 MiB" in printed
+    assert "| not run" in printed
+
+
+def test_settings():
+    assert links.parsed([]).settings == [(8, 32), (64, 256), (64, 128), (512, 1024)]
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(1, "+0.0%"), (1.05, "+5.0%"), (3.21, "x3.2")])
+def test_percent(ratio, text):
+    assert links.percent(ratio) == text
