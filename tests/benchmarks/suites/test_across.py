@@ -3,6 +3,7 @@
 import json
 
 from benchmarks.__main__ import main
+from benchmarks.suites import across
 
 
 def test_across(tmp_path, capsys):
@@ -12,4 +13,6 @@ def test_across(tmp_path, capsys):
     (row,) = json.loads(path.read_text("utf-8"))["rows"]
     assert {*row["ms"]} == {"Pipe", "PyTorch", "one process"}
     assert all(0 < x["min"] <= x["median"] for x in row["ms"].values())
-    assert "throughput" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "throughput" in printed
+    assert across.summarise(json.loads(path.read_text("utf-8"))).title in printed
