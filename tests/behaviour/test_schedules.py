@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.support.helpers import MODES
 from tests.support.schedules import CASES, NAMES, Case, compare
+from torchgpipe.autograd import outcome
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -15,6 +16,15 @@ from tests.support.schedules import CASES, NAMES, Case, compare
 def test_gradients_and_buffers(case, name, mode):
     torch.manual_seed(0)
     compare(CASES[case](), name, ["cpu"] * 4, mode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_added_at_once(monkeypatch, case, name):
+    """Gradients of all sizes are added as soon as they are there, as large ones are."""
+    monkeypatch.setattr(outcome, "LARGE", 0)
+    model = compare(CASES[case](), name, ["cpu"] * 4, "except_last").model
+    assert not any(x._backward_hooks for x in model.parameters())
 
 
 class Recomputed(nn.Module):

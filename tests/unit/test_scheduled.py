@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.autograd import outcome
 from torchgpipe.schedule import one_f_one_b
 
 X, Y = torch.rand(6, 3), torch.rand(6, 3)
@@ -302,3 +303,14 @@ def test_autocast(checkpoint):
             loss = F.mse_loss(module(x), y)
         (loss / 3).backward()
     same(training, [x.grad for x in module.parameters()])
+
+
+def test_large_weights_of_two_workers(monkeypatch):
+    """Each worker sums up in a thread of its own what both compute for one weight."""
+    monkeypatch.setattr(outcome, "LARGE", 0)
+    module = layers()
+    module[2].weight = module[0].weight
+    plain = copy.deepcopy(module)
+    make(module=module)(X, Y).backward()
+    F.mse_loss(plain(X), Y).backward()
+    torch.testing.assert_close(module[0].weight.grad, plain[0].weight.grad)

@@ -32,6 +32,12 @@ TESTS = {
         "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
         "halves": ("autograd.test_halves", "what_only_the_input_needed_is_let_go_of", {}),
         "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
+        "at once": ("autograd.test_outcome", "gradients_added_at_once", {}),
+        "sums of all": (
+            "test_scheduled",
+            "large_weights_of_two_workers",
+            {},
+        ),
         "quiet": (
             "executor.test_draws",
             "turns_are_taken_until_nothing_was_drawn",
@@ -69,6 +75,8 @@ MUTANTS = {
     "workers after the caller": (DROP, "workers of one device"),
     "the caller after workers": (DROP, "workers of one device"),
     "sums of what is not ours": (("found + grad", "found.add_(grad)"), "shared sums"),
+    "sums instead of gradients": (("grad is found", "False"), "at once"),
+    "sums of weights that workers share": ((" if count[key] == 1", ""), "sums of all"),
     "recording what is handed over": (DROP, "workers of one device"),
     "what only the input needed": (DROP, "halves"),
 }

@@ -86,3 +86,22 @@ def test_peak(devices, name, mode):
         assert other <= own <= other + BESIDES + more.get(w, 0)
     # Sums of gradients, and the gradient of the input on the first device.
     assert max(left) <= m + 1
+
+
+def test_large_gradients_do_not_wait_for_each_other(devices):
+    size, count = 256, 8
+    layers = [
+        nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(count)]) for _ in range(2)
+    ]
+    model = GPipe(nn.Sequential(*layers), [1, 1], devices=devices[:2], chunks=4)
+    training = ScheduledLoss(model, squares, "1f1b")
+    x = torch.rand(4, size, device=devices[0])
+    y = torch.rand(4, size, device=devices[1])
+    for _ in range(2):
+        gc.collect()
+        before = torch.accelerator.memory_allocated(devices[1])
+        torch.accelerator.reset_peak_memory_stats(devices[1])
+        training(x, y)
+        peak = torch.accelerator.max_memory_allocated(devices[1]) - before
+        # The sums, one gradient, and its first sum; activations are small.
+        assert peak / (size * size * 4) < count + 2.5

@@ -13,6 +13,7 @@ from tests.schedule.cases import examples, schedules
 from tests.support.helpers import MODES, assert_no_races, note_of
 from tests.support.schedules import CASES, NAMES, V, compare, workers_of
 from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.autograd import outcome
 from torchgpipe.testing import observe
 
 
@@ -26,6 +27,17 @@ def test_gradients_and_buffers(devices, case, name, mode):
         name = "zbv"
     with observe(jitter=0) as seen:
         compare(CASES[case](), name, devices, mode)
+    assert not seen.races
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["mlp", "functions of all kinds", "weights of two stages"])
+def test_gradients_added_at_once(devices, monkeypatch, case, name):
+    monkeypatch.setattr(outcome, "LARGE", 0)
+    if case == "weights of two stages" and workers_of(name) != V:
+        name = "zbv"
+    with observe(jitter=0) as seen:
+        compare(CASES[case](), name, devices, "except_last")
     assert not seen.races
 
 

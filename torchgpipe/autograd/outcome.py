@@ -14,17 +14,24 @@ runs each on the caller's stream of its device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.devices.streams import AbstractStream, record_stream
 
 __all__: list[str] = []
+
+
+#: The least size of a gradient that is added as soon as it is there, in bytes.
+LARGE = 2**18
 
 
 class Sums:
@@ -52,9 +59,16 @@ class Sums:
             found = self._sums.get(key)
             if found is None:
                 self._sums[key] = grad
-            elif key in self._own and not grad.is_sparse:
-                sums.append(found)
-                terms.append(grad)
+            elif key in self._own:
+                # guard: sums instead of gradients
+                if grad is found:
+                    # It was added as soon as it was there.
+                    continue
+                if grad.is_sparse:
+                    found += grad
+                else:
+                    sums.append(found)
+                    terms.append(grad)
             else:
                 # One by one, so that the memory of the two terms is free for the next sum.
                 # guard: sums of what is not ours
@@ -63,6 +77,35 @@ class Sums:
                     self._own.add(key)
         if sums:
             _torch.add_each(sums, terms)
+
+    @contextmanager
+    def adding_at_once(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Add large gradients as soon as backward has computed them, within a ``with`` block.
+
+        Otherwise the gradients of all weights of a stage are in memory at the end of its backward,
+        beside their sums. Small ones wait, since one call that adds them all costs less than many.
+
+        Args:
+            tensors: those whose gradients no other thread computes.
+        """
+        handles = [
+            x.register_hook(partial(self._add_at_once, x))
+            for x in tensors
+            if type(x) in (Tensor, Parameter) and x.is_leaf and x.nbytes >= LARGE
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _add_at_once(self, tensor: Tensor, grad: Tensor) -> Tensor | None:
+        """Add a gradient, and have backward return the sum instead, so that it can be freed."""
+        key = id(tensor)
+        if key not in self._sums or grad.is_sparse:
+            return None
+        self.add([tensor], [grad])
+        return self._sums[key]
 
     def take(self, tensor: Tensor) -> Tensor:
         """Let go of the sum of a tensor, in memory of its own; zeros if it has none."""

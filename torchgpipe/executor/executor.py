@@ -21,8 +21,11 @@ Parallelism (arXiv 2401.10241) for I and W.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -149,12 +152,26 @@ class Executor:
         self.step.end_forward()
 
     def _around(self, run: Callable[[], None]) -> None:
-        with self.step.numbers, self.crew.draws.step(self.step, self.plan):
+        with ExitStack() as within:
+            within.enter_context(self.step.numbers)
+            within.enter_context(self.crew.draws.step(self.step, self.plan))
+            for sums, weights in zip(self.sums, self._weights_of_one()):
+                within.enter_context(sums.adding_at_once(weights))
             self.links.begin(self.arriving)
             try:
                 run()
             finally:
                 self.links.end()
+
+    def _weights_of_one(self) -> list[list[Tensor]]:
+        """For each worker, the weights that no other worker has."""
+        found: list[dict[int, Tensor]] = [{} for _ in self.plan.devices]
+        for w, weights in zip(self.plan.schedule.placement, self.weights):
+            found[w].update({id(x): x for x in weights})
+        count = Counter(chain(*found))
+        # Another worker has a thread of its own.
+        # guard: sums of weights that workers share
+        return [[x for key, x in own.items() if count[key] == 1] for own in found]
 
     def where(self, w: int, op: Op) -> str:
         """The note on an exception of an instruction."""

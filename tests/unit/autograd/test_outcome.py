@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchgpipe.autograd import outcome
 from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
 from torchgpipe.devices.streams import CPU, CPUStream
 
@@ -46,6 +47,39 @@ def test_sums_that_share_memory():
         (loss_of(sums, weight, other) * 0.5).backward()
         torch.testing.assert_close(weight.grad, expected * count / 2)
         torch.testing.assert_close(other.grad, expected * count / 2)
+
+
+class Constant(torch.autograd.Function):
+    """A function whose backward returns the same tensor each time."""
+
+    grad = torch.rand(3)
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Constant.grad
+
+
+def test_gradients_added_at_once(monkeypatch):
+    weight, small = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(2))
+    monkeypatch.setattr(outcome, "LARGE", weight.nbytes)
+    before = Constant.grad.clone()
+    sums = Sums()
+    with sums.adding_at_once([weight, small]):
+        for k in range(4):
+            loss = Constant.apply(weight) + (small * k).sum()
+            found = torch.autograd.grad(loss, [weight, small])
+            # The gradient itself is free for the next one.
+            assert (found[0] is sums._sums.get(id(weight))) == (k > 0)
+            sums.add([weight, small], found)
+    assert not weight._backward_hooks
+    loss_of(sums, weight, small).backward()
+    torch.testing.assert_close(weight.grad, 4 * before)
+    torch.testing.assert_close(small.grad, torch.full((2,), 6.0))
+    assert torch.equal(Constant.grad, before)
 
 
 def test_sum_becomes_the_gradient(weight):
