@@ -30,6 +30,7 @@ from torchgpipe.distributed.tied import Tied
 from torchgpipe.distributed.worker import Worker
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Collector, Criterion
+from torchgpipe.executor.draws import flags_of
 from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice
@@ -290,10 +291,7 @@ class Pipe(nn.Module):
             given = self._given(input, terms)
         except Exception as raised:
             error = raised
-        # What decides whether PyTorch's layers draw, and whether those that drop paths do.
-        flags = [
-            (x.training, x.__dict__.get("p"), x.__dict__.get("drop_prob")) for x in self.modules()
-        ]
+        flags = flags_of([self])
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
         shapes = described(given.batches, given.rows, recorded)
         m = self._count(given.rows) if self.is_first else 0

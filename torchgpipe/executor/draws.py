@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from torchgpipe.ambient.nesting import first_run
 from torchgpipe.ambient.random_numbers import generator_of
@@ -25,12 +27,25 @@ from torchgpipe.executor.plan import Plan
 __all__: list[str] = []
 
 
+#: Whether a layer trains, and its probabilities.
+Flags: TypeAlias = tuple[Any, ...]
+
+
+def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
+    """Find what decides whether PyTorch's layers draw, and whether those that drop paths do."""
+    return [
+        (x.training, x.__dict__.get("p"), x.__dict__.get("drop_prob"))
+        for some in layers
+        for x in some.modules()
+    ]
+
+
 class Draws:
     """The knowledge of whether layers draw random numbers."""
 
     def __init__(self) -> None:
         #: The training flags of all layers when a step has drawn no numbers.
-        self._quiet: list[tuple[Any, ...]] | None = None
+        self._quiet: list[Flags] | None = None
         self._lock = threading.RLock()
 
     @contextmanager
@@ -40,12 +55,7 @@ class Draws:
         counts = Counter(map(generator_of, plan.devices))
         #: The generators of several workers.
         self._shared = {generator for generator, count in counts.items() if count > 1}
-        flags = [
-            # What decides whether PyTorch's layers draw, and whether those that drop paths do.
-            (x.training, x.__dict__.get("p"), x.__dict__.get("drop_prob"))
-            for layers in step.stages.partitions
-            for x in layers.modules()
-        ]
+        flags = flags_of(step.stages.partitions) if self._shared else []
         #: Whether the last step drew nothing, and no layer has changed what may make it draw. Then
         #: cells leave the generator alone, and may run at the same time.
         # guard: quiet steps
