@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torchgpipe.devices.streams import Device, canonical_device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described, row_count
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.gradients import average, total_norm, verify_not_parallel
+from torchgpipe.distributed.keys import keep_own
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.programs import Programs, fitting
@@ -169,9 +171,32 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             for partition in partitions:
                 defer(partition)
-        self._crew = Crew(Stages(partitions, [self._device] * len(partitions), layout))
+        self._layout = layout
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the attributes that belong to this object alone: nobody copies them."""
+        partitions: list[Partition] = self.__dict__["_layers"]
+        self._crew = Crew(Stages(partitions, [self._device] * len(partitions), self._layout))
         self._mail = Mail(self._routes, self._peers.group, self._device)
-        self._programs = Programs(schedule, layout, self._mail)
+        self._programs = Programs(self._schedule, self._layout, self._mail)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
+        for shared in (self._peers, self._replicas):
+            memo[id(shared)] = shared
+        own = {"_crew", "_mail", "_programs"}
+        state = {key: value for key, value in self.__dict__.items() if key not in own}
+        found = memo[id(self)] = type(self).__new__(type(self))
+        found.__dict__.update(copy.deepcopy(state, memo))
+        found._prepare()
+        return found
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a pipeline over several processes cannot be pickled, since its processes and their "
+            f"connections would not be there when it is loaded (rank: {self._peers.rank}); save "
+            "its state_dict(), or torch.distributed.checkpoint's of all processes"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -409,16 +434,7 @@ class Pipe(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # A parent does not call load_state_dict().
-        for key in [*state_dict]:
-            if key.startswith(prefix):
-                path = key[len(prefix) :].split(".")
-                if path[0] == "partitions" and len(path) > 2 and path[1].isdecimal():
-                    # A key of a GPipe.
-                    path = path[2:]
-                    state_dict[prefix + ".".join(path)] = state_dict.pop(key)
-                if path[0] in self._others:
-                    # Layers of other processes are not unexpected.
-                    del state_dict[prefix + ".".join(path)]
+        keep_own(state_dict, prefix, self._others)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
