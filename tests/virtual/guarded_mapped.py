@@ -8,7 +8,12 @@ TESTS = {
     for name, (module, function, arguments) in {
         "makespan": ("test_mapped", "makespan", {"n": 4, "m": 8}),
         "copies": ("test_mapped", "slow_copies", {}),
-        "clones": ("test_mapped_code", "gradients_leave_a_later_visit_as_clones", {}),
+        "clones": ("test_mapped_code", "gradients_leave_a_later_visit_as_clones", {"way": "added"}),
+        "changed": (
+            "test_mapped_code",
+            "gradients_leave_a_later_visit_as_clones",
+            {"way": "changed"},
+        ),
         "slow host": ("test_mapped", "a_host_that_is_slow_takes_no_time", {"j": 0}),
         "labels": ("test_mapped", "copies_of_the_model_itself_hold_nobody_up", {}),
         "encoder and decoder": ("test_mapped", "a_model_that_comes_back_to_its_devices", {}),
@@ -58,6 +63,10 @@ MUTANTS = {
     "taking over from an earlier visit": (
         ("wait(self.before, own, *foreign)", "foreign"),
         "mapped clones",
+    ),
+    "changes of what an earlier visit has made": (
+        ("found[id(target)].clone()", "target"),
+        "mapped changed",
     ),
     "weights that were cast": (("if shared", "if False"), "mapped casts"),
     "code that comes back": (DROP, "mapped late"),

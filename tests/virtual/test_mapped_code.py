@@ -270,7 +270,8 @@ def test_skips_that_come_back(devices, mode):
         assert_no_races(seen)
 
 
-def test_gradients_leave_a_later_visit_as_clones(devices):
+@pytest.mark.parametrize("way", ["added", "added in place", "changed", "view", "same device"])
+def test_gradients_leave_a_later_visit_as_clones(devices, way):
     """Autograd adds others to them in place, on another stream."""
     places = {}
 
@@ -281,7 +282,16 @@ def test_gradients_leave_a_later_visit_as_clones(devices):
             later = self.b(before).to(before.device) * 2
             for name, tensor in (("alone", alone), ("later", later)):
                 tensor.register_hook(lambda grad, name=name: places.update({name: grad}))
-            return later + alone
+            if way == "added in place":
+                result = later.clone()
+                result += alone
+                return result
+            if way == "changed":
+                alone += later
+                return alone
+            if way == "view":
+                return later + alone.view_as(later)
+            return later + (alone.to(later.device) if way == "same device" else alone)
 
     pipe = wrapped(Adding(), devices, "never", chunks=1)
     pipe(torch.rand(2, 6, device=devices[0])).sum().backward()

@@ -65,20 +65,43 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         """Call a function with tensors that an earlier visit of a device has made, perhaps."""
         found: dict[int, Tensor] = {}
-        tensors = tensors_of((args, kwargs))
         for device, cell in self._course.later.items():
+            tensors = tensors_of((args, kwargs))
             found |= cell.taken_over([x for x in tensors if x.device == device])
-        if found and not is_in_place(func.__name__):
+        if not found:
+            result = self._moved(func, args, kwargs)
+        elif is_in_place(func.__name__):
+            result = self._changed(func, args, kwargs, found)
+        else:
             taken = replaced((args, dict(kwargs)), lambda x: found.get(id(x), x))
             result = self._moved(func, *taken)
             if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in found.values()):
-                # A view must be one of the tensor itself: somebody may change it in place.
-                result = self._moved(func, args, kwargs)
-        else:
-            result = self._moved(func, args, kwargs)
+                # A view must be one of the tensor itself: somebody may change it in place. Its
+                # gradient leaves this visit as a clone, too.
+                return self._moved(func, args, kwargs)
         for device, cell in self._course.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])
         return result
+
+    def _changed(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        found: Mapping[int, Tensor],
+    ) -> Any:
+        """Call a function that changes its first argument in place."""
+        target, *others = args
+        others, named = replaced((others, dict(kwargs)), lambda x: found.get(id(x), x))
+        if id(target) not in found or func.__name__ in SHAPES:
+            return self._moved(func, (target, *others), named)
+        # The gradient would go on to the earlier visit as it is, beside those of other arguments.
+        # That of what is copied goes on to the clone alone.
+        # guard: changes of what an earlier visit has made
+        clone = found[id(target)].clone()
+        result = self._moved(func, (clone, *others), named)
+        target.copy_(clone)
+        return target if result is clone else result
 
     def arrived(self, tensor: Any, device: torch.device) -> Any:
         """The tensor on the device, if both are accelerators; anything else as it is."""
@@ -92,6 +115,10 @@ class Glue(TorchFunctionMode):
 #: Functions that are about the tensor object, and not its values.
 ATTRIBUTES = frozenset({"__get__", "__set__", "register_hook", "retain_grad", "backward"})
 ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_stream"}
+
+#: Functions that change what a tensor object is, in place, and not its values.
+SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
+SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 
 
 def is_in_place(name: str) -> bool:
