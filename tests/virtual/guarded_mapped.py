@@ -54,7 +54,7 @@ MUTANTS = {
     "lead of a course": (("< lead", "< -lead"), "mapped slow host"),
     "recomputation before the gradient": (("checkpoints", "False"), "mapped makespan"),
     "copies of what has changed": (("version != now", "False"), "mapped changes"),
-    "copies without grad": (("needs_backward((tensor,))", "False"), "mapped no grad"),
+    "copies without grad": (("tensor.requires_grad", "False"), "mapped no grad"),
     "waiting for an earlier visit": (DROP, "mapped bart"),
     "streams of a later visit": (DROP, "mapped late"),
     "the caller's streams after a course": (DROP, "mapped bart"),

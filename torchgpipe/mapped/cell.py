@@ -236,15 +236,13 @@ class Copies:
             return None
         _, version, copy = found
         now = version_of(tensor)
-        if (
-            # The tensor has changed since, or nobody counts its changes.
-            # guard: copies of what has changed
-            version != now
-            or now < 0
-            # A copy that was made without grad leads no gradient back.
-            # guard: copies without grad
-            or (needs_backward((tensor,)) and not copy.requires_grad)
-        ):
+        # The tensor has changed since, or nobody counts its changes.
+        # guard: copies of what has changed
+        if version != now or now < 0:
+            return None
+        # A copy that was made without grad leads no gradient back.
+        # guard: copies without grad
+        if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
             return None
         return copy
 
