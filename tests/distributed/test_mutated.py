@@ -27,6 +27,10 @@ def judge(group, guard):
 
 @pytest.mark.parametrize("guard", MUTANTS)
 def test_a_case_fails_without(guard, processes):
-    found = processes.run(judge, MUTANTS[guard][2], guard)
-    processes.stop()
-    assert any(found)
+    # A message that is overwritten may have left just in time.
+    for _ in range(5):
+        found = processes.run(judge, MUTANTS[guard][2], guard)
+        processes.stop()
+        if any(found):
+            return
+    pytest.fail("the case passes")

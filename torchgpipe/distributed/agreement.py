@@ -8,7 +8,6 @@ arguments must not leave the others waiting. So all exchange a few numbers first
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.streams import device_types
 from torchgpipe.distributed.failures import shared_failures
-from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.peers import Peers, digest
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.worker import Worker
 from torchgpipe.schedule.language import Schedule
@@ -65,13 +64,17 @@ class Agreement:
         self._quiet: Any = None
         self._flags: Any = None
 
-    def same_pipeline(self, module: nn.Module, balance: Sequence[int], schedule: Schedule) -> None:
+    def same_pipeline(
+        self, module: nn.Module, loss: Any, balance: Sequence[int], schedule: Schedule
+    ) -> None:
         """Check that all processes make the same pipeline.
 
         Raises:
             ValueError: they differ in layers, balance or schedule.
         """
         named = [*module.named_parameters(), *module.named_buffers()]
+        if isinstance(loss, nn.Module):
+            named += [*loss.named_parameters(), *loss.named_buffers()]
         layers = repr([(name, tuple(x.shape), x.dtype) for name, x in named])
         with shared_failures(self._peers):
             own = [digest(layers), digest(repr(balance)), digest(repr(schedule))]
@@ -94,6 +97,7 @@ class Agreement:
         shapes: str,
         settings: str,
         flags: Any,
+        trainable: int,
         error: Exception | None,
     ) -> Agreed:
         """Agree on a step.
@@ -104,6 +108,7 @@ class Agreement:
             shapes: describes the micro-batches, where the first stage is.
             settings: describes what all processes have to have in common.
             flags: what may make the layers of this process draw random numbers.
+            trainable: stands for the parameters of this process.
             error: what this process has found wrong, if anything.
 
         Raises:
@@ -112,7 +117,9 @@ class Agreement:
         """
         self._flags = flags
         quiet = int(flags == self._quiet)
-        own = [int(error is not None), m, rows, digest(shapes), digest(settings), quiet]
+        # Layers of this process decide on the form of what it sends, too.
+        form = digest(repr((shapes, trainable, [x[0] for x in flags])))
+        own = [int(error is not None), m, rows, form, digest(settings), quiet]
         texts: list[str] = []
         with shared_failures(self._peers):
             found = self._peers.gathered(own)
@@ -142,7 +149,8 @@ class Agreement:
                 "processes"
             )
         # guard: numbers travel until nothing draws
-        return Agreed(first[1], first[2], first[3], not all(x[5] for x in found))
+        with_numbers = not all(x[5] for x in found)
+        return Agreed(first[1], first[2], digest(repr([x[3] for x in found])), with_numbers)
 
     def end(
         self, worker: Worker, routes: Routes, total: Tensor | None, divisor: Tensor | None
@@ -198,8 +206,3 @@ def described(batches: Sequence[Batch], rows: int, recorded: bool) -> str:
         for batch in [*batches[:1], *batches[-1:]]
     ]
     return repr((len(batches), rows, recorded, casts, inputs))
-
-
-def digest(text: str) -> int:
-    """A number of 63 bits that stands for a text, in any process."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -145,4 +145,7 @@ def _is_connection(error: BaseException) -> bool:
     """Whether an exception comes from a connection, and not from the code of this process."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
+    if any(note.startswith("raised in") for note in getattr(error, "__notes__", ())):
+        # A layer may have connections of its own.
+        return False
     return _is_closed(error) or "caused pair closure" in str(error)

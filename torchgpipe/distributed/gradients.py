@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.autograd.outcome import Sums
-from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.peers import Peers, digest
 from torchgpipe.partition.sharding import is_shard
 
 __all__: list[str] = []
@@ -32,21 +32,52 @@ def verify_not_parallel(module: nn.Module) -> None:
             )
 
 
-def average(weights: Iterable[Tensor], sums: Sums, group: Any) -> None:
+def equalise(module: nn.Module, replicas: Peers) -> None:
+    """Give parameters and buffers the values that they have in the first pipeline.
+
+    Args:
+        module: the layers of this process.
+        replicas: the processes with the same stages.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    verify_same(digest(repr([(name, tuple(x.shape), x.dtype) for name, x in named])), replicas)
+    with torch.no_grad():
+        for _, x in named:
+            own = x.contiguous()
+            replicas.fill(own, 0)
+            if own is not x:
+                x.copy_(own)
+
+
+def verify_same(number: int, replicas: Peers) -> None:
+    """Check that a number that stands for the parameters is the same in all pipelines.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = [x for (x,) in replicas.gathered([number])]
+    if len({*found}) > 1:
+        raise ValueError(
+            "replicas must have the same parameters, and the same of them frozen, since their "
+            "gradients are averaged (first replica with the same ones, by rank: "
+            f"{[found.index(x) for x in found]}); make and freeze the same layers in all of them"
+        )
+
+
+def average(weights: Iterable[Tensor], sums: Sums, replicas: Peers) -> None:
     """Average the gradients of a step over other pipelines.
 
     Args:
         weights: the weights, in the same order in all processes.
         sums: their gradients.
-        group: the processes with the same stages.
+        replicas: the processes with the same stages.
     """
-    size = dist.get_world_size(group)
-    found = [(weight, sums.take(weight)) for weight in weights]
-    works = [dist.all_reduce(grad, group=group, async_op=True) for _, grad in found]
+    found = [(weight, sums.take(weight).contiguous()) for weight in weights]
+    works = [dist.all_reduce(grad, group=replicas.group, async_op=True) for _, grad in found]
     for (weight, grad), work in zip(found, works):
         assert work is not None
         work.wait()
-        sums.add([weight], [grad.div_(size)])
+        sums.add([weight], [grad.div_(replicas.size)])
 
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peers) -> Tensor:
@@ -68,6 +99,8 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peer
         own = whole.full_tensor()
     own = own.double() if own.device.type != "mps" else own.float()
     if norm_type == torch.inf:
+        # The largest of several numbers is one of them that is a number.
+        own = own.nan_to_num(nan=torch.inf)
         dist.all_reduce(own, dist.ReduceOp.MAX, group=peers.group)
         return own
     own = own**norm_type

@@ -24,6 +24,9 @@ __all__: list[str] = []
 #: The tag of messages on the CPU, which tells them from those of a device that is the CPU, too.
 HOST = 1_000_001
 
+#: How many kinds of steps are remembered.
+MOST = 100
+
 
 class Mail:
     """The messages of one process.
@@ -38,6 +41,8 @@ class Mail:
         self.routes, self.group, self.device = routes, group, device
         #: The forms that both ends know: by shapes of a step, stage that receives, and rows.
         self._known: dict[tuple[Any, int, int], Form] = {}
+        #: The shapes of the steps that these are of.
+        self._seen: set[Any] = set()
 
     def begin(self, worker: Worker, shapes: Any, rows: Sequence[int], with_numbers: bool) -> None:
         """Begin a step.
@@ -48,6 +53,11 @@ class Mail:
             rows: the rows of each micro-batch.
             with_numbers: whether states of generators travel with the micro-batches.
         """
+        if shapes not in self._seen and len(self._seen) == MOST:
+            # All processes see the same shapes, and forget them in the same step.
+            self._seen.clear()
+            self._known.clear()
+        self._seen.add(shapes)
         self.worker, self._shapes, self._rows = worker, shapes, rows
         self._with_numbers = with_numbers
         #: What has come or is on its way, by stage and micro-batch.
@@ -159,7 +169,10 @@ def pickled(form: Form, j: int) -> Tensor:
 
 def _differs(j: int, i: int, known: Form, form: Form) -> ValueError:
     def shown(x: Form) -> str:
-        return ", ".join(f"{tuple(meta.shape)} {meta.dtype}" for meta in x.metas)
+        return ", ".join(
+            f"{tuple(meta.shape)} {meta.dtype}{' with a gradient' * meta.requires_grad}"
+            for meta in x.metas
+        )
 
     return ValueError(
         "what a stage sends to another process must have the same structure and shapes for all "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class Peers:
             )
         self.device = device
         #: A name for the group that all its processes know.
-        self.name = f"torchgpipe {dist.get_process_group_ranks(self.group)}"
+        ranks = dist.get_process_group_ranks(self.group)
+        self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"
         #: The failure after which the processes are no longer connected; empty if there is none.
         self.failure = ""
         config = dist.get_backend_config(self.group)
@@ -75,13 +77,21 @@ class Peers:
         There is no group for each choice of processes: all processes would have to make it, those
         of other pipelines, too.
         """
+        own = tensor.contiguous()
         if self.rank != ranks[0]:
-            dist.send(tensor, group=self.group, group_dst=ranks[0])
-            dist.recv(tensor, group=self.group, group_src=ranks[0])
-            return
-        for rank in ranks[1:]:
-            other = torch.empty_like(tensor)
-            dist.recv(other, group=self.group, group_src=rank)
-            tensor += other
-        for rank in ranks[1:]:
-            dist.send(tensor, group=self.group, group_dst=rank)
+            dist.send(own, group=self.group, group_dst=ranks[0])
+            dist.recv(own, group=self.group, group_src=ranks[0])
+        else:
+            for rank in ranks[1:]:
+                other = torch.empty_like(own)
+                dist.recv(other, group=self.group, group_src=rank)
+                own += other
+            for rank in ranks[1:]:
+                dist.send(own, group=self.group, group_dst=rank)
+        if own is not tensor:
+            tensor.copy_(own)
+
+
+def digest(text: str) -> int:
+    """A number of 63 bits that stands for a text, in any process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,23 @@ from torchgpipe._torch import pipelining
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.notes import warn
-from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
 from torchgpipe.devices.streams import Device, canonical_device, current_device
-from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described, row_count
+from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described
 from torchgpipe.distributed.failures import shared_failures
-from torchgpipe.distributed.gradients import average, total_norm, verify_not_parallel
+from torchgpipe.distributed.given import NOTHING, Given, Reader, count
+from torchgpipe.distributed.gradients import (
+    average,
+    equalise,
+    total_norm,
+    verify_not_parallel,
+    verify_same,
+)
 from torchgpipe.distributed.keys import keep_own
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.peers import Peers, digest
 from torchgpipe.distributed.programs import Programs, fitting
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.sharded import reduce, sharded_in, whole
@@ -36,7 +42,6 @@ from torchgpipe.executor.draws import flags_of
 from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice
-from torchgpipe.executor.targets import arguments_of
 from torchgpipe.partition.arguments import checked_balance, checked_chunks, checked_mode
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.split import Partition, split_module, verify_module
@@ -45,22 +50,6 @@ from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
 
 __all__ = ["Pipe"]
-
-
-class Given(NamedTuple):
-    """The part of a step that the caller gives to this process.
-
-    Args:
-        batches: the micro-batches of the first stage.
-        arguments: the further arguments of the loss, for each micro-batch of the last stage.
-        arriving: the events of their copies.
-        rows: the number of rows of the mini-batch, as far as this process knows.
-    """
-
-    batches: list[microbatch.Batch]
-    arguments: Sequence[Any]
-    arriving: Sequence[Any]
-    rows: int
 
 
 class Pipe(nn.Module):
@@ -135,6 +124,11 @@ class Pipe(nn.Module):
         verify_module(module)
         verify_skippables(module)
         verify_not_parallel(module)
+        if "loss" in module._modules:
+            raise ValueError(
+                "a layer must not have the name that the loss has in the pipeline (layers: "
+                f"{[*module._modules]}); give it another one"
+            )
         if loss is not None and not callable(loss):
             raise TypeError(
                 "loss must be a function of an output and its targets "
@@ -143,7 +137,7 @@ class Pipe(nn.Module):
         self.balance = checked_balance(balance, module)
         self._chunks = checked_chunks(chunks)
         self._checkpoint = checked_mode(checkpoint)
-        self._schedule, self._outputs, self._replicas = schedule, outputs, replicas
+        self._schedule, self._outputs = schedule, outputs
         self.training = module.training
         self._device = current_device() if device is None else canonical_device(device)
         self._peers = Peers(group, self._device)
@@ -151,9 +145,9 @@ class Pipe(nn.Module):
         partitions = split_module(module, self.balance)
         layout = inspect_skip_layout(partitions)
         self._agreement = Agreement(self._peers)
-        self._agreement.same_pipeline(module, self.balance, fits)
+        self._agreement.same_pipeline(module, loss, self.balance, fits)
         self._routes = Routes(fits.placement, self._peers.rank, layout)
-        self._tied = Tied(partitions, self._routes, self._peers)
+        self._tied = Tied(partitions, loss, self._routes, self._peers)
         own = [j in self._routes.own for j in range(len(partitions))]
         place([x for x, here in zip(partitions, own) if here], [self._device] * sum(own))
         partitions = [x if here else Partition() for x, here in zip(partitions, own)]
@@ -166,12 +160,17 @@ class Pipe(nn.Module):
             # Not add_module(), which takes no name of an attribute, such as "balance".
             self._modules.update(partition._modules)
         self.loss = loss if self.is_last else None
+        if not self.is_last:
+            self._others.add("loss")
         # Setting an attribute would register the layers a second time.
         self.__dict__["_layers"] = partitions
         if deferred_batch_norm:
             for partition in partitions:
                 defer(partition)
         self._layout = layout
+        self._replicas = None if replicas is None else Peers(replicas, self._device)
+        if self._replicas is not None:
+            equalise(self, self._replicas)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -180,11 +179,12 @@ class Pipe(nn.Module):
         self._crew = Crew(Stages(partitions, [self._device] * len(partitions), self._layout))
         self._mail = Mail(self._routes, self._peers.group, self._device)
         self._programs = Programs(self._schedule, self._layout, self._mail)
+        self._reader = Reader(self._routes, self._device, self._crew.streams)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         for shared in (self._peers, self._replicas):
             memo[id(shared)] = shared
-        own = {"_crew", "_mail", "_programs"}
+        own = {"_crew", "_mail", "_programs", "_reader"}
         state = {key: value for key, value in self.__dict__.items() if key not in own}
         found = memo[id(self)] = type(self).__new__(type(self))
         found.__dict__.update(copy.deepcopy(state, memo))
@@ -268,13 +268,7 @@ class Pipe(nn.Module):
             ValueError: the processes differ in what they call the step with, or there is no loss.
             RuntimeError: another process has failed; the message names it.
         """
-        recorded = self.training and torch.is_grad_enabled()
-        if recorded and is_within_float16():
-            warn(
-                "under autocast to float16 small gradients become zero, and a pipeline over "
-                "several processes takes no gradient scaler (autocast: float16); use bfloat16"
-            )
-        return self._run(input, (targets, more), recorded)
+        return self._run(input, (targets, more), self.training and torch.is_grad_enabled())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their norm together is at most a number.
@@ -310,46 +304,42 @@ class Pipe(nn.Module):
         return self._run(arguments(args, kwargs) if args or kwargs else None, None, False)
 
     def _run(self, input: Any, terms: Any, recorded: bool) -> Any:
-        given = Given([], [], (), 0)
+        given, shapes, flags, trainable = NOTHING, "", [], 0
         error = None
         try:
-            given = self._given(input, terms)
+            if recorded and is_within_float16():
+                warn(
+                    "under autocast to float16 small gradients become zero, and a pipeline over "
+                    "several processes takes no gradient scaler (autocast: float16); use bfloat16"
+                )
+            given = self._reader.read(input, terms, self.loss is not None, self.chunks)
+            shapes = described(given.batches, given.rows, recorded)
+            flags, trainable = flags_of([self]), self._trainable()
         except Exception as raised:
             error = raised
-        flags = flags_of([self])
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
-        shapes = described(given.batches, given.rows, recorded)
-        m = self._count(given.rows) if self.is_first else 0
-        agreed = self._agreement.begin(m, given.rows, shapes, settings, flags, error)
+        m = count(given.rows, self.chunks) if self.is_first else 0
+        agreed = self._agreement.begin(m, given.rows, shapes, settings, flags, trainable, error)
         with shared_failures(self._peers):
-            return self._compute(agreed, given, terms is not None, recorded)
+            if self._replicas is not None and recorded:
+                verify_same(trainable, self._replicas)
+            return self._compute(agreed, given, terms, recorded)
 
-    def _given(self, input: Any, terms: Any) -> Given:
-        """Check what the caller gives to the first and the last stage, and split it."""
-        batches: list[microbatch.Batch] = []
-        arguments: Sequence[Any] = []
-        arriving: Sequence[Any] = ()
-        rows = row_count(terms if input is None else input)
-        if self.is_first:
-            batches = self._scattered(input)
-        if self.is_last and terms is not None:
-            if self.loss is None:
-                raise ValueError(
-                    "a step needs the loss of each micro-batch (loss: None); pass Pipe(..., "
-                    "loss=torch.nn.functional.cross_entropy), for one, or call the model for its "
-                    "output"
-                )
-            m = self._count(rows)
-            sizes = microbatch.divided(rows, m) if m > 1 else []
-            arguments, arriving = arguments_of(terms, sizes, m, self._crew.streams, self._device)
-        return Given(batches, arguments, arriving, rows if self.is_first or self.is_last else 0)
+    def _trainable(self) -> int:
+        """A number that stands for the parameters of this process, as they are now."""
+        return digest(
+            repr(
+                [(x, tuple(y.shape), y.dtype, y.requires_grad) for x, y in self.named_parameters()]
+            )
+        )
 
-    def _count(self, rows: int) -> int:
-        """The number of micro-batches of so many rows."""
-        return max(1, min(rows, self.chunks)) if rows else 1
-
-    def _compute(self, agreed: Agreed, given: Given, with_loss: bool, recorded: bool) -> Any:
+    def _compute(self, agreed: Agreed, given: Given, terms: Any, recorded: bool) -> Any:
         """Compute a step that all processes have agreed on."""
+        with_loss = terms is not None
+        arguments, arriving = given.arguments, given.arriving
+        if arguments is None and with_loss and self.is_last:
+            # No argument tells the number of rows.
+            arguments, arriving = self._reader.arguments(terms, agreed.rows, agreed.m)
         m, batches = agreed.m, given.batches
         inputs = [[*batch] for batch in batches]
         rows = microbatch.divided(agreed.rows, m) if m > 1 else []
@@ -357,8 +347,8 @@ class Pipe(nn.Module):
         criterion: Criterion = Collector(m)
         if with_loss:
             shares = [size / sum(rows) for size in rows] if rows else [1.0]
-            terms = given.arguments or [((), {})] * m
-            criterion = Criterion(self.loss or _no_loss, terms, shares, None, self._outputs)
+            arguments = arguments or [((), {})] * m
+            criterion = Criterion(self.loss or _no_loss, arguments, shares, None, self._outputs)
         in_all = microbatch.in_all(batches)
         norms = deferred_batch_norms(self)
         sharded = sharded_in(self.__dict__["_layers"])
@@ -368,8 +358,8 @@ class Pipe(nn.Module):
             known = [x for x in chain(*weights, *inputs) if x.requires_grad]
             with without_hooks(known) as hooks:
                 worker = Worker(
-                    *(self._routes, self._crew, plan, batches, criterion, weights, hooks),
-                    given.arriving,
+                    *(self._routes, self._tied, self._crew, plan, batches, criterion),
+                    *(weights, hooks, arriving),
                 )
                 self._mail.begin(worker, agreed.shapes, rows or [0], agreed.with_numbers)
                 with Snapshot([self._device]), deferred_updates(norms), unchanged(in_all):
@@ -400,24 +390,6 @@ class Pipe(nn.Module):
         # There may be nothing that requires a gradient here.
         if outcome.requires_grad:
             outcome.backward()
-
-    def _scattered(self, input: Any) -> list[microbatch.Batch]:
-        """The micro-batches of a mini-batch."""
-        verify_no_transform()
-        if input is None:
-            raise ValueError(
-                "the process of the first stage must be given the input (input: None, rank: "
-                f"{self._peers.rank}); pass it in this process at least"
-            )
-        batches = microbatch.scatter(input, self.chunks)
-        for x in batches[0]:
-            if x.device != self._device:
-                raise ValueError(
-                    "the input must be on the device of the first stage "
-                    f"(first stage: {self._device}, input: {x.device}); pass "
-                    "input.to(model.device)"
-                )
-        return batches
 
     def _weights(self) -> list[list[Tensor]]:
         """For each stage, its weights that require a gradient; none for those elsewhere."""

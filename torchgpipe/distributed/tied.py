@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,27 +25,53 @@ class Tied:
 
     Args:
         partitions: the layers of all stages, before those of other processes are let go of.
+        loss: the loss, which may have weights of the layers.
         routes: in which process each stage is.
         peers: the processes.
     """
 
-    def __init__(self, partitions: Sequence[nn.Module], routes: Routes, peers: Peers) -> None:
+    def __init__(
+        self, partitions: Sequence[nn.Module], loss: Any, routes: Routes, peers: Peers
+    ) -> None:
         self._peers = peers
         holders: dict[nn.Parameter, set[int]] = {}
         places: dict[nn.Parameter, Place] = {}
-        for process, layers in zip(routes.placement, partitions):
+        modules = [*zip(routes.placement, partitions)]
+        if isinstance(loss, nn.Module):
+            modules.append((routes.placement[-1], loss))
+        for process, layers in modules:
             for table in tables(layers):
                 for name, x in table.items():
                     if isinstance(x, nn.Parameter):
                         holders.setdefault(x, set()).add(process)
                         if process == routes.rank:
                             places[x] = table, name
+        #: The weights that other processes have alone.
+        self._elsewhere = {
+            id(x): weakref.ref(x) for x, ranks in holders.items() if routes.rank not in ranks
+        }
         #: Where this process has each weight, and the processes that have it.
         self._found = [
             (*places[x], sorted(ranks))
             for x, ranks in holders.items()
             if len(ranks) > 1 and routes.rank in ranks
         ]
+
+    def verify_here(self, j: int, weights: Iterable[Tensor]) -> None:
+        """Check that weights which a stage has met are not those of another process.
+
+        Raises:
+            RuntimeError: one of them is.
+        """
+        for weight in weights:
+            found = self._elsewhere.get(id(weight))
+            if found is not None and found() is weight:
+                raise RuntimeError(
+                    "a layer must not use a weight of a layer in another process without having it "
+                    "as a parameter, since it has a copy here that nobody trains (stage: "
+                    f"{j}, shape: {tuple(weight.shape)}); assign it, as in self.weight = "
+                    "embedding.weight, so that both processes get the sum of their gradients"
+                )
 
     def equalise(self) -> None:
         """Give the weights the values that they have in the first of their processes."""
@@ -62,10 +89,14 @@ class Tied:
     def add_up(self, sums: Sums) -> None:
         """Add the gradients of the other processes."""
         for weight, ranks in self._weights():
-            if weight.requires_grad:
+            # A process may have frozen it, and another one not.
+            wanted = torch.tensor([int(weight.requires_grad)])
+            self._peers.summed(wanted, ranks)
+            if wanted:
                 grad = sums.take(weight)
                 self._peers.summed(grad, ranks)
-                sums.add([weight], [grad])
+                if weight.requires_grad:
+                    sums.add([weight], [grad])
 
     def _weights(self) -> Iterator[tuple[Tensor, list[int]]]:
         # A weight may have been replaced by another one since.

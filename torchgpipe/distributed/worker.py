@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchgpipe.distributed.messages import Form, pack, unpack
 from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.tied import Tied
 from torchgpipe.executor.executor import Executor
 from torchgpipe.executor.links import Sent
 from torchgpipe.schedule.program import Op
@@ -29,13 +30,14 @@ class Worker(Executor):
 
     Args:
         routes: in which process each stage is.
+        tied: the weights of several processes.
         *args: the arguments of :class:`~torchgpipe.executor.executor.Executor`, for a plan with one
             worker.
     """
 
-    def __init__(self, routes: Routes, *args: Any) -> None:
+    def __init__(self, routes: Routes, tied: Tied, *args: Any) -> None:
         super().__init__(*args)
-        self.routes = routes
+        self.routes, self._tied = routes, tied
         #: The form of what has come to a stage, and of what has left for it, by stage and
         #: micro-batch. Gradients take the same way back.
         self.forms: dict[tuple[int, int], Form] = {}
@@ -45,6 +47,10 @@ class Worker(Executor):
 
     def where(self, w: int, op: Op) -> str:
         return f"raised in {op} on rank {self.routes.rank}"
+
+    def met(self, j: int, strays: list[Tensor]) -> None:
+        self._tied.verify_here(j, strays)
+        super().met(j, strays)
 
     def leaving(self, j: int, i: int) -> tuple[Form, list[Tensor]]:
         """The message to stage ``j`` from the stage before, which was computed here."""

@@ -32,9 +32,12 @@ Flags: TypeAlias = tuple[Any, ...]
 
 
 def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
-    """Find what decides whether PyTorch's layers draw, and whether those that drop paths do."""
+    """Find what decides whether layers draw: in which mode they are, and their probabilities.
+
+    All numbers with a point count, since nobody knows the names of probabilities.
+    """
     return [
-        (x.training, x.__dict__.get("p"), x.__dict__.get("drop_prob"))
+        (x.training, *[value for value in x.__dict__.values() if type(value) is float])
         for some in layers
         for x in some.modules()
     ]

@@ -233,9 +233,7 @@ class Executor:
             # guard: strays
             strays = cell.look_for_strays()
             if strays:
-                # guard: hooks of strays
-                self.without_hooks.add(strays)
-                self.weights[j] += strays
+                self.met(j, strays)
                 cell.weights += strays
         yield
         self.links.give_back(output, w, stream)
@@ -243,6 +241,12 @@ class Executor:
             self._send(j, i, output)
         else:
             self.links.leave(self.criterion.results(i), j)
+
+    def met(self, j: int, strays: list[Tensor]) -> None:
+        """Take weights that a stage uses, and that are not among its own, for its own."""
+        # guard: hooks of strays
+        self.without_hooks.add(strays)
+        self.weights[j] += strays
 
     def _received(self, j: int, i: int) -> Batch:
         """The micro-batch that waits for a stage, beside the skips that the stage pops."""

@@ -1,0 +1,181 @@
+"""Between steps, anything may change that decides what processes send to each other."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.distributed.test_schedules import pipe_of
+from tests.support.schedules import linear
+from torchgpipe import ScheduledLoss
+from torchgpipe.distributed import mail
+from torchgpipe.distributed.gradients import total_norm
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.gpipe import GPipe
+
+
+def freeze(layers):
+    layers[0].requires_grad_(False)
+
+
+def freeze_all_but_the_last(layers):
+    for layer in layers[:-1]:
+        layer.requires_grad_(False)
+
+
+def other_dtype(layers):
+    for layer in layers:
+        layer.double()
+
+
+def evaluate_one(layers):
+    layers[1].eval()
+
+
+class Extra(nn.Module):
+    """A layer that returns another value while it trains, whose other end takes either."""
+
+    def __init__(self, back):
+        super().__init__()
+        self.layer, self.back = linear(), back
+
+    def forward(self, x):
+        if self.back:
+            return self.layer(x if isinstance(x, torch.Tensor) else x[0])
+        x = self.layer(x)
+        return (x, 2 * x) if self.training else x
+
+
+CHANGES = [freeze, freeze_all_but_the_last, other_dtype, evaluate_one]
+
+
+def changing(group, change):
+    torch.manual_seed(0)
+    layers = [linear(), Extra(back=False), Extra(back=True), linear()]
+    plain = copy.deepcopy(layers)
+    pipe = pipe_of(layers, "1f1b", group, chunks=2)
+    x, y = torch.rand(2, 4, 6)
+    pipe.step(x, y)
+    pipe.zero_grad()
+    # Layers are moved, not copied.
+    change(layers)
+    change(plain)
+    x, y = x.to(plain[0].weight.dtype), y.to(plain[0].weight.dtype)
+    loss = pipe.step(x, y)
+    module = nn.Sequential(*plain)
+    expected = F.mse_loss(module(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    grads = {name: weight.grad for name, weight in module.named_parameters()}
+    for name, weight in pipe.named_parameters():
+        if grads[name] is None:
+            assert weight.grad is None
+        else:
+            torch.testing.assert_close(weight.grad, grads[name])
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes(change, processes):
+    processes.run(changing, 4, change)
+
+
+class Rate(nn.Module):
+    """Dropout, whose probability has a name of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rate = linear(), 0.0
+
+    def forward(self, x):
+        return F.dropout(self.layer(x), self.rate) if self.rate else self.layer(x)
+
+
+def drawing(group):
+    """Check numbers that a layer begins to draw after a step without any."""
+    torch.manual_seed(0)
+    layers = [Rate(), Rate()]
+    plain = copy.deepcopy(layers)
+    pipe = pipe_of(layers, "1f1b", group, chunks=2, checkpoint="never")
+    wrapped = GPipe(nn.Sequential(*plain), [1, 1], devices=["cpu"] * 2, chunks=2)
+    training = ScheduledLoss(wrapped, F.mse_loss, "1f1b")
+    x, y = torch.rand(2, 4, 6)
+    for k in range(3):
+        torch.manual_seed(k)
+        found = pipe.step(x, y)
+        torch.manual_seed(k)
+        torch.testing.assert_close(found, training(x, y).detach())
+        for layer in (*layers, *plain):
+            layer.rate = 0.5
+
+
+def test_probabilities_of_any_name(processes):
+    processes.run(drawing, 2)
+
+
+class Bad:
+    def __repr__(self):
+        raise KeyError("no text")
+
+
+def unshown(group):
+    pipe = pipe_of([nn.Identity(), linear()], "1f1b", group)
+    if pipe.is_first:
+        with pytest.raises(KeyError):
+            pipe((torch.rand(2, 6), Bad()))
+    else:
+        with pytest.raises(RuntimeError, match="rank 0: KeyError: 'no text'"):
+            pipe(None)
+
+
+def test_input_that_cannot_be_shown(processes):
+    processes.run(unshown, 2)
+
+
+def without_rows(group, targets):
+    """Check a loss whose arguments do not tell the number of rows."""
+
+    def loss(output, factor=2.0):
+        return (output * factor).square().mean()
+
+    pipe = pipe_of([linear(), linear()], "1f1b", group, loss=loss, chunks=4)
+    first = pipe.step(torch.ones(8, 6) if pipe.is_first else None, *targets)
+    again = pipe.step(torch.ones(8, 6), *targets)
+    torch.testing.assert_close(first, again)
+
+
+@pytest.mark.parametrize("targets", [(), (0.5,)])
+def test_loss_without_rows(targets, processes):
+    processes.run(without_rows, 2, targets)
+
+
+def forgetting(group):
+    """Check that forms of steps do not pile up."""
+    mail.MOST = 2
+    try:
+        pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2)
+        for rows in (2, 4, 6, 8, 2, 6):
+            x, y = torch.rand(2, rows, 6)
+            pipe.step(x, y)
+            assert len(pipe._mail._known) <= 2
+    finally:
+        mail.MOST = 100
+
+
+def test_forms_are_forgotten(processes):
+    processes.run(forgetting, 2)
+
+
+def norms(group):
+    """Check that a norm tells of gradients that are no numbers, wherever they are."""
+    peers = Peers(group, torch.device("cpu"))
+    weight = nn.Parameter(torch.ones(3))
+    for bad in range(2):
+        weight.grad = torch.full((3,), torch.nan if peers.rank == bad else 1.0)
+        for kind in (1.0, 2.0, torch.inf):
+            assert not total_norm([weight], kind, peers).isfinite()
+
+
+def test_norms_of_what_is_no_number(processes):
+    processes.run(norms, 2)

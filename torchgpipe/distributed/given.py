@@ -1,0 +1,105 @@
+"""The input and the targets of a step, checked and split where a stage reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchgpipe.ambient.transforms import verify_no_transform
+from torchgpipe.distributed.agreement import row_count
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.executor.links import Streams
+from torchgpipe.executor.targets import arguments_of
+from torchgpipe.values import microbatch
+
+__all__: list[str] = []
+
+
+class Given(NamedTuple):
+    """The part of a step that the caller gives to this process.
+
+    Args:
+        batches: the micro-batches of the first stage.
+        arguments: the further arguments of the loss, for each micro-batch of the last stage; None
+            where none of them tells the number of rows.
+        arriving: the events of their copies.
+        rows: the number of rows of the mini-batch, as far as this process knows.
+    """
+
+    batches: list[microbatch.Batch]
+    arguments: Sequence[Any] | None
+    arriving: Sequence[Any]
+    rows: int
+
+
+NOTHING = Given([], None, (), 0)
+
+
+class Reader:
+    """The checks and the split of what the caller gives to this process.
+
+    Args:
+        routes: in which process each stage is.
+        device: the device of this process.
+        streams: the streams of copies.
+    """
+
+    def __init__(self, routes: Routes, device: torch.device, streams: Streams) -> None:
+        self._routes, self._device, self._streams = routes, device, streams
+        self._first, self._last = routes.own[0] == 0, routes.own[-1] == len(routes.placement) - 1
+
+    def read(self, input: Any, terms: Any, has_loss: bool, chunks: int) -> Given:
+        """Check and split.
+
+        Args:
+            input: the input of the model.
+            terms: the further arguments of the loss; None without a loss.
+            has_loss: whether this process has a loss.
+            chunks: the number of micro-batches, if there are as many rows.
+        """
+        batches = self._scattered(input, chunks) if self._first else []
+        rows = 0
+        if self._first or self._last:
+            rows = row_count(input) or (0 if self._first else row_count(terms))
+        arguments: Sequence[Any] | None = None
+        arriving: Sequence[Any] = ()
+        if self._last and terms is not None:
+            if not has_loss:
+                raise ValueError(
+                    "a step needs the loss of each micro-batch (loss: None); pass Pipe(..., "
+                    "loss=torch.nn.functional.cross_entropy), for one, or call the model for its "
+                    "output"
+                )
+            if rows or self._first:
+                arguments, arriving = self.arguments(terms, rows, count(rows, chunks))
+        return Given(batches, arguments, arriving, rows)
+
+    def arguments(self, terms: Any, rows: int, m: int) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The further arguments of the loss of each micro-batch, and the events of their copies."""
+        sizes = microbatch.divided(rows, m) if m > 1 else []
+        return arguments_of(terms, sizes, m, self._streams, self._device)
+
+    def _scattered(self, input: Any, chunks: int) -> list[microbatch.Batch]:
+        """The micro-batches of a mini-batch."""
+        verify_no_transform()
+        if input is None:
+            raise ValueError(
+                "the process of the first stage must be given the input (input: None, rank: "
+                f"{self._routes.rank}); pass it in this process at least"
+            )
+        batches = microbatch.scatter(input, chunks)
+        for x in batches[0]:
+            if x.device != self._device:
+                raise ValueError(
+                    "the input must be on the device of the first stage "
+                    f"(first stage: {self._device}, input: {x.device}); pass "
+                    "input.to(model.device)"
+                )
+        return batches
+
+
+def count(rows: int, chunks: int) -> int:
+    """The number of micro-batches of so many rows."""
+    return max(1, min(rows, chunks)) if rows else 1
