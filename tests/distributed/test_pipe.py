@@ -295,3 +295,16 @@ def copied(group):
 def test_copies(processes):
     """A copy has weights of its own, as a moving average needs them, and the same processes."""
     processes.run(copied, 4)
+
+
+def one_wrong_balance(group):
+    rank = torch.distributed.get_rank(group)
+    with pytest.raises((ValueError, RuntimeError)) as found:
+        Pipe(nn.Sequential(linear(), linear()), [1, 1 + rank], group=group)
+    return type(found.value).__name__, str(found.value)
+
+
+def test_one_process_that_cannot_make_the_pipeline(processes):
+    (kind, text), (other, its) = processes.run(one_wrong_balance, 2)
+    assert (kind, other) == ("RuntimeError", "ValueError")
+    assert text == f"another process could not make the pipeline: rank 1: ValueError: {its}"

@@ -7,7 +7,8 @@ arguments must not leave the others waiting. So all exchange a few numbers first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,29 @@ class Agreement:
         #: What may make layers draw random numbers, as it was when a step has drawn none.
         self._quiet: Any = None
         self._flags: Any = None
+
+    @contextmanager
+    def on_errors(self) -> Iterator[None]:
+        """Raise in all processes if one of them raises within a ``with`` block.
+
+        Raises:
+            RuntimeError: another process has raised.
+        """
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        with shared_failures(self._peers):
+            texts: list[str] = []
+            if any(x for (x,) in self._peers.gathered([int(error is not None)])):
+                texts = self._peers.texts(
+                    "" if error is None else f"{type(error).__name__}: {error}"
+                )
+        if error is not None:
+            raise error
+        if texts:
+            raise _of_others("make the pipeline", texts)
 
     def same_pipeline(
         self, module: nn.Module, loss: Any, balance: Sequence[int], schedule: Schedule
@@ -130,10 +154,7 @@ class Agreement:
         if error is not None:
             raise error
         if wrong:
-            raise RuntimeError(
-                "another process could not begin the step: "
-                + "; ".join(f"rank {k}: {text}" for k, text in enumerate(texts) if text)
-            )
+            raise _of_others("begin the step", texts)
         if texts:
             raise ValueError(
                 "all processes must call a step with the same settings ((chunks, checkpoint, "
@@ -190,6 +211,11 @@ class Agreement:
         self._peers.fill(pair, last)
         value, divisor = pair
         return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
+
+
+def _of_others(what: str, texts: Sequence[str]) -> RuntimeError:
+    found = "; ".join(f"rank {k}: {text}" for k, text in enumerate(texts) if text)
+    return RuntimeError(f"another process could not {what}: {found}")
 
 
 def row_count(value: Any) -> int:

@@ -121,30 +121,31 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         pipelining.verify_version()
-        verify_module(module)
-        verify_skippables(module)
-        verify_not_parallel(module)
-        if "loss" in module._modules:
-            raise ValueError(
-                "a layer must not have the name that the loss has in the pipeline (layers: "
-                f"{[*module._modules]}); give it another one"
-            )
-        if loss is not None and not callable(loss):
-            raise TypeError(
-                "loss must be a function of an output and its targets "
-                f"(loss: {type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
-            )
-        self.balance = checked_balance(balance, module)
-        self._chunks = checked_chunks(chunks)
-        self._checkpoint = checked_mode(checkpoint)
         self._schedule, self._outputs = schedule, outputs
-        self.training = module.training
         self._device = current_device() if device is None else canonical_device(device)
         self._peers = Peers(group, self._device)
-        fits = fitting(schedule, len(self.balance), self._peers.size, self._chunks)
-        partitions = split_module(module, self.balance)
-        layout = inspect_skip_layout(partitions)
         self._agreement = Agreement(self._peers)
+        with self._agreement.on_errors():
+            verify_module(module)
+            verify_skippables(module)
+            verify_not_parallel(module)
+            if "loss" in module._modules:
+                raise ValueError(
+                    "a layer must not have the name that the loss has in the pipeline (layers: "
+                    f"{[*module._modules]}); give it another one"
+                )
+            if loss is not None and not callable(loss):
+                raise TypeError(
+                    "loss must be a function of an output and its targets (loss: "
+                    f"{type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
+                )
+            self.balance = checked_balance(balance, module)
+            self._chunks = checked_chunks(chunks)
+            self._checkpoint = checked_mode(checkpoint)
+            self.training = module.training
+            fits = fitting(schedule, len(self.balance), self._peers.size, self._chunks)
+            partitions = split_module(module, self.balance)
+            layout = inspect_skip_layout(partitions)
         self._agreement.same_pipeline(module, loss, self.balance, fits)
         self._routes = Routes(fits.placement, self._peers.rank, layout)
         self._tied = Tied(partitions, loss, self._routes, self._peers)
