@@ -173,6 +173,43 @@ def test_memory_that_is_used_again(name, processes):
     processes.run(again, 4, name)
 
 
+class OneGradient(torch.autograd.Function):
+    """A function whose backward returns the same tensor each time, if wanted."""
+
+    kept = torch.empty(2, 6)
+
+    @staticmethod
+    def forward(ctx, x, again):
+        ctx.again = again
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (OneGradient.kept.copy_(grad * 2) if ctx.again else grad * 2), None
+
+
+class Doubled(nn.Module):
+    def __init__(self, again):
+        super().__init__()
+        self.again = again
+
+    def forward(self, x):
+        return OneGradient.apply(x, self.again)
+
+
+def one_gradient(group, name):
+    """Check a function that returns the same gradient each time."""
+    layers = [linear(), Doubled(again=True), linear(), linear()]
+    plain = copy.deepcopy(layers)
+    plain[1].again = False
+    compare(group, layers, name, 8, 4, plain)
+
+
+@pytest.mark.parametrize("name", ["fill_drain", "1f1b"])
+def test_gradients_whose_memory_is_used_again(name, processes):
+    processes.run(one_gradient, 4, name)
+
+
 class Views(nn.Module):
     """A layer that changes its input in place, where that is a view of what another one gets."""
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -68,6 +69,23 @@ def wait(runtime: Any, table: str, j: int, i: int) -> None:
     """Wait for a message of a stage and a micro-batch that the runtime has begun to receive."""
     for work in getattr(runtime, table).pop((j, i)):
         work.wait()
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor has contiguous memory of its own, which nobody else can write to."""
+    storage = tensor.untyped_storage()
+    # Memory that PyTorch has not allocated may be anybody's.
+    return (
+        tensor.is_contiguous()
+        and storage.nbytes() == tensor.nbytes
+        and storage.resizable()
+        and _uses(tensor) == _uses(torch.empty(1))
+    )
+
+
+def _uses(tensor: Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
 
 
 def reduce_gradients(module: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Form
 from torchgpipe.distributed.routes import Routes
@@ -88,7 +89,7 @@ class Mail:
             raise _differs(j, i, known, form)
         if self._with_numbers:
             states = self.worker.step.numbers.states[i]
-            found += self._ops(dist.isend, states.values(), peer, HOST)
+            found += self._ops(dist.isend, [x.detach() for x in states.values()], peer, HOST)
         return found + self._ops(dist.isend, tensors, peer)
 
     def receive_forward(self, j: int, i: int) -> list[dist.P2POp]:
@@ -142,10 +143,11 @@ class Mail:
         for x in tensors:
             # An empty tensor takes no message.
             if x.numel():
-                if sends:
-                    # The layer may return the same memory the next time, or a view of more.
-                    # guard: clone of what goes to a process
-                    x = x.detach().clone(memory_format=torch.contiguous_format)
+                # A layer may return the same memory the next time, or a view of more.
+                # guard: clone of what goes to a process
+                if sends and not pipelining.is_alone(x):
+                    x = x.clone(memory_format=torch.contiguous_format)
+                x = x.detach()
                 found.append(dist.P2POp(operation, x, None, self.group, tag, peer))
         return found
 

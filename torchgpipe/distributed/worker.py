@@ -90,7 +90,8 @@ class Worker(Executor):
                     found.append(
                         torch.zeros(meta.shape, dtype=meta.dtype, device=self.plan.devices[0])
                         if grad is None
-                        else grad
+                        # A function may return the same tensor the next time.
+                        else grad.detach()
                     )
         return found
 
