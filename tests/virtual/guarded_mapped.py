@@ -14,6 +14,11 @@ TESTS = {
             "gradients_leave_a_later_visit_as_clones",
             {"way": "changed"},
         ),
+        "functions": (
+            "test_mapped_code",
+            "functions_that_change_an_earlier_tensor",
+            {"change": "inplace"},
+        ),
         "slow host": ("test_mapped", "a_host_that_is_slow_takes_no_time", {"j": 0}),
         "labels": ("test_mapped", "copies_of_the_model_itself_hold_nobody_up", {}),
         "encoder and decoder": ("test_mapped", "a_model_that_comes_back_to_its_devices", {}),
@@ -68,6 +73,11 @@ MUTANTS = {
         ("found[id(target)].clone()", "target"),
         "mapped changed",
     ),
+    "functions that are told to change in place": (
+        (' or kwargs.get("inplace")', ""),
+        "mapped functions",
+    ),
+    "recording outputs of later visits": (DROP, "mapped functions"),
     "weights that were cast": (("if shared", "if False"), "mapped casts"),
     "code that comes back": (DROP, "mapped late"),
     "turns on a stage": (("i == 0 or", "True or"), "mapped threads"),

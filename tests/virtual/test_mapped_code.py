@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.architectures import build, spread
@@ -296,3 +297,37 @@ def test_gradients_leave_a_later_visit_as_clones(devices, way):
     pipe = wrapped(Adding(), devices, "never", chunks=1)
     pipe(torch.rand(2, 6, device=devices[0])).sum().backward()
     assert places["alone"].data_ptr() != places["later"].data_ptr()
+
+
+#: Functions that change what they are called with.
+IN_PLACE = {
+    "inplace": lambda y: F.leaky_relu(y, 0.1, inplace=True),
+    "position": lambda y: F.leaky_relu(y, 0.1, True),
+    "name": lambda y: F.elu(input=y, inplace=True),
+    "first argument": lambda y: torch.relu_(input=y),
+    "method": lambda y: y.mul_(2),
+    "out": lambda y: torch.mul(y, 2, out=y if not torch.is_grad_enabled() else None),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_functions_that_change_an_earlier_tensor(devices, change):
+    """Call each once, and return what it has changed."""
+
+    class Changing(Model):
+        def forward(self, x):
+            before = self.a(x) * 1
+            later = self.b(before * 1).to(before.device)
+            with torch.set_grad_enabled(self.training):
+                result = IN_PLACE[change](before)
+            return result + later + before
+
+    torch.manual_seed(0)
+    plain = Changing()
+    pipe = wrapped(copy.deepcopy(plain), devices, "never", chunks=2)
+    x = torch.randn(4, 6)
+    assert_equal(pipe, plain, x)
+    with observe() as seen:
+        out = pipe.eval()(x.to(devices[0]))
+    assert_no_races(seen)
+    torch.testing.assert_close(out.cpu(), plain.eval()(x))

@@ -21,7 +21,6 @@ from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.worker import Worker
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.values.microbatch import Batch
-from torchgpipe.values.structure import is_split, names
 
 __all__: list[str] = []
 
@@ -80,9 +79,7 @@ class Agreement:
         with shared_failures(self._peers):
             texts: list[str] = []
             if any(x for (x,) in self._peers.gathered([int(error is not None)])):
-                texts = self._peers.texts(
-                    "" if error is None else f"{type(error).__name__}: {error}"
-                )
+                texts = self._peers.texts(_text(error))
         if error is not None:
             raise error
         if texts:
@@ -149,8 +146,7 @@ class Agreement:
             found = self._peers.gathered(own)
             wrong = any(x[0] for x in found)
             if wrong or len({x[4] for x in found}) > 1:
-                reason = "" if error is None else f"{type(error).__name__}: {error}"
-                texts = self._peers.texts(reason if wrong else settings)
+                texts = self._peers.texts(_text(error) if wrong else settings)
         if error is not None:
             raise error
         if wrong:
@@ -213,14 +209,13 @@ class Agreement:
         return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
 
 
+def _text(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
 def _of_others(what: str, texts: Sequence[str]) -> RuntimeError:
     found = "; ".join(f"rank {k}: {text}" for k, text in enumerate(texts) if text)
     return RuntimeError(f"another process could not {what}: {found}")
-
-
-def row_count(value: Any) -> int:
-    """The number of rows of a value; 0 if it has none."""
-    return next((len(leaf) for _, leaf in names(value) if is_split(leaf)), 0)
 
 
 def described(batches: Sequence[Batch], rows: int, recorded: bool) -> str:

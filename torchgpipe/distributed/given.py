@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.ambient.transforms import verify_no_transform
-from torchgpipe.distributed.agreement import row_count
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.executor.links import Streams
 from torchgpipe.executor.targets import arguments_of
@@ -48,7 +47,6 @@ class Reader:
 
     def __init__(self, routes: Routes, device: torch.device, streams: Streams) -> None:
         self._routes, self._device, self._streams = routes, device, streams
-        self._first, self._last = routes.own[0] == 0, routes.own[-1] == len(routes.placement) - 1
 
     def read(self, input: Any, terms: Any, has_loss: bool, chunks: int) -> Given:
         """Check and split.
@@ -59,20 +57,22 @@ class Reader:
             has_loss: whether this process has a loss.
             chunks: the number of micro-batches, if there are as many rows.
         """
-        batches = self._scattered(input, chunks) if self._first else []
+        batches = self._scattered(input, chunks) if self._routes.is_first else []
         rows = 0
-        if self._first or self._last:
-            rows = row_count(input) or (0 if self._first else row_count(terms))
+        if self._routes.is_first or self._routes.is_last:
+            rows = microbatch.row_count(input)
+            if not rows and not self._routes.is_first:
+                rows = microbatch.row_count(terms)
         arguments: Sequence[Any] | None = None
         arriving: Sequence[Any] = ()
-        if self._last and terms is not None:
+        if self._routes.is_last and terms is not None:
             if not has_loss:
                 raise ValueError(
                     "a step needs the loss of each micro-batch (loss: None); pass Pipe(..., "
                     "loss=torch.nn.functional.cross_entropy), for one, or call the model for its "
                     "output"
                 )
-            if rows or self._first:
+            if rows or self._routes.is_first:
                 arguments, arriving = self.arguments(terms, rows, count(rows, chunks))
         return Given(batches, arguments, arriving, rows)
 

@@ -37,7 +37,7 @@ from torchgpipe.distributed.sharded import reduce, sharded_in, whole
 from torchgpipe.distributed.tied import Tied
 from torchgpipe.distributed.worker import Worker
 from torchgpipe.engine.stages import Stages
-from torchgpipe.executor.criterion import Collector, Criterion
+from torchgpipe.executor.criterion import Collector, Criterion, no_loss
 from torchgpipe.executor.draws import flags_of
 from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
@@ -217,12 +217,12 @@ class Pipe(nn.Module):
     @property
     def is_first(self) -> bool:
         """Whether this process has the first stage, which reads the input."""
-        return self._routes.own[0] == 0
+        return self._routes.is_first
 
     @property
     def is_last(self) -> bool:
         """Whether this process has the last stage, which reads the targets."""
-        return self._routes.own[-1] == len(self.balance) - 1
+        return self._routes.is_last
 
     @property
     def chunks(self) -> int:
@@ -349,7 +349,7 @@ class Pipe(nn.Module):
         if with_loss:
             shares = [size / sum(rows) for size in rows] if rows else [1.0]
             arguments = arguments or [((), {})] * m
-            criterion = Criterion(self.loss or _no_loss, arguments, shares, None, self._outputs)
+            criterion = Criterion(self.loss or no_loss, arguments, shares, None, self._outputs)
         in_all = microbatch.in_all(batches)
         norms = deferred_batch_norms(self)
         sharded = sharded_in(self.__dict__["_layers"])
@@ -409,7 +409,3 @@ class Pipe(nn.Module):
         # A parent does not call load_state_dict().
         keep_own(state_dict, prefix, self._others)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _no_loss(*_: Any) -> Any:
-    raise AssertionError("the loss is computed in the process of the last stage")

@@ -49,6 +49,16 @@ class Routes:
         #: The parts by their names.
         self.parts = {name: key for key, name in self.names.items()}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first stage."""
+        return self.placement[0] == self.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the last stage."""
+        return self.placement[-1] == self.rank
+
     def is_away(self, j: int) -> bool:
         """Whether there is a stage of this number, in another process."""
         return 0 <= j < len(self.placement) and self.placement[j] != self.rank

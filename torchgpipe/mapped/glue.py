@@ -65,12 +65,14 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         """Call a function with tensors that an earlier visit of a device has made, perhaps."""
         found: dict[int, Tensor] = {}
+        tensors = tensors_of((args, kwargs))
         for device, cell in self._course.later.items():
-            tensors = tensors_of((args, kwargs))
             found |= cell.taken_over([x for x in tensors if x.device == device])
         if not found:
             result = self._moved(func, args, kwargs)
-        elif is_in_place(func.__name__):
+        # PyTorch's functions hand it on by name.
+        # guard: functions that are told to change in place
+        elif is_in_place(func.__name__) or kwargs.get("inplace"):
             result = self._changed(func, args, kwargs, found)
         else:
             taken = replaced((args, dict(kwargs)), lambda x: found.get(id(x), x))
@@ -91,6 +93,8 @@ class Glue(TorchFunctionMode):
         found: Mapping[int, Tensor],
     ) -> Any:
         """Call a function that changes its first argument in place."""
+        if not args:
+            args, kwargs = (kwargs["input"],), {k: x for k, x in kwargs.items() if k != "input"}
         target, *others = args
         others, named = replaced((others, dict(kwargs)), lambda x: found.get(id(x), x))
         if id(target) not in found or func.__name__ in SHAPES:

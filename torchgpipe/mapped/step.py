@@ -212,7 +212,10 @@ class MappedStep:
     def back_to_caller(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Hand outputs over to the caller, whose backward begins, and ends, with its streams."""
         own = self._own()
-        # Their memory is not used again before: backward, and the next step, begin with a wait.
+        if own:
+            for x in outputs:
+                # guard: recording outputs of later visits
+                record_stream(x, current_stream(x.device))
         if own and needs_backward(tuple(outputs)):
             outputs = between(self._wait_for_caller, self._end_backward, *outputs)
         return outputs

@@ -287,7 +287,12 @@ def sizes(input: Any, m: int) -> list[int]:
     if m == 1:
         # It may have no rows.
         return []
-    return divided(next(len(leaf) for _, leaf in names(input) if is_split(leaf)), m)
+    return divided(row_count(input), m)
+
+
+def row_count(value: Any) -> int:
+    """The number of rows of a value; 0 if it has none."""
+    return next((len(leaf) for _, leaf in names(value) if is_split(leaf)), 0)
 
 
 def in_all(batches: Sequence[Batch]) -> list[Tensor]:
