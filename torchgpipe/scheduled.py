@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,8 @@ from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, Plan, plan
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.gpipe import GPipe
+from torchgpipe.graphs.cell import GraphCells
+from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments as packed
@@ -70,6 +72,9 @@ class ScheduledLoss(nn.Module):
 
     Keyword Args:
         outputs: whether the call returns ``(loss, output)``, where the output has no gradient.
+        stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
+            graphs that are traced in the first step. A graph does what the layers do to tensors,
+            and nothing else; a stage that cannot be one is eager, and a warning says why.
         scaler: a gradient scaler, whose ``scale()`` multiplies the losses before backward, against
             gradients that are too small for float16. The caller scales the loss with the same one.
 
@@ -90,6 +95,7 @@ class ScheduledLoss(nn.Module):
         *,
         outputs: bool = False,
         scaler: Any = None,
+        stages: str = "eager",
     ) -> None:
         super().__init__()
         if not isinstance(model, GPipe):
@@ -107,10 +113,16 @@ class ScheduledLoss(nn.Module):
                 "loss must be a function of an output and its targets "
                 f"(loss: {type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
             )
+        if stages not in ("eager", "graph"):
+            raise ValueError(
+                f"stages must be 'eager' or 'graph' (stages: {stages!r}); use 'graph' to trace "
+                "each stage once"
+            )
         self.model = model
         self.loss = loss
         self.outputs = outputs
         self.scaler = scaler
+        self.stages = stages
         self.training = model.training
         self._prepare()
         self.schedule = schedule
@@ -199,6 +211,12 @@ class ScheduledLoss(nn.Module):
             raise
 
     @property
+    def graphs(self) -> Sequence[StageGraphs]:
+        """The graphs of each stage, from the first step on; none for eager stages."""
+        crew: Crew | None = self.__dict__["_crew"]
+        return crew.cells.graphs if crew and isinstance(crew.cells, GraphCells) else []
+
+    @property
     def hf_device_map(self) -> dict[str, torch.device]:
         """The device of each layer, by name, as :attr:`GPipe.hf_device_map` has it."""
         return {f"model.{name}": x for name, x in self.model.hf_device_map.items()}
@@ -222,7 +240,13 @@ class ScheduledLoss(nn.Module):
         crew = self.__dict__["_crew"]
         if crew is None or crew.stages is not model._stages:
             # The model makes its stages anew in a child process.
-            crew = self.__dict__["_crew"] = Crew(model._stages)
+            modules: list[list[nn.Module]] = [[x] for x in model.partitions]
+            if isinstance(self.loss, nn.Module):
+                modules[-1].append(self.loss)
+            cells = None
+            if self.stages == "graph":
+                cells = GraphCells([StageGraphs(j, x) for j, x in enumerate(modules)])
+            crew = self.__dict__["_crew"] = Crew(model._stages, cells)
         found: Crew = crew
         return found
 

@@ -271,11 +271,11 @@ def training_of(case, layers, name, devices, mode, **options):
     return ScheduledLoss(model, case.loss, name, **options)
 
 
-def compare(case, name, devices, mode, steps=2):
+def compare(case, name, devices, mode, steps=2, **options):
     """Check that steps under a schedule have the loss, gradients and buffers of the reference."""
     torch.manual_seed(1)
     layers = copy.deepcopy(case.layers)
-    training = training_of(case, copy.deepcopy(case.layers), name, devices, mode)
+    training = training_of(case, copy.deepcopy(case.layers), name, devices, mode, **options)
     model = training.model
     input = moved_input(case.input, model.devices[0])
     targets = [x.to(model.devices[-1]) for x in targets_of(case)]

@@ -27,6 +27,8 @@ ELSEWHERE = {
     "executor/targets": "unit/test_scheduled.py",
     "distributed": "distributed",
     "_torch/pipelining": "distributed/test_canaries.py",
+    "_torch/graphs": "unit/graphs/test_effects.py",
+    "graphs/cell": "behaviour/test_graph_stages.py",
     "executor/executor": "virtual/test_schedules.py",
     "executor/links": "virtual/test_schedules.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",

@@ -24,6 +24,7 @@ LAYERS = [
     {"skip", "recompute"},
     {"engine", "batchnorm", "balance"},
     {"executor", "mapped"},
+    {"graphs"},
     {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed"},
     {""},

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.distributed.guarded import MUTANTS as ELSEWHERE
-from tests.virtual import guarded, guarded_mapped, guarded_schedules
+from tests.virtual import guarded, guarded_graphs, guarded_mapped, guarded_schedules
 from tests.virtual.mutants import guards, mutated
 
-MUTANTS = guarded.MUTANTS | guarded_schedules.MUTANTS | guarded_mapped.MUTANTS
-TESTS = guarded.TESTS | guarded_schedules.TESTS | guarded_mapped.TESTS
+GUARDED = (guarded, guarded_schedules, guarded_mapped, guarded_graphs)
+MUTANTS = {name: x for some in GUARDED for name, x in some.MUTANTS.items()}
+TESTS = {name: x for some in GUARDED for name, x in some.TESTS.items()}
 
 
 def judge(test, devices):

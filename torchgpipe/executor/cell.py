@@ -29,6 +29,7 @@ from torchgpipe.autograd.halves import Graph, Halves, backward
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.step import Step
+from torchgpipe.executor.criterion import Criterion
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import Batch
@@ -68,17 +69,26 @@ class Cell:
         self._halves: Halves | None = None
 
     def forward(
-        self, batch: Batch, run: Run, *, again: bool, within: AbstractContextManager[None]
+        self,
+        batch: Batch,
+        run: Run,
+        criterion: Criterion | None,
+        *,
+        again: bool,
+        within: AbstractContextManager[None],
     ) -> Batch:
         """Run the layers (F). ``batch`` lets go of its tensors, which are freed at their last use.
 
         Args:
             batch: the input. Tensors that a gradient is wanted of require one.
             run: runs the layers on a micro-batch.
+            criterion: the loss behind the layers, if this is the last stage.
             again: whether the cell has an R.
             within: a context manager to recompute in.
         """
         batch = self._enter(batch)
+        if criterion is not None:
+            run = partial(run, behind=criterion.behind(self.i))
         if again:
             run = self._checkpointed(run, within)
         batch = batch.take()
@@ -174,6 +184,19 @@ class Cell:
             if edge is not None and grad is not None
         ]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+class Cells:
+    """A step's way to make its cells: these are the eager ones."""
+
+    def begin(self, step: Step) -> None:
+        """Prepare for a step."""
+
+    def new(
+        self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
+    ) -> Cell:
+        """Make a cell; the arguments are those of :class:`Cell`."""
+        return Cell(step, i, j, stream, weights)
 
 
 def _by_part(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from numbers import Real
@@ -53,16 +53,30 @@ class Criterion:
 
     def _loss(self, i: int, output: Batch) -> Batch:
         args, kwargs = self.arguments[i]
-        current.name, current.kind = "loss", type(self.loss).__name__
-        found = self.loss(output.value, *args, **kwargs)
-        loss, weight = _checked(found)
-        current.name = None
+        loss, weight = self.compute(output, args, kwargs)
         if not is_recomputing():
-            self.found[i] = loss.detach(), weight
-            self.depends |= loss.requires_grad
-            if self.outputs is not None:
-                self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
+            self.take(i, loss, weight, output)
         return Batch(loss)
+
+    def compute(
+        self, output: Batch, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Compute the loss of an output, and its weight; None for a mean.
+
+        Raises:
+            TypeError: the loss function has returned something else.
+        """
+        current.name, current.kind = "loss", type(self.loss).__name__
+        found = _checked(self.loss(output.value, *args, **kwargs))
+        current.name = None
+        return found
+
+    def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
+        """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
+        self.found[i] = loss.detach(), weight
+        self.depends |= loss.requires_grad
+        if self.outputs is not None and output is not None:
+            self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
 
     def grad(self, i: int) -> Tensor:
         """The gradient of the loss of micro-batch ``i``, with which its backward begins."""

@@ -41,7 +41,7 @@ from torchgpipe.devices.streams import AbstractStream, use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task, Workers
-from torchgpipe.executor.cell import Cell, Gradients
+from torchgpipe.executor.cell import Cell, Cells, Gradients
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent, Streams
@@ -58,10 +58,12 @@ class Crew:
 
     Args:
         stages: the stages of the wrapper.
+        cells: how cells are made; eager ones by default.
     """
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: Stages, cells: Cells | None = None) -> None:
         self.stages = stages
+        self.cells = cells or Cells()
         self.streams = Streams()
         self.workers = Workers(stages.devices)
         self.draws = Draws()
@@ -102,6 +104,7 @@ class Executor:
             {j for j, _ in plan.again},
             criterion.loss if isinstance(criterion.loss, nn.Module) else None,
         )
+        crew.cells.begin(self.step)
         self.links = Links(plan, crew.streams, stages.groups)
         self.recording = torch.is_grad_enabled()
         #: The cells between F and their last instruction.
@@ -220,12 +223,17 @@ class Executor:
         run: Callable[..., Batch] = body.run
         if body.visited:
             run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
-        if j + 1 == len(self.stages.partitions):
-            run = partial(run, behind=self.criterion.behind(i))
-        cell = Cell(self.step, i, j, stream, self.weights[j])
+        last = j + 1 == len(self.stages.partitions)
+        cell = self.crew.cells.new(self.step, i, j, stream, self.weights[j])
         within = noted(self.where(w, op))
         with self.crew.draws.of(i, j):
-            output = cell.forward(batch, run, again=(j, i) in self.plan.again, within=within)
+            output = cell.forward(
+                batch,
+                run,
+                self.criterion if last else None,
+                again=(j, i) in self.plan.again,
+                within=within,
+            )
         del batch
         if self.recording:
             self.cells[j, i] = cell
@@ -237,7 +245,7 @@ class Executor:
                 cell.weights += strays
         yield
         self.links.give_back(output, w, stream)
-        if j + 1 < len(self.stages.partitions):
+        if not last:
             self._send(j, i, output)
         else:
             self.links.leave(self.criterion.results(i), j)

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import torch
+from torch.fx import has_side_effect
 from torch.utils.backend_registration import (
     generate_methods_for_privateuse1_backend,
     rename_privateuse1_backend,
@@ -90,6 +91,8 @@ def _load(devices: int) -> None:
             f"{library}, error: {error}); delete it, or set XDG_CACHE_HOME to another folder"
         ) from error
     ops: Any = torch.ops.virtual_accelerator
+    # PyTorch's tracer leaves out what returns nothing.
+    has_side_effect(ops.busy.default)
     ops.start_devices(devices)
     if not _first_backward():
         raise UnavailableError(

@@ -71,6 +71,25 @@ class Batch:
         #: The parts with a tensor that shares memory with another one.
         self.shared: frozenset[Any] = frozenset() if self._single else self._aliased()
 
+    @classmethod
+    def of(
+        cls,
+        parts: Mapping[Any, Tensors],
+        structures: Mapping[Any, Structure],
+        shared: frozenset[Any],
+    ) -> Batch:
+        """A micro-batch that is taken apart already.
+
+        Args:
+            parts: the tensors of the value, and of each skip.
+            structures: the structures that these tensors are in.
+            shared: the parts with a tensor that shares memory with another one.
+        """
+        batch: Batch = object.__new__(cls)
+        batch.parts, batch.structures, batch.shared = dict(parts), dict(structures), shared
+        batch._single = len(parts) == len(batch.parts[VALUE]) == 1
+        return batch
+
     @property
     def atomic(self) -> bool:
         """Whether the value is a tensor alone."""

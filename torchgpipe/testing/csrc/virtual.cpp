@@ -181,7 +181,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("start() -> ()", &start);
   m.def("settle() -> ()", &settle);
   m.def("device_count() -> int", [] { return int64_t(state().devices); });
-  m.def("busy(Tensor x, float cost, str name) -> ()", &busy);
+  m.def("busy(Tensor x, float cost, str name) -> ()");
   m.def("observe(bool begins, int jitter, bool raises, int stack_hook) -> ()", &observe);
   m.def("set_cost(str op, float cost) -> ()", &set_cost);
   m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
@@ -191,6 +191,10 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("makespan() -> float", &makespan);
   m.def("generator(int device) -> Generator?", &generator);
 }
+
+// For all backends: with a kernel in the definition itself, tracers would see what it calls, which
+// is nothing.
+TORCH_LIBRARY_IMPL(virtual_accelerator, CompositeExplicitAutograd, m) { m.impl("busy", &busy); }
 
 }  // namespace
 }  // namespace virtual_accelerator

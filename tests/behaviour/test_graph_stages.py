@@ -1,0 +1,201 @@
+"""Stages that are graphs compute what their layers do, under any schedule."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.helpers import MODES
+from tests.support.schedules import CASES, NAMES, Case, compare, training_of
+
+TRACED = [x for x in CASES if x != "deferred norms"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", TRACED)
+def test_gradients_and_buffers(case, name, mode):
+    torch.manual_seed(0)
+    training = compare(CASES[case](), name, ["cpu"] * 4, mode, stages="graph")
+    assert not any(x.reasons for x in training.graphs)
+
+
+def noisy():
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.LayerNorm(6)) for _ in range(4)]
+    return Case(layers, torch.rand(7, 6), torch.rand(7, 6), 3)
+
+
+def bits(training, case):
+    """Everything that some steps compute."""
+    torch.manual_seed(3)
+    x = case.input.clone().requires_grad_(case.input.is_floating_point())
+    found = []
+    for _ in range(2):
+        loss = training(x, *(case.target if isinstance(case.target, tuple) else [case.target]))
+        loss.backward()
+        found.append(loss.detach())
+    found += [*training.parameters(), *training.buffers()]
+    found += [y.grad for y in [x, *training.parameters()] if y.grad is not None]
+    return [*found, torch.get_rng_state()]
+
+
+BITS = {
+    "dropout": noisy,
+    "convolutions and norms": CASES["convolutions and norms"],
+    "transformer": CASES["transformer"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+@pytest.mark.parametrize("case", BITS)
+def test_bits(case, name, mode):
+    """Compare all bits, and all random numbers."""
+    torch.manual_seed(0)
+    case = BITS[case]()
+    found = []
+    for stages in ("eager", "graph"):
+        layers = copy.deepcopy(case.layers)
+        training = training_of(case, layers, name, ["cpu"] * 4, mode, stages=stages)
+        found.append(bits(training, case))
+    assert len(found[0]) == len(found[1])
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+
+
+def test_deferred_norms_are_eager():
+    """Norms that count micro-batches are no graphs, which would not."""
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=r"DeferredBatchNorm2d\._moments"):
+        compare(CASES["deferred norms"](), "1f1b", ["cpu"] * 4, "never", stages="graph")
+
+
+class Average(nn.Module):
+    """A layer whose average is read before it is changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x):
+        y = self.layer(x) - self.average
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y.tanh()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_are_read_and_changed(mode):
+    torch.manual_seed(0)
+    case = Case([Average() for _ in range(4)], torch.rand(8, 6), torch.rand(8, 6))
+    training = compare(case, "1f1b", ["cpu"] * 4, mode, stages="graph")
+    assert not any(x.reasons for x in training.graphs)
+
+
+class Wide(nn.Module):
+    """A layer that leaves autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x.float())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast(name, mode):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), Wide()) for _ in range(4)]
+    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    found = []
+    for stages in ("eager", "graph"):
+        training = training_of(case, copy.deepcopy(layers), name, ["cpu"] * 4, mode, stages=stages)
+        with torch.autocast("cpu", torch.bfloat16):
+            training(case.input, case.target).backward()
+        found.append([p.grad for p in training.parameters()])
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+
+
+def test_layers_that_leave_autocast():
+    torch.manual_seed(0)
+    case = Case([Wide() for _ in range(4)], torch.rand(8, 6), torch.rand(8, 6))
+    training = training_of(
+        case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph", outputs=True
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        _, output = training.eval()(case.input, case.target)
+    assert output.dtype == torch.float32
+
+
+def test_outputs_and_evaluation():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)]
+    x, y = torch.rand(7, 6), torch.rand(7, 6)
+    found = []
+    for stages in ("eager", "graph"):
+        case = Case(layers, x, y, 3)
+        training = training_of(
+            case, copy.deepcopy(layers), "1f1b", ["cpu"] * 4, "never", stages=stages, outputs=True
+        )
+        first = training(x, y)
+        training.eval()
+        with torch.no_grad():
+            found.append([*first, *training(x, y)])
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+    assert not found[1][1].requires_grad
+
+
+class Weighted(nn.Module):
+    """A loss with a weight of its own, and a number that is not a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, output, target, power=2):
+        return ((output * self.scale - target).abs() ** power).sum(), target.numel()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+def test_loss_with_weights(name):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    x, y = torch.rand(7, 6), torch.rand(7, 6)
+    found = []
+    for stages in ("eager", "graph"):
+        loss = Weighted()
+        case = Case(layers, x, y, 3, loss)
+        training = training_of(
+            case, copy.deepcopy(layers), name, ["cpu"] * 4, "never", stages=stages
+        )
+        for power in (2, 3):
+            training(x, y, power=power).backward()
+        found.append([loss.scale.grad, *[p.grad for p in training.parameters()]])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
+
+
+def test_one_script_with_an_optimizer():
+    """Train as with eager stages."""
+    losses = []
+    for stages in ("eager", "graph"):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)] + [nn.Linear(6, 3)]
+        case = Case(layers, torch.rand(12, 6), torch.randint(3, (12,)), 4, F.cross_entropy)
+        training = training_of(case, layers, "1f1b", ["cpu"] * 4, "except_last", stages=stages)
+        optimizer = torch.optim.Adam(training.parameters(), lr=0.02)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = training(case.input, case.target)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]

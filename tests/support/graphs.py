@@ -1,0 +1,99 @@
+"""Graphs of stages, traced without a schedule, and random layers for them."""
+
+import random
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from torchgpipe.graphs.parts import Parts
+from torchgpipe.graphs.places import Places
+from torchgpipe.graphs.trace import trace
+from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import flatten
+
+
+def traced(layers, x, *, recorded=True, roots=None):
+    """The joint graph of layers, its form, the places of the layers and their weights."""
+    places = Places([layers])
+    weights = [p for p in layers.parameters() if p.requires_grad]
+
+    def run(batch, more):
+        return Batch(layers(batch.value)), flatten((None, None))
+
+    batch = Batch(x)
+    joint, form = trace(places, run, batch, (), weights, recorded=recorded, roots=roots)
+    return SimpleNamespace(joint=joint, form=form, places=places, weights=weights, batch=batch)
+
+
+class Stage:
+    """A stage as a graph, whose parts are called by hand."""
+
+    def __init__(self, layers, x, **options):
+        self.layers, self.x = layers, x
+        found = traced(layers, x, **options)
+        self.form, self.places = found.form, found.places
+        self.parts = Parts(found.joint)
+        self.count = len(self.form.needs_grad)
+
+    def call(self, part, **given):
+        with torch.no_grad():
+            return part.function(part.arguments({"state": self.places.read(), **given}))
+
+    def forward(self):
+        """The outputs, and what is saved."""
+        found = self.call(self.parts.forward, input=[*Batch(self.x)], more=[])
+        return found[: self.count], found[self.count :]
+
+    def backward(self, saved, tangents):
+        """The gradients of the input, and of the weights."""
+        found = self.call(self.parts.backward, saved=saved, tangent=tangents)
+        count = len(self.parts.joint.input_grads)
+        return found[:count], found[count:]
+
+    def halves(self, saved, tangents):
+        """Likewise, by I and W."""
+        given = {"saved": saved, "tangent": tangents}
+        found = self.call(self.parts.input, **given)
+        count = len(self.parts.joint.input_grads)
+        return found[:count], self.call(self.parts.weight, live=found[count:], **given)
+
+
+class Program(nn.Module):
+    """Layers that compute a random program: its values are reused, viewed and changed in place."""
+
+    def __init__(self, seed, length=8, size=4):
+        super().__init__()
+        rng = random.Random(seed)
+        self.weights = nn.ParameterList(
+            [nn.Parameter(torch.randn(size, size) / 2) for _ in range(3)]
+        )
+        self.biases = nn.ParameterList([nn.Parameter(torch.randn(size)) for _ in range(2)])
+        self.biases[1].requires_grad_(rng.random() < 0.7)
+        self.norm = nn.LayerNorm(size)
+        self.steps = [
+            (rng.choice(STEPS), rng.randrange(100), rng.randrange(100)) for _ in range(length)
+        ]
+
+    def forward(self, x):
+        values = [x]
+        for step, a, b in self.steps:
+            first, second = values[a % len(values)], values[b % len(values)]
+            values.append(step(self, first, second, b))
+        return values[-1] + values[len(values) // 2].sin()
+
+
+#: What a program may do with two of its values and a number.
+STEPS = (
+    lambda own, x, y, k: x @ own.weights[k % 3],
+    lambda own, x, y, k: torch.addmm(own.biases[k % 2], x, own.weights[k % 3].t()),
+    lambda own, x, y, k: x * y,
+    lambda own, x, y, k: x.tanh() + y,
+    lambda own, x, y, k: own.norm(x),
+    lambda own, x, y, k: (x * 1).relu_(),
+    lambda own, x, y, k: (x + 0.5).mul_(y.detach()),
+    lambda own, x, y, k: torch.cat([x[:, 2:], y[:, :2]], 1),
+    lambda own, x, y, k: x.t().contiguous().t().clone(),
+    lambda own, x, y, k: torch.softmax(x, 1) * own.biases[k % 2],
+    lambda own, x, y, k: nn.functional.gelu(x) - y.mean(0, keepdim=True),
+)

@@ -1,0 +1,97 @@
+"""The parts of a graph compute what autograd does, each node of the backward once."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support.graphs import Program, Stage
+from tests.support.size import some
+
+
+def by_autograd(layers, x, grad):
+    weights = [p for p in layers.parameters() if p.requires_grad]
+    wanted = [x, *weights] if x.requires_grad else weights
+    output = layers(x)
+    found = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+    return output, found if x.requires_grad else [None, *found]
+
+
+def same(found, expected):
+    assert [x is None for x in found] == [x is None for x in expected]
+    for a, b in zip(found, expected):
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=some(300, 12), deadline=None)
+@given(st.integers(0, 10**6), st.booleans())
+def test_random_programs(seed, needs_grad):
+    torch.manual_seed(seed)
+    layers = Program(seed)
+    x = torch.randn(3, 4, requires_grad=needs_grad)
+    grad = torch.randn(3, 4)
+    expected, grads = by_autograd(layers, x, grad)
+    stage = Stage(layers, x.detach().requires_grad_(needs_grad))
+    (output,), saved = stage.forward()
+    same([output], [expected])
+    for found in (stage.backward(saved, [grad]), stage.halves(saved, [grad])):
+        same([*found[0], *found[1]], grads)
+    parts = stage.parts
+    same(stage.call(parts.evaluation, input=[x], more=[]), [expected])
+    same(stage.call(parts.again, input=[x], more=[]), saved)
+    # Each node of the backward is in one half, and none is lost.
+    early, late = parts.input.slice.nodes, parts.weight.slice.nodes
+    assert not set(early) & set(late)
+    assert {*early, *late} == set(parts.backward.slice.nodes)
+    # What a half does not need is not in it.
+    needed = {x for node in [*early, *late] for x in node.all_input_nodes}
+    results = {*parts.input.slice.outputs, *parts.weight.slice.outputs}
+    assert all(node in needed or node in results or not node.users for node in [*early, *late])
+
+
+def test_arguments_are_let_go_of():
+    """A function empties its list, so that nobody else holds what it is given."""
+    stage = Stage(nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True))
+    values = stage.parts.forward.arguments(
+        {"state": stage.places.read(), "input": [stage.x], "more": []}
+    )
+    stage.parts.forward.function(values)
+    assert values == []
+
+
+def test_stage_without_a_gradient_of_its_input():
+    """Put all of its backward into W."""
+    stage = Stage(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.rand(2, 3))
+    assert stage.parts.input.slice.nodes == []
+    assert stage.parts.weight.slice.nodes == stage.parts.backward.slice.nodes
+
+
+def test_random_numbers_stay_in_order():
+    """A part that needs no value of a layer draws its numbers all the same."""
+
+    class Drawing(nn.Module):
+        def forward(self, x):
+            torch.rand_like(x)
+            return x * 2
+
+    layers = nn.Sequential(nn.Linear(3, 3), Drawing(), nn.Dropout(0.5))
+    stage = Stage(layers, torch.rand(2, 3))
+    parts = stage.parts
+    assert parts.is_random
+    states = []
+    for part in (parts.forward, parts.evaluation, parts.again):
+        torch.manual_seed(0)
+        stage.call(part, input=[stage.x], more=[])
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_buffers_that_change(track):
+    stage = Stage(nn.BatchNorm1d(3, track_running_stats=track), torch.rand(4, 3))
+    names = [name for name, _ in stage.layers.named_parameters()]
+    assert len(stage.parts.changed) == 3 * track
+    assert all(k >= len(names) for k in stage.parts.changed)

@@ -1,0 +1,173 @@
+"""The graphs of a stage: one for each kind of micro-batch, and each state of the layers."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchgpipe import GPipe, ScheduledLoss, arguments
+
+
+def training_of(*layers, loss=F.mse_loss, chunks=2, schedule="1f1b", **options):
+    model = GPipe(
+        nn.Sequential(*layers),
+        [1] * len(layers),
+        devices=["cpu"] * len(layers),
+        chunks=chunks,
+        checkpoint="never",
+    )
+    return ScheduledLoss(model, loss, schedule, stages="graph", **options)
+
+
+def graphs_of(training):
+    return training.graphs[0]
+
+
+def traces(graphs):
+    return sum(len(x) for state in graphs._states for x in state.entries.values())
+
+
+def step(training, rows=4, size=3, dtype=torch.float32):
+    x = torch.rand(rows, size, dtype=dtype)
+    training(x, x).backward()
+
+
+def test_graphs_are_used_again():
+    training = training_of(nn.Linear(3, 3), nn.Linear(3, 3))
+    step(training)
+    step(training)
+    graphs = graphs_of(training)
+    assert traces(graphs) == 1
+    step(training, rows=5)
+    assert traces(graphs) == 2
+    step(training)
+    assert traces(graphs) == 2
+    assert not graphs.reasons
+
+
+def test_states_of_the_layers():
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    training = training_of(layer)
+    for _ in range(2):
+        training.train()
+        step(training)
+        training.eval()
+        x = torch.rand(4, 3)
+        training(x, x)
+    graphs = graphs_of(training)
+    assert traces(graphs) == 2
+    training.train()
+    layer[1].p = 0.0
+    step(training)
+    assert traces(graphs) == 3
+
+
+def test_values_that_are_no_tensors_belong_to_the_kind():
+    class Scaled(nn.Module):
+        def forward(self, x, factor):
+            return x * factor
+
+    training = training_of(Scaled())
+    x = torch.ones(4, 3)
+    training.eval()
+    assert training(arguments(x, 2.0), x) == 1
+    assert training(arguments(x, 3.0), x) == 4
+
+
+def test_what_cannot_be_a_graph_is_said_once():
+    class Value(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum() > -9 else x
+
+    training = training_of(nn.Linear(3, 3), Value())
+    with pytest.warns(UserWarning, match=r"stage 1 is not.*stages='eager'") as warned:
+        step(training)
+    assert len(warned) == 1
+    step(training)
+    (reason,) = training.graphs[1].reasons
+    assert "Could not guard" in reason
+    assert not training.graphs[0].reasons
+
+
+def test_hooks_of_layers_run():
+    layer = nn.Linear(3, 3)
+    seen = []
+    training = training_of(layer)
+    step(training)
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(UserWarning, match="hooks"):
+        step(training)
+    assert seen == [1, 1]
+
+
+def test_replaced_parameters_are_seen():
+    layer = nn.Linear(3, 3)
+    training = training_of(layer)
+    step(training)
+    layer.weight = nn.Parameter(torch.zeros(3, 3))
+    layer.bias = nn.Parameter(torch.zeros(3))
+    x = torch.ones(4, 3)
+    assert training(x, x) == 1
+    assert traces(graphs_of(training)) == 1
+
+
+def test_graphs_are_let_go_of_with_the_model():
+    layer = nn.Linear(3, 3)
+    training = training_of(layer)
+    step(training)
+    found = weakref.ref(layer), weakref.ref(graphs_of(training))
+    del training, layer
+    gc.collect()
+    assert [x() for x in found] == [None, None]
+
+
+def test_copies_have_graphs_of_their_own():
+    training = training_of(nn.Linear(3, 3))
+    step(training)
+    other = copy.deepcopy(training)
+    with torch.no_grad():
+        for x in other.parameters():
+            x.zero_()
+    x = torch.ones(4, 3)
+    assert other(x, x) == 1
+    assert training(x, x) != 1
+    assert graphs_of(other) is not graphs_of(training)
+
+
+def test_gradients_that_do_not_come():
+    """A weight whose output nobody uses has no gradient, as without graphs."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    class First(nn.Module):
+        def forward(self, x):
+            return x[0]
+
+    for schedule in ("1f1b", "zbh1"):
+        two = Two()
+        step(training_of(two, First(), schedule=schedule))
+        assert two.a.weight.grad is not None
+        assert two.b.weight.grad is None
+
+
+def test_stages_are_eager_or_graphs():
+    model = GPipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"])
+    with pytest.raises(ValueError, match="'eager' or 'graph'"):
+        ScheduledLoss(model, F.mse_loss, stages="fx")
+    training = ScheduledLoss(model, F.mse_loss)
+    step(training)
+    assert training.graphs == []

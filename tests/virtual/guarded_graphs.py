@@ -1,0 +1,27 @@
+"""Guards of stages that are graphs: for each a mutant, and tests that must fail with it."""
+
+from tests.virtual.mutants import DROP
+
+#: Tests, by a short name: the module, the function, and some of its arguments.
+TESTS = {
+    f"graph {name}": (module, f"test_{function}", arguments)
+    for name, (module, function, arguments) in {
+        "effects": ("unit.graphs.test_effects", "changes_in_place", {}),
+        "in place": ("unit.graphs.test_halves", "changes_in_place_are_in_one_half", {}),
+        "norm": ("unit.graphs.test_masks", "norm_stays_whole", {}),
+        "order": ("unit.graphs.test_parts", "random_numbers_stay_in_order", {}),
+        "buffers": ("behaviour.test_graph_stages", "buffers_that_are_read_and_changed", {}),
+        "autocast": ("behaviour.test_graph_stages", "layers_that_leave_autocast", {}),
+        "numbers": ("behaviour.test_graph_stages", "bits", {"name": "1f1b", "case": "dropout"}),
+    }.items()
+}
+
+MUTANTS = {
+    "changes in place before a node": ((", *self.before(node)", ""), "graph effects"),
+    "changes in place across the halves": (DROP, "graph in place"),
+    "results of an operator that both halves need": (DROP, "graph norm"),
+    "random numbers in the same order": (("is_random(x) or ", ""), "graph order"),
+    "buffers of before the first run of a graph": ((".clone()", ""), "graph buffers"),
+    "autocast around a graph": (("without_autocast()", "nullcontext()"), "graph autocast"),
+    "random numbers of a graph": (("numbers.restored()", "nullcontext()"), "graph numbers"),
+}

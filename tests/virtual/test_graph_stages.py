@@ -1,0 +1,48 @@
+"""Stages that are graphs on virtual accelerators: no race, and the time that the simulator says."""
+
+import pytest
+import torch
+
+from tests.support.helpers import MODES, assert_no_races
+from tests.support.schedules import CASES, NAMES, V, compare, workers_of
+from tests.virtual.test_schedule_races import train
+from tests.virtual.test_schedule_races import training_of as racing
+from tests.virtual.test_schedule_times import costs_of, expected, makespans
+from tests.virtual.test_schedule_times import training_of as timed
+from torchgpipe.testing import observe
+
+TRACED = [x for x in CASES if x != "deferred norms"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", TRACED)
+def test_gradients_and_buffers(devices, case, name, mode):
+    torch.manual_seed(0)
+    if case == "weights of two stages" and workers_of(name) != V:
+        # The two stages are on one worker of a V alone.
+        name = "zbv"
+    with observe(jitter=0) as seen:
+        training = compare(CASES[case](), name, devices, mode, stages="graph")
+    assert_no_races(seen)
+    assert not any(x.reasons for x in training.graphs)
+
+
+@pytest.mark.parametrize("copy", [0, 0.25])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_makespan(devices, name, mode, copy):
+    workers = workers_of(name)
+    training = timed(name, [devices[w] for w in workers], mode)
+    training.stages = "graph"
+    found = makespans(training, copy=copy)
+    assert found == pytest.approx([expected(training, costs_of(copy=copy))] * len(found))
+    assert not any(x.reasons for x in training.graphs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["1f1b", "zbh1", "zbv", "dualpipe_v"])
+def test_memory_is_not_reused_too_early(devices, name, mode):
+    training = racing(name, [devices[w] for w in workers_of(name)], mode, outputs=True)
+    training.stages = "graph"
+    train(training)

@@ -1,0 +1,249 @@
+"""A cell whose stage is a graph: it does without autograd, and without layers.
+
+What an eager cell has autograd keep, this one keeps itself: the values that one part of the graph
+hands to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.ambient.autocast import without_autocast
+from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.random_numbers import FirstNumbers
+from torchgpipe.devices.streams import AbstractStream, get_device
+from torchgpipe.engine.step import Step
+from torchgpipe.executor.cell import Cell, Cells, Gradients, Run
+from torchgpipe.executor.criterion import Criterion
+from torchgpipe.graphs.parts import Part, Parts
+from torchgpipe.graphs.stage import StageGraphs, Traced
+from torchgpipe.values.microbatch import Batch
+
+__all__: list[str] = []
+
+
+class GraphCell(Cell):
+    """Micro-batch ``i`` in stage ``j``, computed by a graph if there is one.
+
+    Args:
+        graphs: the graphs of the stage.
+        *args: the arguments of :class:`~torchgpipe.executor.cell.Cell`.
+    """
+
+    __slots__ = ("_again", "_given", "_graphs", "_parts", "_places", "_traced")
+
+    def __init__(self, graphs: StageGraphs, *args: Any) -> None:
+        super().__init__(*args)
+        self._graphs = graphs
+        self._traced: Traced | None = None
+        #: The parts of the backward.
+        self._parts: Parts | None = None
+        #: What the next part is given, by roles.
+        self._given: dict[str, Sequence[Any]] = {}
+        #: For each part of the input, the places of its tensors, each tensor once.
+        self._places: Mapping[Any, Sequence[int]] = {}
+        #: The generators, and what buffers held, before the first run.
+        self._again: tuple[FirstNumbers | None, Sequence[Tensor]] | None = None
+
+    def forward(
+        self,
+        batch: Batch,
+        run: Run,
+        criterion: Criterion | None,
+        *,
+        again: bool,
+        within: AbstractContextManager[None],
+    ) -> Batch:
+        graphs, recorded = self._graphs, torch.is_grad_enabled()
+        body = self.step.bodies[self.j]
+        traced, more = graphs.find(body, batch, criterion, self.i, self.weights, again)
+        self._traced = traced
+        if traced is None:
+            return super().forward(batch, run, criterion, again=again, within=within)
+        parts, form = traced.parts, traced.form
+        given = {"state": graphs.state, "input": [*batch], "more": more}
+        if recorded:
+            self._places = _places(batch)
+        if recorded and again:
+            self._again = self._before(parts)
+            self._given = {**given}
+        part = parts.forward if recorded and not again else parts.evaluation
+        values = part.arguments(given)
+        # From here on the list alone has the input, if it is not needed again.
+        batch.take()
+        given.clear()
+        found = self._run(part, values)
+        if self._again is not None and self._again[0] is not None:
+            self._again[0].settle()
+        count = len(form.needs_grad)
+        if recorded and not again:
+            self._given = {"saved": found[count:]}
+        return self._output(found[:count], traced, criterion)
+
+    def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
+        """The state that a second run needs: that of before the first."""
+        numbers = FirstNumbers(get_device(self.stream)) if parts.is_random else None
+        state = [*self._graphs.state]
+        with torch.no_grad():
+            for k in parts.changed:
+                # guard: buffers of before the first run of a graph
+                state[k] = state[k].clone()
+        return numbers, state
+
+    def _run(self, part: Part, values: list[Any]) -> Sequence[Any]:
+        # The graph has the casts of autocast in it.
+        # guard: autocast around a graph
+        with torch.no_grad(), without_autocast() if self._graphs.casts else nullcontext():
+            return part.function(values)
+
+    def _output(
+        self, tensors: Sequence[Tensor], traced: Traced, criterion: Criterion | None
+    ) -> Batch:
+        form = traced.form
+        outputs = [*map(_with_grad, tensors, form.needs_grad)]
+        output = Batch.of(
+            {key: tuple([outputs[k] for k in places]) for key, places in form.parts.items()},
+            form.structures,
+            form.shared,
+        )
+        if criterion is not None:
+            places, structure = form.rest
+            found = form.fixed or structure.unflatten(tuple([outputs[k] for k in places]))
+            weight, value = found
+            (loss,) = output
+            criterion.take(
+                self.i, loss, weight, None if criterion.outputs is None else Batch(value)
+            )
+        return output
+
+    def look_for_strays(self) -> list[Tensor]:
+        return [] if self._traced else super().look_for_strays()
+
+    def recompute(self) -> None:
+        if self._traced is None:
+            super().recompute()
+            return
+        assert self._again is not None
+        (numbers, state), self._again = self._again, None
+        part = self._traced.parts.again
+        values = part.arguments({**self._given, "state": state})
+        self._given = {}
+        del state
+        if numbers is None:
+            found = self._run(part, values)
+        else:
+            made: list[Sequence[Any]] = []
+
+            def again() -> None:
+                # guard: random numbers of a graph
+                with numbers.restored():
+                    made.append(self._run(part, values))
+
+            holding(numbers.locks, again)
+            (found,) = made
+        self._given = {"saved": found}
+
+    def backward(
+        self, grads: Gradients
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
+        parts = self._begin_backward(grads)
+        if parts is None:
+            return super().backward(grads)
+        found = self._next(parts.backward)
+        self._given = {}
+        count = len(parts.joint.input_grads)
+        return self._by_part(found), self.weights, found[count:]
+
+    def backward_input(self, grads: Gradients) -> Gradients:
+        parts = self._begin_backward(grads)
+        if parts is None:
+            return super().backward_input(grads)
+        before = self._given
+        found = self._next(parts.input)
+        live = found[len(parts.joint.input_grads) :]
+        rest = parts.weight.arguments({**before, "state": self._graphs.state, "live": live})
+        self._given = {"late": rest}
+        self._parts = parts
+        return self._by_part(found)
+
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        if self._traced is None:
+            return super().backward_weight()
+        parts, self._parts = self._parts, None
+        assert parts is not None
+        values: Any = self._given.pop("late")
+        return self.weights, self._run(parts.weight, values)
+
+    def _begin_backward(self, grads: Gradients) -> Parts | None:
+        """The parts for these gradients, which the next part is given; None for an eager cell."""
+        traced = self._traced
+        if traced is None:
+            return None
+        tangents: list[Tensor | None] = [None] * len(traced.form.needs_grad)
+        for key, some in grads.items():
+            for k, grad in zip(dict.fromkeys(traced.form.parts[key]), some):
+                known = tangents[k]
+                tangents[k] = grad if known is None or grad is None else known + grad
+        parts, saved = traced.with_grads(tangents)
+        self._given["saved"] = [self._given["saved"][k] for k in saved]
+        self._given["tangent"] = [*map(_as_traced, tangents, parts.joint.tangents)]
+        return parts
+
+    def _next(self, part: Part) -> Sequence[Any]:
+        return self._run(part, part.arguments({**self._given, "state": self._graphs.state}))
+
+    def _by_part(self, grads: Sequence[Tensor | None]) -> Gradients:
+        return {key: [grads[k] for k in places] for key, places in self._places.items()}
+
+
+class GraphCells(Cells):
+    """A step's way to make cells that are graphs.
+
+    Args:
+        graphs: the graphs of each stage.
+    """
+
+    def __init__(self, graphs: Sequence[StageGraphs]) -> None:
+        self.graphs = graphs
+
+    def begin(self, step: Step) -> None:
+        for graphs in self.graphs:
+            graphs.begin()
+
+    def new(
+        self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
+    ) -> Cell:
+        return GraphCell(self.graphs[j], step, i, j, stream, weights)
+
+
+def _places(batch: Batch) -> Mapping[Any, Sequence[int]]:
+    place = {id(x): k for k, x in enumerate(batch)}
+    return {
+        key: [*dict.fromkeys([place[id(x)] for x in part])] for key, part in batch.parts.items()
+    }
+
+
+def _with_grad(tensor: Tensor, needed: bool) -> Tensor:
+    """A tensor that tells the next stage whether a gradient of it is wanted."""
+    if tensor.requires_grad == needed:
+        return tensor
+    # It may be an input of the graph, which somebody else has, too.
+    return tensor.detach().requires_grad_(needed)
+
+
+def _as_traced(grad: Tensor | None, tangent: Any) -> Tensor | None:
+    """A gradient with the strides that the graph was traced with, which views in it rely on."""
+    if grad is None or tangent is None:
+        return grad
+    expected: Tensor = tangent.meta["val"]
+    if grad.stride() == expected.stride() and grad.dtype == expected.dtype:
+        return grad
+    found = torch.empty_strided(
+        expected.shape, expected.stride(), dtype=expected.dtype, device=grad.device
+    )
+    return found.copy_(grad)

@@ -1,0 +1,140 @@
+"""The parts of a stage's graph: what each instruction of a schedule computes.
+
+::
+
+    F   state, input             → outputs, saved          with a backward
+    E   state, input             → outputs                 without, or under checkpointing
+    R   state, input             → saved                   the forward again
+    B   state, saved, tangents   → gradients of the input, and of the weights
+    I   state, saved, tangents   → gradients of the input, live
+    W   state, live, and what is left of saved and tangents → gradients of the weights
+
+Each is made when it is needed first: a schedule without W never asks for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from torchgpipe.graphs.effects import Effects, is_random, is_void
+from torchgpipe.graphs.halves import backward, halves
+from torchgpipe.graphs.joint import Joint
+from torchgpipe.graphs.masks import split_masks
+from torchgpipe.graphs.slices import Function, Slice, function_of, sliced
+from torchgpipe.graphs.tidy import tidy
+
+__all__: list[str] = []
+
+#: What a part is given, by the roles of its arguments.
+Given = Mapping[str, Sequence[Any]]
+#: Makes a function of a slice.
+Maker = Callable[[Joint, Slice], Function]
+
+
+class Part(NamedTuple):
+    """A slice as a function, and where its arguments come from.
+
+    Args:
+        slice: the nodes.
+        function: the function.
+        sources: for each argument its role, and its place among those of that role.
+    """
+
+    slice: Slice
+    function: Function
+    sources: list[tuple[str, int]]
+
+    def arguments(self, given: Given) -> list[Any]:
+        """The list of arguments, which the function empties."""
+        return [given[role][k] for role, k in self.sources]
+
+
+class Parts:
+    """The parts of one stage, for one kind of input.
+
+    Args:
+        joint: forward and backward.
+        make: makes a function of a slice.
+    """
+
+    def __init__(self, joint: Joint, make: Maker = function_of) -> None:
+        self.joint = split_masks(tidy(joint))
+        self._make = make
+        self._roles: dict[Node, tuple[str, int]] = {}
+        for role, nodes in (
+            ("state", joint.state),
+            ("input", joint.inputs),
+            ("more", joint.more),
+            ("tangent", joint.tangents),
+        ):
+            self._roles.update({x: (role, k) for k, x in enumerate(nodes) if x is not None})
+        self.effects = Effects(self.joint.module.graph.nodes)
+        #: What the forward keeps for the backward.
+        self.saved = [
+            x for x in backward(self.joint).inputs if self._role(x) not in ("state", "tangent")
+        ]
+        roles = {x: ("saved", k) for k, x in enumerate(self.saved)}
+        #: The backward takes what the forward has saved, inputs too.
+        self._later = self._roles | roles
+        forward = {x for node in self.joint.forward for x in self.effects.written.get(node, ())}
+        #: The parameters and buffers that the forward changes.
+        self.changed = [
+            k for k, x in enumerate(self.joint.state) if self.effects.memory[x] & forward
+        ]
+        self.is_random = any(map(is_random, self.joint.forward))
+
+    def _role(self, node: Node) -> str:
+        return self._roles.get(node, ("",))[0]
+
+    @cached_property
+    def forward(self) -> Part:
+        """F: returns the outputs, then what is saved."""
+        return self._part(sliced(self.joint.forward, [*self.joint.outputs, *self.saved]))
+
+    @cached_property
+    def evaluation(self) -> Part:
+        """E: returns the outputs."""
+        nodes = self._needed([*self.joint.outputs, *self.effects.written])
+        return self._part(sliced(nodes, self.joint.outputs))
+
+    @cached_property
+    def again(self) -> Part:
+        """R: returns what is saved."""
+        return self._part(sliced(self._needed(self.saved), self.saved))
+
+    @cached_property
+    def backward(self) -> Part:
+        """B: returns the gradients of the input, then of the weights."""
+        return self._part(backward(self.joint), self._later)
+
+    @cached_property
+    def input(self) -> Part:
+        """I: returns the gradients of the input, then what W takes from it."""
+        return self._part(self._halves[0], self._later)
+
+    @cached_property
+    def weight(self) -> Part:
+        """W: returns the gradients of the weights."""
+        live = self.input.slice.outputs[len(self.joint.input_grads) :]
+        roles = {x: ("live", k) for k, x in enumerate(live) if x is not None}
+        return self._part(self._halves[1], self._later | roles)
+
+    @cached_property
+    def _halves(self) -> tuple[Slice, Slice]:
+        return halves(self.joint)
+
+    def _needed(self, results: Sequence[Node]) -> list[Node]:
+        """The nodes of the forward that results need, in order, and those with other effects."""
+        forward = self.joint.forward
+        # guard: random numbers in the same order
+        others = [x for x in forward if is_random(x) or is_void(x)]
+        return self.effects.in_order(self.effects.needed([*results, *others], {*forward}))
+
+    def _part(self, part: Slice, roles: Mapping[Node, tuple[str, int]] | None = None) -> Part:
+        roles = roles or self._roles
+        function = self._make(self.joint, part)
+        return Part(part, function, [roles[x] for x in part.inputs])

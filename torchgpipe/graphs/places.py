@@ -1,0 +1,170 @@
+"""Places: where modules have their tensors, and whatever else decides what their forward computes.
+
+A graph is traced with other tensors in these places, and stands for the layers as they were then.
+So before each step all is compared with what it was, by identity where that is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+#: A container, and the key of a tensor in it.
+Place: TypeAlias = tuple[Any, Any]
+
+MISSING: Any = object()
+
+
+class UntraceableError(Exception):
+    """A stage cannot be a graph. The message says why, as the end of a sentence."""
+
+
+class Places:
+    """The tensors of some modules: parameters, buffers, and tensors in attributes.
+
+    Args:
+        modules: the modules, with all that is in them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*dict.fromkeys(x for some in modules for x in some.modules())]
+        self._found: list[Place] = []
+        for module in self._modules:
+            own = module.__dict__
+            self._found += [(own, key) for key, x in own.items() if isinstance(x, Tensor)]
+            for some in own.values():
+                if type(some) is list:
+                    # Recurrent layers have a list of their weights.
+                    self._found += [(some, k) for k, x in enumerate(some) if isinstance(x, Tensor)]
+                elif isinstance(some, dict):
+                    self._found += [(some, key) for key, x in some.items() if isinstance(x, Tensor)]
+        self.tensors = self.read()
+        #: The attributes and the submodules of each module, and what they were.
+        self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
+        self._before: list[dict[str, Any]] = [*map(dict, self._tables)]
+        self._kinds = kinds(self.tensors)
+
+    def read(self) -> list[Tensor]:
+        """The tensors that are in the places now, each once."""
+        return [*{id(x): x for x in (table[key] for table, key in self._found)}.values()]
+
+    def put(self, tensors: Sequence[Tensor]) -> Replaced:
+        """Put other tensors in the places, in the order of ``tensors``, within a ``with`` block."""
+        return Replaced(self._found, dict(zip(map(id, self.tensors), tensors)))
+
+    def restored(self) -> Restored:
+        """Restore all attributes after a ``with`` block, and see which of them have changed."""
+        tables: list[Any] = [*self._tables]
+        names = [type(x).__name__ for x in self._modules for _ in range(2)]
+        for module in self._modules:
+            for key, x in module.__dict__.items():
+                if type(x) in (list, dict, set):
+                    tables.append(x)
+                    names.append(f"{type(module).__name__}.{key}")
+        return Restored(tables, names)
+
+    def are_current(self) -> bool:
+        """Whether the modules have the same attributes, and tensors of the same kind, as before."""
+        try:
+            # Dicts compare what they hold by identity first.
+            return self._tables == self._before and kinds(self.read()) == self._kinds
+        except Exception:
+            # Objects that cannot be compared, as arrays, or that are not there any more.
+            return False
+
+
+class Replaced:
+    """Other tensors in some places, within a ``with`` block.
+
+    Args:
+        places: the places.
+        others: the other tensors, by the identities of those that are there.
+    """
+
+    def __init__(self, places: Sequence[Place], others: dict[int, Tensor]) -> None:
+        self._places = [(table, key, table[key]) for table, key in places]
+        self._others = others
+        #: Whether somebody has put something else there within the block.
+        self.moved = False
+
+    def __enter__(self) -> Replaced:
+        for table, key, tensor in self._places:
+            table[key] = self._others[id(tensor)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for table, key, tensor in self._places:
+            self.moved |= _at(table, key) is not self._others[id(tensor)]
+            table[key] = tensor
+
+
+class Restored:
+    """Containers, whose contents are put back after a ``with`` block.
+
+    Args:
+        tables: dicts, lists and sets.
+        names: how an error calls each.
+    """
+
+    def __init__(self, tables: Sequence[Any], names: Sequence[str]) -> None:
+        self._tables, self._names = tables, names
+        self._before = [x.copy() for x in tables]
+        #: The container whose contents have changed, if any have.
+        self.changed: str | None = None
+
+    def __enter__(self) -> Restored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for table, before, name in zip(self._tables, self._before, self._names):
+            keys = _different(table, before)
+            if keys:
+                self.changed = f"{name}{keys}"
+                # Fake tensors may be in it.
+                table.clear()
+                (table.extend if isinstance(table, list) else table.update)(before)
+
+
+def _different(now: Any, before: Any) -> str:
+    """A description of what is in one of two containers alone, by identity."""
+    if isinstance(now, dict):
+        keys = [x for x in {**before, **now} if now.get(x, MISSING) is not before.get(x, MISSING)]
+        return f".{keys[0]}" if keys else ""
+    return "" if [*map(id, now)] == [*map(id, before)] else " "
+
+
+def _at(table: Any, key: Any) -> Any:
+    try:
+        return table[key]
+    except LookupError:
+        return None
+
+
+def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """All of some tensors that a graph depends on."""
+    return tuple(
+        [(x.shape, x.stride(), x.dtype, x.requires_grad, x.device, type(x)) for x in tensors]
+    )
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody's hooks run around the forward of a module."""
+    return any(x._forward_hooks or x._forward_pre_hooks for some in modules for x in some.modules())
+
+
+def verify_plain(tensors: Iterable[Tensor]) -> None:
+    """Check that all tensors are ordinary ones.
+
+    Raises:
+        UntraceableError: a tensor is of another class, or has no strides.
+    """
+    for x in tensors:
+        if type(x) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise UntraceableError(f"it has a tensor of a class of its own ({type(x).__name__})")
+        if x.layout != torch.strided or x.is_nested:
+            raise UntraceableError("it has a sparse, nested or quantised tensor")

@@ -1,0 +1,256 @@
+"""Tracing: the forward of a stage, and its backward by autograd, become a joint graph.
+
+The layers run once with fake tensors, which have shapes and no data, while
+:func:`~torch.fx.experimental.proxy_tensor.make_fx` notes each operator that PyTorch comes to.
+Autograd's own formulas are noted with them, and so is the backward of custom functions. Parameters
+and buffers become arguments. What the layers do in Python, and to other objects than tensors, is
+not noted, so a stage that does such things is not made a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchgpipe.ambient.autocast import own_casts, without_autocast
+from torchgpipe.graphs.effects import Effects, is_random
+from torchgpipe.graphs.joint import Joint, tensors_of
+from torchgpipe.graphs.places import Places, UntraceableError, verify_plain
+from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.structure import Structure
+
+__all__: list[str] = []
+
+
+@dataclass
+class Form:
+    """The output of a stage without its tensors.
+
+    Args:
+        parts: for each part, the places of its tensors among the outputs.
+        structures: for each part, its structure.
+        shared: the parts with a tensor that shares memory with another one.
+        needs_grad: for each output, whether a gradient of it is wanted.
+        rest: the places, and the structure, of what is behind the parts: the output of the layers
+            in front of the loss, and the weight of the loss.
+    """
+
+    parts: dict[Any, tuple[int, ...]]
+    structures: dict[Any, Structure]
+    shared: frozenset[Any]
+    needs_grad: list[bool]
+    rest: tuple[tuple[int, ...], Structure]
+
+    def __post_init__(self) -> None:
+        places, structure = self.rest
+        #: What is behind the parts, where no tensor is among it.
+        self.fixed = None if places else structure.unflatten(())
+
+
+#: Runs the layers on a micro-batch with further arguments of the loss; returns the output, and the
+#: tensors behind it with their structure.
+Run = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], Structure]]]
+
+
+def trace(
+    places: Places,
+    run: Run,
+    batch: Batch,
+    more: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    recorded: bool,
+    roots: Sequence[bool] | None = None,
+) -> tuple[Joint, Form]:
+    """Trace a stage.
+
+    Args:
+        places: where the layers have their tensors.
+        run: runs the layers.
+        batch: a micro-batch.
+        more: the tensors among the further arguments of the loss.
+        weights: the tensors of the layers whose gradients are wanted.
+        recorded: whether there is a backward.
+        roots: for each output, whether its gradient is given; by default if it is wanted.
+
+    Raises:
+        UntraceableError: the stage cannot be a graph.
+    """
+    if roots is None:
+        verify_plain([*places.tensors, *batch, *more])
+    own = {id(x): k for k, x in enumerate(places.tensors)}
+    missing = [x for x in weights if id(x) not in own]
+    if missing:
+        raise UntraceableError(f"it uses a weight of elsewhere (shape: {tuple(missing[0].shape)})")
+    chosen = [own[id(x)] for x in weights]
+    forms: list[Form] = []
+    counts: list[int] = []
+
+    def joint(state: list[Tensor], inputs: list[Tensor], more: list[Tensor]) -> list[Tensor | None]:
+        with places.put(state) as replaced:
+            output, (rest, structure) = run(batch.replace(_entered(inputs)), more)
+            form, tensors = _formed(output, rest, structure)
+            forms.append(form)
+            results = [x.detach() for x in tensors]
+            if roots is not None:
+                form.needs_grad[:] = roots
+            ends = [x for x, needed in zip(tensors, form.needs_grad) if needed and recorded]
+            # Arguments will stand in their places. Nobody knows their shapes before.
+            tangents = [torch.empty_like(x) for x in ends]
+            wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
+            # Within the block, since checkpoints of PyTorch run layers again in backward.
+            found = dict(zip(map(id, wanted), _grad(ends, wanted, tangents)))
+        if replaced.moved:
+            raise UntraceableError("it replaces a buffer in its forward")
+        of_inputs = [found.get(id(x)) for x in inputs]
+        of_weights = [found.get(id(state[k])) for k in chosen]
+        counts.extend([len(results), len(tangents), len(of_inputs), len(of_weights)])
+        return [*results, *tangents, *of_inputs, *of_weights]
+
+    arguments = [
+        [x.detach().requires_grad_(x.requires_grad) for x in some]
+        for some in (places.tensors, batch, more)
+    ]
+    # Casts of fake weights must not be found later.
+    with torch.set_grad_enabled(recorded), own_casts(), places.restored() as restored:
+        try:
+            module = make_fx(joint, tracing_mode="fake")(*arguments)
+        except UntraceableError:
+            raise
+        except Exception as error:
+            raise UntraceableError(_reason(error)) from error
+    if restored.changed:
+        raise UntraceableError(f"its forward changes attributes ({restored.changed.strip()})")
+    made = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
+    _verify(made)
+    return made, forms[0]
+
+
+class Enter(torch.autograd.Function):
+    """Make tensors something else than leaves, which layers may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # No gradient is another thing than zeros.
+        ctx.set_materialize_grads(False)
+        return tuple([x.detach() for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def _entered(inputs: Sequence[Tensor]) -> list[Tensor]:
+    needing = [x for x in inputs if x.requires_grad]
+    found = iter(Enter.apply(*needing) if needing and torch.is_grad_enabled() else needing)
+    return [next(found) if x.requires_grad else x for x in inputs]
+
+
+def _formed(
+    output: Batch, rest: Sequence[Tensor], structure: Structure
+) -> tuple[Form, list[Tensor]]:
+    distinct = {id(x): x for x in [*output, *rest]}
+    place = {x: k for k, x in enumerate(distinct)}
+    given = {id(x) for x in output}
+    form = Form(
+        {key: tuple([place[id(x)] for x in part]) for key, part in output.parts.items()},
+        dict(output.structures),
+        output.shared,
+        [key in given and x.requires_grad for key, x in distinct.items()],
+        (tuple([place[id(x)] for x in rest]), structure),
+    )
+    return form, [*distinct.values()]
+
+
+def _grad(
+    roots: Sequence[Tensor], wanted: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    if not roots or not wanted:
+        return [None] * len(wanted)
+    # In this thread, where operators are noted.
+    with torch.autograd.set_multithreading_enabled(False), without_autocast():
+        return torch.autograd.grad(roots, wanted, tangents, allow_unused=True)
+
+
+def _with_roles(
+    module: GraphModule, given: Sequence[int], counts: Sequence[int], form: Form
+) -> Joint:
+    """Tell the roles of the nodes, and make the gradients of outputs arguments."""
+    graph = module.graph
+    nodes = [*graph.nodes]
+    placeholders = iter([x for x in nodes if x.op == "placeholder"])
+    state, inputs, more = ([next(placeholders) for _ in range(count)] for count in given)
+    (returned,) = nodes[-1].args
+    assert isinstance(returned, list | tuple)
+    results = iter(returned)
+    outputs, made, of_inputs, of_weights = (
+        [next(results) for _ in range(count)] for count in counts
+    )
+    tangents: list[Any] = []
+    backward: set[Node] = set()
+    if made:
+        first = nodes.index(made[0])
+        backward = {*nodes[first:-1]} - {*made}
+        last = [*state, *inputs, *more][-1]
+        for node in made:
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"grad_of_{node.name}")
+            last.meta = dict(node.meta)
+            tangents.append(last)
+            node.replace_all_uses_with(last)
+    # A stage may hand a gradient on as it is.
+    instead = dict(zip(made, tangents))
+    of_inputs = [instead.get(x, x) for x in of_inputs]
+    of_weights = [instead.get(x, x) for x in of_weights]
+    rest = iter(tangents)
+    joint = Joint(
+        *(module, state, inputs, more, outputs),
+        [next(rest) if tangents and needed else None for needed in form.needs_grad],
+        *(of_inputs, of_weights, backward),
+    )
+    graph.erase_node(nodes[-1])
+    graph.output(joint.results)
+    for node in made:
+        graph.erase_node(node)
+    return joint
+
+
+def _verify(joint: Joint) -> None:
+    """Check that the backward may run later than the forward, and in parts.
+
+    Raises:
+        UntraceableError: it draws random numbers, or its memory changes in between.
+    """
+    if any(is_random(x) for x in joint.backward):
+        raise UntraceableError("it draws random numbers in its backward")
+    effects = Effects(joint.module.graph.nodes)
+    shapes = [size for node in effects.position for x in tensors_of(node) for size in x.shape]
+    if not all(type(x) is int for x in shapes):
+        raise UntraceableError("shapes of its values depend on their contents")
+    for node in joint.backward:
+        for x in node.all_input_nodes:
+            if x not in joint.backward:
+                _verify_lasting(joint, effects, node, x)
+
+
+def _verify_lasting(joint: Joint, effects: Effects, node: Node, saved: Node) -> None:
+    """Check that nobody changes what a node of the backward takes from the forward."""
+    if effects.written.get(node, frozenset()) & effects.memory[saved]:
+        raise UntraceableError("its backward changes what its forward has made")
+    for x in effects.memory[saved] & effects.reads(node):
+        for writer in effects.writers.get(x, ()):
+            # The next micro-batch changes a buffer again.
+            late = effects.position[writer] > effects.position[saved]
+            if late or any(x in effects.memory[own] for own in joint.state):
+                raise UntraceableError("it changes in place what its backward needs")
+
+
+def _reason(error: Exception) -> str:
+    lines = [x.strip() for x in str(error).splitlines() if x.strip()]
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
