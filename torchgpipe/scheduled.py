@@ -20,6 +20,7 @@ from torchgpipe.executor.plan import Choice, Plan, plan
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
+from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.values import microbatch
@@ -245,7 +246,8 @@ class ScheduledLoss(nn.Module):
                 modules[-1].append(self.loss)
             cells = None
             if self.stages == "graph":
-                cells = GraphCells([StageGraphs(j, x) for j, x in enumerate(modules)])
+                overlaps = Overlaps()
+                cells = GraphCells([StageGraphs(j, x, overlaps) for j, x in enumerate(modules)])
             crew = self.__dict__["_crew"] = Crew(model._stages, cells)
         found: Crew = crew
         return found

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.trace import trace
+from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import flatten
 
@@ -97,3 +99,38 @@ STEPS = (
     lambda own, x, y, k: torch.softmax(x, 1) * own.biases[k % 2],
     lambda own, x, y, k: nn.functional.gelu(x) - y.mean(0, keepdim=True),
 )
+
+
+@torch.library.custom_op("torchgpipe_tests::exchange", mutates_args=())
+def exchange(x: torch.Tensor, cost: float, back: float) -> torch.Tensor:
+    """Stand for a collective: it takes its time, and nothing of the device's arithmetic."""
+    _spend(x, cost, "exchange")
+    return x.clone()
+
+
+@exchange.register_fake
+def _(x, cost, back):
+    return torch.empty_like(x)
+
+
+def _keep(ctx, inputs, output):
+    _, ctx.cost, ctx.back = inputs
+
+
+def _exchange_back(ctx, grad):
+    return exchange(grad, ctx.back, ctx.cost), None, None
+
+
+exchange.register_autograd(_exchange_back, setup_context=_keep)
+communicates(torch.ops.torchgpipe_tests.exchange)
+
+
+class Exchange(nn.Module):
+    """A layer that communicates in forward, and in backward."""
+
+    def __init__(self, cost=0.0, back=0.0):
+        super().__init__()
+        self.costs = cost, back
+
+    def forward(self, x):
+        return exchange(x, *self.costs)

@@ -13,6 +13,14 @@ TESTS = {
         "buffers": ("behaviour.test_graph_stages", "buffers_that_are_read_and_changed", {}),
         "autocast": ("behaviour.test_graph_stages", "layers_that_leave_autocast", {}),
         "numbers": ("behaviour.test_graph_stages", "bits", {"name": "1f1b", "case": "dropout"}),
+        "overlaps": ("virtual.test_graph_overlaps", "host_that_stumbles", {}),
+        "pairs": ("virtual.test_graph_overlaps", "pairs_of_forwards_and_of_backwards", {}),
+        "time": ("virtual.test_graph_overlaps", "forward_beside_backward", {}),
+        "numbers side by side": (
+            "virtual.test_graph_overlaps",
+            "random_numbers",
+            {"kind": "pairs"},
+        ),
     }.items()
 }
 
@@ -23,5 +31,11 @@ MUTANTS = {
     "random numbers in the same order": (("is_random(x) or ", ""), "graph order"),
     "buffers of before the first run of a graph": ((".clone()", ""), "graph buffers"),
     "autocast around a graph": (("without_autocast()", "nullcontext()"), "graph autocast"),
+    "arithmetic takes turns": (DROP, "graph time"),
+    "communication after what it sends": (DROP, "graph overlaps"),
+    "recording what is communicated": (DROP, "graph overlaps"),
+    "waiting for communication": (DROP, "graph overlaps"),
+    "recording the result of communication": (DROP, "graph overlaps"),
+    "random numbers of an overlap": ((" or work.is_random", ""), "graph numbers side by side"),
     "random numbers of a graph": (("numbers.restored()", "nullcontext()"), "graph numbers"),
 }

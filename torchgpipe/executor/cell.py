@@ -30,6 +30,7 @@ from torchgpipe.autograd.phony import get_phony
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.criterion import Criterion
+from torchgpipe.executor.lanes import Lanes
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import Batch
@@ -39,6 +40,34 @@ __all__: list[str] = []
 Run = Callable[..., Batch]
 #: For each part of a micro-batch, the gradients of its tensors, each tensor once.
 Gradients = Mapping[Any, Sequence[Tensor | None]]
+
+
+class Work:
+    """The arithmetic of an instruction, of which a worker may do two at once.
+
+    Where a method of a cell returns this, :attr:`finish` takes what it computes, and returns what
+    the method promises.
+    """
+
+    finish: Callable[[Any], Any]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return True
+
+    def run(self) -> Any:
+        """Compute it."""
+        raise NotImplementedError
+
+    def beside(self, other: Work, lanes: Lanes) -> tuple[Any, Any] | None:
+        """Compute it and another one, interleaved; None if there is nothing to be gained.
+
+        Args:
+            other: the other one.
+            lanes: the streams of both.
+        """
+        raise NotImplementedError
 
 
 class Cell:
@@ -76,7 +105,7 @@ class Cell:
         *,
         again: bool,
         within: AbstractContextManager[None],
-    ) -> Batch:
+    ) -> Batch | Work:
         """Run the layers (F). ``batch`` lets go of its tensors, which are freed at their last use.
 
         Args:
@@ -145,7 +174,7 @@ class Cell:
 
     def backward(
         self, grads: Gradients
-    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]] | Work:
         """Compute the gradients of input and weights (B), and let go of the graph.
 
         Args:
@@ -160,7 +189,7 @@ class Cell:
         found = backward(roots, given, [*edges, *self.weights])
         return _by_part(inputs, found), self.weights, found[len(edges) :]
 
-    def backward_input(self, grads: Gradients) -> Gradients:
+    def backward_input(self, grads: Gradients) -> Gradients | Work:
         """Compute the gradients of the input (I), and let go of what W does not need."""
         roots, given = self._roots(grads)
         inputs, self._inputs = self._inputs, {}
@@ -168,7 +197,7 @@ class Cell:
         self._halves = Halves(roots, given, edges, self.weights, _forget)
         return _by_part(inputs, self._halves.input())
 
-    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]] | Work:
         """Compute the gradients of the weights (W), and let go of the graph."""
         halves, self._halves = self._halves, None
         assert halves is not None

@@ -22,11 +22,11 @@ Parallelism (arXiv 2401.10241) for I and W.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from torchgpipe.devices.streams import AbstractStream, use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task, Workers
-from torchgpipe.executor.cell import Cell, Cells, Gradients
+from torchgpipe.executor.cell import Cell, Cells, Gradients, Work
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent, Streams
@@ -51,6 +51,10 @@ from torchgpipe.skip.tracker import not_stashed
 from torchgpipe.values.microbatch import VALUE, Batch, Part
 
 __all__: list[str] = []
+
+
+#: Receives, computes, and delivers. Where it yields some work, it wants the result.
+Computation: TypeAlias = Generator[Work | None, Any, None]
 
 
 class Crew:
@@ -203,9 +207,7 @@ class Executor:
             if stream != main:
                 # guard: start of an overlap
                 wait_stream(stream, main)
-        for op, run, stream in zip(ops, runs, streams):
-            with use_stream(stream), noted(self.where(w, op)):
-                next(run, None)
+        self._compute(w, ops, runs, streams)
         for stream in streams:
             if stream != main:
                 # guard: end of an overlap
@@ -214,11 +216,47 @@ class Executor:
             with use_stream(main):
                 next(run, None)
 
-    def _forward(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+    def _compute(
+        self,
+        w: int,
+        ops: Sequence[Op],
+        runs: Sequence[Computation],
+        streams: Sequence[AbstractStream],
+    ) -> None:
+        """Have the computations of an instruction compute, interleaved if they can be."""
+        waiting: dict[int, Work] = {}
+
+        def go_on(k: int, function: Callable[[], Any]) -> Any:
+            with use_stream(streams[k]), noted(self.where(w, ops[k])):
+                return function()
+
+        for k, run in enumerate(runs):
+            work = go_on(k, partial(next, run, None))
+            if work is None:
+                continue
+            # The other one would draw from a generator that was set for this one.
+            # guard: random numbers of an overlap
+            if len(ops) == 1 or work.is_random:
+                result = go_on(k, work.run)
+                go_on(k, partial(_hand_on, run, result))
+            else:
+                waiting[k] = work
+        found: Sequence[Any] | None = None
+        if len(waiting) == 2:
+            lanes = self.links.lanes(w, (streams[0], streams[1]))
+            found = go_on(0, partial(waiting[0].beside, waiting[1], lanes))
+        results = dict(zip(waiting, found)) if found is not None else {}
+        # In reverse, so that the blocks that both have entered are left in order.
+        for k in reversed(waiting):
+            if found is None:
+                results[k] = go_on(k, waiting[k].run)
+            go_on(k, partial(_hand_on, runs[k], results.pop(k)))
+
+    def _forward(self, w: int, op: Op, stream: AbstractStream) -> Computation:
         j, _, i = op
         batch = self._received(j, i)
         self.links.lend(batch, w, stream)
-        yield
+        yield None
         body = self.step.bodies[j]
         run: Callable[..., Batch] = body.run
         if body.visited:
@@ -227,12 +265,14 @@ class Executor:
         cell = self.crew.cells.new(self.step, i, j, stream, self.weights[j])
         within = noted(self.where(w, op))
         with self.crew.draws.of(i, j):
-            output = cell.forward(
-                batch,
-                run,
-                self.criterion if last else None,
-                again=(j, i) in self.plan.again,
-                within=within,
+            output = yield from _done(
+                cell.forward(
+                    batch,
+                    run,
+                    self.criterion if last else None,
+                    again=(j, i) in self.plan.again,
+                    within=within,
+                )
             )
         del batch
         if self.recording:
@@ -243,7 +283,7 @@ class Executor:
             if strays:
                 self.met(j, strays)
                 cell.weights += strays
-        yield
+        yield None
         self.links.give_back(output, w, stream)
         if not last:
             self._send(j, i, output)
@@ -295,48 +335,50 @@ class Executor:
         self.skips[i].update({key: (part, events[key]) for key, part in skips.items()})
         self.values[j + 1, i] = value, events.get(VALUE)
 
-    def _recompute(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+    def _recompute(self, w: int, op: Op, stream: AbstractStream) -> Computation:
         cell = self.cells[op.stage, op.microbatch]
-        yield
+        yield None
         with self.crew.draws.again(op.stage):
             cell.recompute()
 
-    def _backward(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+    def _backward(self, w: int, op: Op, stream: AbstractStream) -> Computation:
         cell = self.cells.pop((op.stage, op.microbatch))
         grads = self._incoming(w, op, stream)
-        yield
+        yield None
         # guard: autocast in backward
         with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            inputs, weights, found = cell.backward(grads)
+            inputs, weights, found = yield from _done(cell.backward(grads))
             self.sums[w].add(weights, found)
         del cell, grads, weights, found
-        yield
+        yield None
         self._outgoing(w, op, inputs, stream)
 
-    def _input(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+    def _input(self, w: int, op: Op, stream: AbstractStream) -> Computation:
         grads = self._incoming(w, op, stream)
-        yield
+        yield None
         # guard: autocast in backward
         with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            inputs = self.cells[op.stage, op.microbatch].backward_input(grads)
+            cell = self.cells[op.stage, op.microbatch]
+            inputs = yield from _done(cell.backward_input(grads))
         del grads
-        yield
+        yield None
         self._outgoing(w, op, inputs, stream)
 
-    def _weight(self, w: int, op: Op, stream: AbstractStream) -> Iterator[None]:
+    def _weight(self, w: int, op: Op, stream: AbstractStream) -> Computation:
         cell = self.cells.pop((op.stage, op.microbatch))
-        yield
+        yield None
         # guard: autocast in backward
         with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            self.sums[w].add(*cell.backward_weight())
+            self.sums[w].add(*(yield from _done(cell.backward_weight())))
 
     def _incoming(self, w: int, op: Op, stream: AbstractStream) -> Gradients:
         """The gradients of a cell's output."""
         j, _, i = op
+        found: dict[Any, Sequence[Tensor | None]] = {}
         if j + 1 == len(self.stages.partitions):
-            return {VALUE: [self.criterion.grad(i)]}
-        arrived = self.grads.pop((j, i), {})
-        found = {key: self.links.receive(sent, j) for key, sent in arrived.items()}
+            found[VALUE] = [self.criterion.grad(i)]
+        for key, sent in self.grads.pop((j, i), {}).items():
+            found[key] = self.links.receive(sent, j)
         for grads in found.values():
             self.links.lend(grads, w, stream)
         return found
@@ -357,3 +399,15 @@ class Executor:
                 arriving[key] = self.links.send(found, j, source)
 
     _kinds: ClassVar = {"F": _forward, "R": _recompute, "B": _backward, "I": _input, "W": _weight}
+
+
+def _done(found: Any) -> Generator[Work | None, Any, Any]:
+    """The result of a method of a cell, once its work is done."""
+    if not isinstance(found, Work):
+        return found
+    return found.finish((yield found))
+
+
+def _hand_on(computation: Computation, result: Any) -> None:
+    with suppress(StopIteration):
+        computation.send(result)

@@ -35,6 +35,7 @@ from torchgpipe.devices.streams import (
     wait_for,
     wait_stream,
 )
+from torchgpipe.executor.lanes import Lanes
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.values.structure import NoChunk
@@ -121,6 +122,13 @@ class Links:
                 for j, worker in enumerate(placement):
                     if worker == w and groups[j] in others:
                         self.home[j] = beside[w]
+        #: For each worker with overlaps, the stream of communication within them.
+        self._beside: dict[int, AbstractStream] = {}
+        for w, line in enumerate(plan.schedule.program):
+            if any(isinstance(x, Overlap) for x in line):
+                device = devices[w]
+                self._beside[w] = pools[device][taken[device] % len(pools[device])]
+                taken[device] += 1
         own = dict(taken)
         for way in ways:
             pair = []
@@ -140,6 +148,10 @@ class Links:
         pairs = dict.fromkeys([*((j, j + 1) for j in range(n - 1)), *plan.schedule.skips])
         found = [(j, k) for j, k in pairs if self._placement[j] != self._placement[k]]
         return [*found, *((k, j) for j, k in found)]
+
+    def lanes(self, w: int, streams: tuple[AbstractStream, AbstractStream]) -> Lanes:
+        """The streams of an overlap of a worker."""
+        return Lanes(streams, self._beside[w])
 
     def send(self, tensors: Sequence[Tensor | None], source: int, target: int) -> Sent:
         """Send tensors from one stage to another; the compute stream of the source is current."""

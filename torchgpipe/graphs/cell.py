@@ -6,8 +6,9 @@ hands to the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
-from torchgpipe.executor.cell import Cell, Cells, Gradients, Run
+from torchgpipe.executor.cell import Cell, Cells, Gradients, Run, Work
 from torchgpipe.executor.criterion import Criterion
+from torchgpipe.executor.lanes import Lanes
 from torchgpipe.graphs.parts import Part, Parts
 from torchgpipe.graphs.stage import StageGraphs, Traced
 from torchgpipe.values.microbatch import Batch
@@ -35,14 +37,14 @@ class GraphCell(Cell):
         *args: the arguments of :class:`~torchgpipe.executor.cell.Cell`.
     """
 
-    __slots__ = ("_again", "_given", "_graphs", "_parts", "_places", "_traced")
+    __slots__ = ("_again", "_given", "_graphs", "_late", "_places", "_traced")
 
     def __init__(self, graphs: StageGraphs, *args: Any) -> None:
         super().__init__(*args)
         self._graphs = graphs
         self._traced: Traced | None = None
-        #: The parts of the backward.
-        self._parts: Parts | None = None
+        #: W, and its arguments.
+        self._late: tuple[Part, list[Any]] | None = None
         #: What the next part is given, by roles.
         self._given: dict[str, Sequence[Any]] = {}
         #: For each part of the input, the places of its tensors, each tensor once.
@@ -58,14 +60,14 @@ class GraphCell(Cell):
         *,
         again: bool,
         within: AbstractContextManager[None],
-    ) -> Batch:
+    ) -> Batch | Work:
         graphs, recorded = self._graphs, torch.is_grad_enabled()
         body = self.step.bodies[self.j]
         traced, more = graphs.find(body, batch, criterion, self.i, self.weights, again)
         self._traced = traced
         if traced is None:
             return super().forward(batch, run, criterion, again=again, within=within)
-        parts, form = traced.parts, traced.form
+        parts = traced.parts
         given = {"state": graphs.state, "input": [*batch], "more": more}
         if recorded:
             self._places = _places(batch)
@@ -77,11 +79,15 @@ class GraphCell(Cell):
         # From here on the list alone has the input, if it is not needed again.
         batch.take()
         given.clear()
-        found = self._run(part, values)
+        return GraphWork(graphs, part, values, partial(self._forwarded, traced, criterion))
+
+    def _forwarded(
+        self, traced: Traced, criterion: Criterion | None, found: Sequence[Any]
+    ) -> Batch:
         if self._again is not None and self._again[0] is not None:
             self._again[0].settle()
-        count = len(form.needs_grad)
-        if recorded and not again:
+        count = len(traced.form.needs_grad)
+        if len(found) > count or not self._given:
             self._given = {"saved": found[count:]}
         return self._output(found[:count], traced, criterion)
 
@@ -94,12 +100,6 @@ class GraphCell(Cell):
                 # guard: buffers of before the first run of a graph
                 state[k] = state[k].clone()
         return numbers, state
-
-    def _run(self, part: Part, values: list[Any]) -> Sequence[Any]:
-        # The graph has the casts of autocast in it.
-        # guard: autocast around a graph
-        with torch.no_grad(), without_autocast() if self._graphs.casts else nullcontext():
-            return part.function(values)
 
     def _output(
         self, tensors: Sequence[Tensor], traced: Traced, criterion: Criterion | None
@@ -134,50 +134,63 @@ class GraphCell(Cell):
         values = part.arguments({**self._given, "state": state})
         self._given = {}
         del state
+        work = GraphWork(self._graphs, part, values, self._recomputed)
         if numbers is None:
-            found = self._run(part, values)
-        else:
-            made: list[Sequence[Any]] = []
+            work.finish(work.run())
+            return
 
-            def again() -> None:
-                # guard: random numbers of a graph
-                with numbers.restored():
-                    made.append(self._run(part, values))
+        def again() -> None:
+            # guard: random numbers of a graph
+            with numbers.restored():
+                work.finish(work.run())
 
-            holding(numbers.locks, again)
-            (found,) = made
+        holding(numbers.locks, again)
+
+    def _recomputed(self, found: Sequence[Any]) -> None:
         self._given = {"saved": found}
 
     def backward(
         self, grads: Gradients
-    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]] | Work:
         parts = self._begin_backward(grads)
         if parts is None:
             return super().backward(grads)
-        found = self._next(parts.backward)
-        self._given = {}
         count = len(parts.joint.input_grads)
-        return self._by_part(found), self.weights, found[count:]
 
-    def backward_input(self, grads: Gradients) -> Gradients:
+        def finish(found: Sequence[Any]) -> Any:
+            return self._by_part(found), self.weights, found[count:]
+
+        return GraphWork(self._graphs, parts.backward, self._taken(parts.backward), finish)
+
+    def backward_input(self, grads: Gradients) -> Gradients | Work:
         parts = self._begin_backward(grads)
         if parts is None:
             return super().backward_input(grads)
-        before = self._given
-        found = self._next(parts.input)
-        live = found[len(parts.joint.input_grads) :]
-        rest = parts.weight.arguments({**before, "state": self._graphs.state, "live": live})
-        self._given = {"late": rest}
-        self._parts = parts
-        return self._by_part(found)
+        late, given = parts.weight, self._given
+        # What only the input needs must be free once it was used.
+        rest = [None if role == "live" else given[role][k] for role, k in late.sources]
+        count = len(parts.joint.input_grads)
 
-    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        def finish(found: Sequence[Any]) -> Gradients:
+            for place, (role, k) in enumerate(late.sources):
+                if role == "live":
+                    rest[place] = found[count + k]
+            self._late = late, rest
+            return self._by_part(found)
+
+        return GraphWork(self._graphs, parts.input, self._taken(parts.input), finish)
+
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]] | Work:
         if self._traced is None:
             return super().backward_weight()
-        parts, self._parts = self._parts, None
-        assert parts is not None
-        values: Any = self._given.pop("late")
-        return self.weights, self._run(parts.weight, values)
+        assert self._late is not None
+        (part, values), self._late = self._late, None
+        return GraphWork(self._graphs, part, values, lambda found: (self.weights, found))
+
+    def _taken(self, part: Part) -> list[Any]:
+        """The arguments of a part, which the list alone has from here on."""
+        given, self._given = self._given, {}
+        return part.arguments(given)
 
     def _begin_backward(self, grads: Gradients) -> Parts | None:
         """The parts for these gradients, which the next part is given; None for an eager cell."""
@@ -190,15 +203,56 @@ class GraphCell(Cell):
                 known = tangents[k]
                 tangents[k] = grad if known is None or grad is None else known + grad
         parts, saved = traced.with_grads(tangents)
-        self._given["saved"] = [self._given["saved"][k] for k in saved]
-        self._given["tangent"] = [*map(_as_traced, tangents, parts.joint.tangents)]
+        given = self._given["saved"]
+        self._given = {
+            "state": self._graphs.state,
+            "saved": [given[k] for k in saved],
+            "tangent": [*map(_as_traced, tangents, parts.joint.tangents)],
+        }
         return parts
-
-    def _next(self, part: Part) -> Sequence[Any]:
-        return self._run(part, part.arguments({**self._given, "state": self._graphs.state}))
 
     def _by_part(self, grads: Sequence[Tensor | None]) -> Gradients:
         return {key: [grads[k] for k in places] for key, places in self._places.items()}
+
+
+class GraphWork(Work):
+    """A part of a graph with its arguments.
+
+    Args:
+        graphs: the graphs of the stage.
+        part: the part.
+        values: its arguments.
+        finish: takes what the part returns; returns what the cell's method returns.
+    """
+
+    def __init__(
+        self,
+        graphs: StageGraphs,
+        part: Part,
+        values: list[Any],
+        finish: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        self.graphs, self.part, self.values, self.finish = graphs, part, values, finish
+
+    @property
+    def is_random(self) -> bool:
+        return self.part.is_random
+
+    def run(self) -> Sequence[Any]:
+        # The graph has the casts of autocast in it.
+        # guard: autocast around a graph
+        with torch.no_grad(), without_autocast() if self.graphs.casts else nullcontext():
+            return self.part.function(self.values)
+
+    def beside(self, other: Work, lanes: Lanes) -> tuple[Any, Any] | None:
+        if not isinstance(other, GraphWork):
+            return None
+        function = self.graphs.overlaps.get(self.part, other.part)
+        if function is None:
+            return None
+        casts = self.graphs.casts or other.graphs.casts
+        with torch.no_grad(), without_autocast() if casts else nullcontext():
+            return function(self.values, other.values, lanes)
 
 
 class GraphCells(Cells):

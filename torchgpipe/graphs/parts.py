@@ -42,11 +42,15 @@ class Part(NamedTuple):
         slice: the nodes.
         function: the function.
         sources: for each argument its role, and its place among those of that role.
+        joint: the graph that the nodes are from.
+        is_random: whether it draws random numbers.
     """
 
     slice: Slice
     function: Function
     sources: list[tuple[str, int]]
+    joint: Joint
+    is_random: bool
 
     def arguments(self, given: Given) -> list[Any]:
         """The list of arguments, which the function empties."""
@@ -137,4 +141,5 @@ class Parts:
     def _part(self, part: Slice, roles: Mapping[Node, tuple[str, int]] | None = None) -> Part:
         roles = roles or self._roles
         function = self._make(self.joint, part)
-        return Part(part, function, [roles[x] for x in part.inputs])
+        sources = [roles[x] for x in part.inputs]
+        return Part(part, function, sources, self.joint, any(map(is_random, part.nodes)))

@@ -18,6 +18,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.streams import device_types
 from torchgpipe.engine.body import Body
 from torchgpipe.executor.criterion import Criterion
+from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.places import Places, UntraceableError, has_hooks, kinds
 from torchgpipe.graphs.slices import function_of
@@ -103,11 +104,18 @@ class StageGraphs:
     Args:
         j: the stage.
         modules: the layers, and the loss if it is a module.
+        overlaps: interleaved functions of parts of this stage and others.
         make: makes a function of a part of a graph.
     """
 
-    def __init__(self, j: int, modules: Sequence[nn.Module], make: Maker = function_of) -> None:
-        self.j, self._modules, self._make = j, modules, make
+    def __init__(
+        self,
+        j: int,
+        modules: Sequence[nn.Module],
+        overlaps: Overlaps,
+        make: Maker = function_of,
+    ) -> None:
+        self.j, self._modules, self.overlaps, self._make = j, modules, overlaps, make
         self._states: list[State] = []
         #: Why cells of this stage are eager ones, each reason once.
         self.reasons: list[str] = []

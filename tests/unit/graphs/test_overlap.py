@@ -1,0 +1,106 @@
+"""Two parts in one function compute what each computes alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support.graphs import Exchange, Program, Stage
+from tests.support.size import some
+from torchgpipe.devices.streams import current_stream
+from torchgpipe.executor.lanes import Lanes
+from torchgpipe.graphs.overlap import Overlaps, cut, even, is_communication, overlapped, pieces_of
+
+CPU = current_stream(torch.device("cpu"))
+
+
+def stage_of(seed, exchanges):
+    torch.manual_seed(seed)
+    layers = [Program(seed, 4)]
+    for k in range(exchanges):
+        layers += [Exchange(), Program(seed + k, 3)]
+    return Stage(nn.Sequential(*layers), torch.randn(3, 4, requires_grad=True))
+
+
+def given_to(stage, part):
+    """The arguments of a part, in a list of their own."""
+    outputs, saved = stage.forward()
+    torch.manual_seed(0)
+    known = {"state": stage.places.read(), "input": [stage.x], "more": [], "saved": saved}
+    return part.arguments(known | {"tangent": [torch.rand_like(x) for x in outputs]})
+
+
+def same(found, expected):
+    for x, y in zip(found, expected):
+        if y is None:
+            assert x is None
+        else:
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@settings(max_examples=some(200, 8), deadline=None)
+@given(*[st.integers(0, 10**6)] * 2, *[st.integers(0, 3)] * 2, *[st.booleans()] * 2)
+def test_random_programs(seed, other, m, n, backward, again):
+    one, two = stage_of(seed, m), stage_of(other, n)
+    parts = one.parts.backward if backward else one.parts.forward, two.parts.backward
+    if again:
+        # Two micro-batches of one stage.
+        two, parts = one, (parts[0], parts[0])
+        two = SimpleNamespace(forward=one.forward, places=one.places, x=one.x.detach() + 1)
+        two.x.requires_grad_()
+    arguments = [given_to(x, part) for x, part in zip((one, two), parts)]
+    if again and not backward:
+        arguments[1] = [x + 1 if x is one.x else x for x in arguments[1]]
+    with torch.no_grad():
+        expected = [part.function([*x]) for part, x in zip(parts, arguments)]
+        found = overlapped(*parts)(*arguments, Lanes((CPU, CPU), CPU))
+    for x, y in zip(found, expected):
+        same(x, y)
+    assert arguments == [[], []]
+
+
+def test_no_node_is_lost_or_computed_twice():
+    one, two = stage_of(1, 2).parts.forward, stage_of(2, 1).parts.backward
+    graph = overlapped(one, two).__self__.graph
+    own = ("turn", "receive", "send", "pop")
+    found = [x for x in graph.nodes if x.op.startswith("call") and x.target not in own]
+    sent = [x for x in graph.nodes if x.target == "send"]
+    nodes = [*one.slice.nodes, *two.slice.nodes]
+    assert len(found) + len(sent) == len(nodes)
+    assert len(sent) == sum(map(is_communication, nodes)) == 3
+    assert sum(x.target == "receive" for x in graph.nodes) == 3
+
+
+def test_messages_are_received_after_the_other_part_has_computed():
+    part = stage_of(1, 1).parts.forward
+    names = [x.target for x in overlapped(part, part).__self__.graph.nodes]
+    order = [x for x in names if x in ("turn", "send", "receive")]
+    assert order == ["turn", "send", "turn", "send", "turn", "receive", "turn", "receive"]
+
+
+def test_parts_without_messages_are_left_alone():
+    overlaps = Overlaps()
+    quiet, loud = stage_of(1, 0).parts.forward, stage_of(1, 1).parts.forward
+    assert overlaps.get(quiet, quiet) is None
+    assert overlaps.get(quiet, loud) is overlaps.get(quiet, loud) is not None
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 3), (2, 1), (1, 1)])
+def test_pieces_are_as_many(m, n):
+    one, two = stage_of(1, m).parts.forward, stage_of(2, n).parts.forward
+    a, b = even(pieces_of(one), pieces_of(two))
+    assert len(a) == len(b) == max(m, n) + 1
+    for pieces, part in ((a, one), (b, two)):
+        assert [x for piece in pieces for x in piece] == part.slice.nodes
+        assert all(pieces)
+
+
+def test_a_cut_is_even_in_arithmetic():
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], *[nn.Tanh()] * 9)
+    nodes = Stage(layers, torch.rand(3, 64)).parts.forward.slice.nodes
+    first, second = cut(nodes)
+    assert sum("addmm" in str(x.target) for x in first) == 2
+    assert [*first, *second] == nodes

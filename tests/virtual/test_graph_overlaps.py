@@ -1,0 +1,148 @@
+"""Communication within stages hides behind the arithmetic of another cell, in virtual time."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.graphs import Exchange
+from tests.support.helpers import assert_no_races
+from tests.support.schedules import V
+from tests.support.size import some
+from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.schedule import Overlap, Schedule, named
+from torchgpipe.testing import Busy, observe
+
+SEEDS = range(some(20, 2))
+WIDTH = 4
+
+
+def squares(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def stage(share):
+    """A stage whose forward takes 1, and backward 2, of which communication takes a share."""
+    own = (1 - share) / 2
+    return nn.Sequential(
+        Busy(own, own, own, features=WIDTH),
+        Exchange(share, 2 * share),
+        Busy(own, own, own, features=WIDTH),
+    )
+
+
+def pairs(workers, m):
+    """1F1B of pairs of micro-batches, each pair forward together and backward together."""
+
+    def both(op):
+        first, second = 2 * op.microbatch, 2 * op.microbatch + 1
+        return Overlap(op._replace(microbatch=first), op._replace(microbatch=second))
+
+    half = named("1f1b", workers, m // 2)
+    lines = tuple(tuple(map(both, line)) for line in half.program)
+    return Schedule(half.placement, m, lines)
+
+
+def training_of(devices, schedule, m, share=0.2, layer=stage):
+    model = GPipe(
+        nn.Sequential(*[layer(share) for _ in devices]),
+        [1] * len(devices),
+        devices=devices,
+        chunks=m,
+        checkpoint="never",
+    )
+    return ScheduledLoss(model, squares, schedule, stages="graph")
+
+
+def train(training, seeds=(None,)):
+    """The makespan of steps, which must not race."""
+    devices, m = training.model.devices, training.model.chunks
+    x = torch.rand(m, WIDTH, device=devices[0])
+    y = torch.rand(m, WIDTH, device=devices[-1])
+    training(x, y)
+    found = []
+    for seed in seeds:
+        with observe(jitter=seed) as seen:
+            training(x, y)
+        assert_no_races(seen)
+        found.append(seen.makespan)
+    (only,) = {*found}
+    return only
+
+
+def hidden(devices, schedule, m, stages):
+    """The share of communication that takes no time."""
+    slow = train(training_of(devices, schedule, m))
+    fast = train(training_of(devices, schedule, m, share=0.2, layer=silent))
+    return 1 - (slow - fast) / (stages * m * 0.6)
+
+
+def silent(share):
+    """The same stage, whose communication takes no time."""
+    layers = stage(share)
+    layers[1] = Exchange()
+    return layers
+
+
+def test_pairs_of_forwards_and_of_backwards(devices):
+    assert hidden(devices[:4], pairs(4, 16), 16, 1) == pytest.approx(1)
+
+
+def test_forward_beside_backward(devices):
+    # In the first cells and in the last ones there is nothing to hide behind.
+    assert hidden([devices[w] for w in V], "dualpipe_v", 32, 2) > 0.9
+
+
+def test_without_overlaps_all_of_it_takes_time(devices):
+    assert hidden(devices[:4], "1f1b", 16, 1) < 0
+
+
+def test_host_that_stumbles(devices):
+    train(training_of(devices[:2], pairs(2, 8), 8), (None, *SEEDS))
+    train(training_of([devices[w] for w in V], "dualpipe_v", 8), (None, *SEEDS))
+
+
+def test_gradients(devices):
+    """Cells of one stage side by side, and of two stages, compute what each computes alone."""
+    for where, schedule in (
+        (devices[:4], pairs(4, 8)),
+        ([devices[w] for w in V], named("dualpipe_v", 2, 8)),
+    ):
+        found = []
+        for stages in ("eager", "graph"):
+            torch.manual_seed(0)
+            training = training_of(where, schedule, 8)
+            training.stages = stages
+            x = torch.rand(8, WIDTH, device=where[0], requires_grad=True)
+            y = torch.rand(8, WIDTH, device=where[-1])
+            training(x, y).backward()
+            found.append([x.grad, *[p.grad for p in training.parameters()]])
+        for a, b in zip(*found):
+            torch.testing.assert_close(a.cpu(), b.cpu())
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Exchange())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "dualpipe_v"])
+def test_random_numbers(devices, kind):
+    """Each micro-batch draws its own numbers, whatever runs beside it."""
+    where = devices[:2] if kind == "pairs" else [devices[w] for w in V]
+    schedule = pairs(2, 4) if kind == "pairs" else kind
+    found = []
+    for stages in ("eager", "graph"):
+        torch.manual_seed(0)
+        training = training_of(where, schedule, 4, layer=lambda _: Noisy())
+        training.stages = stages
+        x = torch.rand(8, WIDTH, device=where[0])
+        torch.manual_seed(1)
+        for _ in range(2):
+            training(x, x.to(where[-1])).backward()
+        found.append([p.grad.cpu() for p in training.parameters()])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,94 @@
+"""The streams of two computations of one worker that are interleaved.
+
+::
+
+    stream of a   a1 ──╮        ╭── a2 ──╮
+    beside             ├─ copy ─│────────╯         arithmetic takes turns,
+    stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
+
+Two computations that run at the same time on one device share its arithmetic, so neither is faster
+than in turns. A copy, or a collective, needs none. So it goes to a stream of its own, and whoever
+needs its result waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    make_current,
+    record,
+    record_stream,
+    use_stream,
+    wait_for,
+    wait_stream,
+)
+
+__all__: list[str] = []
+
+
+class Sent(NamedTuple):
+    """The result of a copy or collective, and the event behind it."""
+
+    result: Any
+    event: Any
+
+
+class Lanes:
+    """The streams of two computations.
+
+    Args:
+        streams: the stream of each computation, which may be one stream.
+        beside: the stream of their communication.
+    """
+
+    def __init__(
+        self, streams: tuple[AbstractStream, AbstractStream], beside: AbstractStream
+    ) -> None:
+        self._streams, self._beside = streams, beside
+        self._last: AbstractStream | None = None
+
+    def turn(self, k: int) -> None:
+        """Let computation ``k`` go on, behind what the other one has computed."""
+        stream = self._streams[k]
+        if self._last is not None and self._last != stream:
+            # guard: arithmetic takes turns
+            wait_stream(stream, self._last)
+        make_current(stream)
+        self._last = stream
+
+    def send(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Sent:
+        """Call a function that communicates."""
+        beside = self._beside
+        assert self._last is not None
+        # guard: communication after what it sends
+        wait_stream(beside, self._last)
+        for x in _tensors([*args, *kwargs.values()]):
+            # guard: recording what is communicated
+            record_stream(x, beside)
+        with use_stream(beside):
+            result = function(*args, **kwargs)
+        return Sent(result, record(beside))
+
+    def receive(self, sent: Sent) -> Any:
+        """Wait for the result of what communicates."""
+        assert self._last is not None
+        if sent.event is not None:
+            # guard: waiting for communication
+            wait_for(self._last, sent.event)
+            for x in _tensors([sent.result]):
+                # guard: recording the result of communication
+                record_stream(x, self._last)
+        return sent.result
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)

@@ -1,0 +1,165 @@
+"""A pass that interleaves two parts, so that communication of one hides behind the other.
+
+::
+
+    a     a1 ─ exchange ─ a2          a1, send, b1, send, receive, a2, receive, b2
+    b     b1 ─ exchange ─ b2
+
+Each part is cut behind its messages, and the pieces take turns. A message is sent as soon as what
+it sends is there, and received right before its first use, so the arithmetic of the other part runs
+in between. A part that has fewer messages is cut where that makes its pieces even.
+
+Sources: DualPipe (DeepSeek-V3, arXiv 2412.19437) for forward beside backward; Purandare and Fan,
+Graph-based pipeline parallelism (PyTorch), for the interleaving of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, zip_longest
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from torchgpipe.executor.lanes import Lanes
+from torchgpipe.graphs.calls import call_directly
+from torchgpipe.graphs.effects import is_view
+from torchgpipe.graphs.joint import tensors_of
+from torchgpipe.graphs.parts import Part
+
+__all__ = ["communicates"]
+
+#: A function of the arguments of two parts, which it empties, and the streams.
+Interleaved = Callable[[list[Any], list[Any], Lanes], tuple[Sequence[Any], Sequence[Any]]]
+
+#: Operators that move data and compute little.
+_communicating: set[Any] = set()
+
+
+def communicates(operator: Any) -> None:
+    """Take an operator for communication, which overlaps hide behind arithmetic.
+
+    Args:
+        operator: such as ``torch.ops.my_library.exchange``, or an overload of it.
+    """
+    _communicating.add(operator)
+
+
+def is_communication(node: Node) -> bool:
+    """Whether a node moves data and computes little."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return node.target in _communicating or (packet is not None and packet in _communicating)
+
+
+class Overlaps:
+    """The interleaved functions of pairs of parts, each made once."""
+
+    def __init__(self) -> None:
+        # With the parts, whose identities nothing else has then.
+        self._known: dict[tuple[int, int], tuple[Part, Part, Interleaved | None]] = {}
+
+    def get(self, a: Part, b: Part) -> Interleaved | None:
+        """The function of two parts; None if neither communicates."""
+        key = id(a), id(b)
+        if key not in self._known:
+            found = None
+            if any(map(is_communication, [*a.slice.nodes, *b.slice.nodes])):
+                found = overlapped(a, b)
+            self._known[key] = a, b, found
+        return self._known[key][2]
+
+
+def overlapped(a: Part, b: Part) -> Interleaved:
+    """Make one function of two parts."""
+    graph = Graph()
+    boxes = [graph.placeholder("values_a"), graph.placeholder("values_b")]
+    lanes = graph.placeholder("lanes")
+    # For each part, since both may be the same one, of two micro-batches.
+    known: list[dict[Node, Node]] = [{}, {}]
+    #: Messages that nobody has received so far.
+    waiting: list[dict[Node, Node]] = [{}, {}]
+    for k, part in enumerate((a, b)):
+        for node in reversed(part.slice.inputs):
+            known[k][node] = graph.call_method("pop", (boxes[k],))
+
+    def use(k: int, node: Node) -> Node:
+        if node in waiting[k]:
+            known[k][node] = graph.call_method("receive", (lanes, waiting[k].pop(node)))
+        return known[k][node]
+
+    turns = zip_longest(*even(pieces_of(a), pieces_of(b)), fillvalue=list[Node]())
+    for number, turn in enumerate(turns):
+        for k, piece in enumerate(turn):
+            if piece or not number:
+                graph.call_method("turn", (lanes, k))
+            for node in piece:
+                for x in node.all_input_nodes:
+                    use(k, x)
+                if is_communication(node):
+                    args, kwargs = map_arg((node.args, node.kwargs), known[k].__getitem__)
+                    target: Any = node.target
+                    waiting[k][node] = graph.call_method("send", (lanes, target, args, kwargs))
+                    continue
+                known[k][node] = graph.node_copy(node, known[k].__getitem__)
+                if node.op == "get_attr":
+                    known[k][node].target = f"{'ab'[k]}.{node.target}"
+    results = [
+        [None if x is None else use(k, x) for x in part.slice.outputs]
+        for k, part in enumerate((a, b))
+    ]
+    graph.output(tuple(results))
+    call_directly(graph)
+    root = nn.Module()
+    root.a, root.b = a.joint.module, b.joint.module
+    function: Interleaved = GraphModule(root, graph).forward
+    return function
+
+
+def pieces_of(part: Part) -> list[list[Node]]:
+    """The nodes of a part, cut behind each message."""
+    found: list[list[Node]] = [[]]
+    for node in part.slice.nodes:
+        found[-1].append(node)
+        if is_communication(node):
+            found.append([])
+    return found
+
+
+def even(a: list[list[Node]], b: list[list[Node]]) -> tuple[list[list[Node]], list[list[Node]]]:
+    """Cut the pieces of the part that has fewer, the longest first, until both have as many."""
+    a, b = [*a], [*b]
+    few = a if len(a) < len(b) else b
+    while len(few) < max(len(a), len(b)):
+        longest = max(few, key=lambda piece: sum(map(cost, piece)) if len(piece) > 1 else -1)
+        if len(longest) < 2:
+            break
+        place = few.index(longest)
+        few[place : place + 1] = cut(longest)
+    return a, b
+
+
+def cut(piece: list[Node]) -> list[list[Node]]:
+    """Cut a piece in two that take about as long."""
+    whole = sum(map(cost, piece))
+    before = [*accumulate(map(cost, piece))]
+    place = min(range(1, len(piece)), key=lambda k: abs(2 * before[k - 1] - whole))
+    return [piece[:place], piece[place:]]
+
+
+def cost(node: Node) -> float:
+    """An estimate of the time of a node: its operations, and the numbers that it writes."""
+    if is_view(node):
+        return 0
+    found = float(sum(x.numel() for x in tensors_of(node)))
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    if packet in flop_registry:
+
+        def value(x: Node) -> Any:
+            return x.meta.get("val")
+
+        args, kwargs = map_arg((node.args, node.kwargs), value)
+        found += float(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    return found
