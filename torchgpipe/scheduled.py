@@ -20,9 +20,11 @@ from torchgpipe.executor.plan import Choice, Plan, plan
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
+from torchgpipe.graphs.costs import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.sharding import is_shard
+from torchgpipe.schedule.costs import Costs
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments as packed
 
@@ -160,17 +162,64 @@ class ScheduledLoss(nn.Module):
         """
         model = self.model
         batches = model._scattered(input)
-        m = len(batches)
-        rows = microbatch.sizes(input, m)
-        weights = self._weights()
+        rows = microbatch.sizes(input, len(batches))
         inputs = [[*batch] for batch in batches]
+        whole = microbatch.in_all(batches)
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
             model._traps.no_pipelining(len(model.devices), model.chunks)
+        with torch.set_grad_enabled(recorded):
+            executor = self._executor(batches, rows, (targets, more))
+            with executor.without_hooks:
+                model._run(executor.run, whole)
+        del batches
+        criterion = executor.criterion
+        total, divisor = criterion.total()
+        value = total if divisor is None else total / divisor
+        if recorded and criterion.depends:
+            value = hand_over(executor, value, divisor, inputs)
+        if criterion.outputs is None:
+            return value
+        return value, microbatch.gather([x for x in criterion.outputs if x is not None], rows)
+
+    def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
+        """Count what each stage costs, from its graph, without running a step.
+
+        The stages are traced, and a step of the same shapes uses the same graphs.
+
+        Args:
+            input: an input as for a step; its values do not matter.
+            *targets: further arguments of the loss, likewise.
+            **more: likewise, by name.
+
+        Returns:
+            The costs of one micro-batch, for :func:`~torchgpipe.schedule.validate`,
+            :func:`~torchgpipe.schedule.simulate` and others: times as numbers of operations, and
+            memory in bytes.
+
+        Raises:
+            ValueError: a stage cannot be a graph, or stages are eager.
+        """
+        if self.stages != "graph":
+            raise ValueError(
+                "costs are counted from graphs (stages: 'eager'); pass "
+                "ScheduledLoss(..., stages='graph')"
+            )
+        batches = self.model._scattered(input)
+        rows = microbatch.sizes(input, len(batches))
+        with torch.enable_grad():
+            executor = self._executor(batches, rows, (targets, more))
+            return costs_of(traced_all(executor, self.graphs))
+
+    def _executor(
+        self, batches: list[microbatch.Batch], rows: Sequence[int], terms: Any
+    ) -> Executor:
+        """A step that is about to run."""
+        model, m = self.model, len(batches)
+        recorded = torch.is_grad_enabled()
+        weights = self._weights()
         crew = self._crew_of(model)
-        arguments, arriving = arguments_of(
-            (targets, more), rows, m, crew.streams, model.devices[-1]
-        )
+        arguments, arriving = arguments_of(terms, rows, m, crew.streams, model.devices[-1])
         criterion = Criterion(
             self.loss,
             arguments,
@@ -179,19 +228,9 @@ class ScheduledLoss(nn.Module):
             self.outputs,
         )
         chosen = self._plan(m, forward=not recorded)
-        whole = microbatch.in_all(batches)
-        known = [x for x in chain(*weights, *inputs) if x.requires_grad]
-        with torch.set_grad_enabled(recorded), without_hooks(known) as hooks:
-            executor = Executor(crew, chosen, batches, criterion, weights, hooks, arriving)
-            model._run(executor.run, whole)
-        del batches
-        total, divisor = criterion.total()
-        value = total if divisor is None else total / divisor
-        if recorded and criterion.depends:
-            value = hand_over(executor, value, divisor, inputs)
-        if criterion.outputs is None:
-            return value
-        return value, microbatch.gather([x for x in criterion.outputs if x is not None], rows)
+        tensors = chain(*weights, *batches)
+        hooks = without_hooks([x for x in tensors if x.requires_grad])
+        return Executor(crew, chosen, batches, criterion, weights, hooks, arriving)
 
     @property
     def schedule(self) -> Choice:

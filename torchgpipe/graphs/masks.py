@@ -61,5 +61,9 @@ def _split(joint: Joint, node: Node, place: int, early: list[Node], late: list[N
     for one, items in ((node, early), (other, late)):
         kept = {x.args[1] for x in items}
         one.update_arg(place, [needed and k in kept for k, needed in enumerate(mask)])
+        one.meta = {
+            **one.meta,
+            "val": tuple([x if k in kept else None for k, x in enumerate(one.meta["val"])]),
+        }
     for item in late:
         item.update_arg(0, other)
