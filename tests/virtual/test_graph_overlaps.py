@@ -9,7 +9,7 @@ from tests.support.helpers import assert_no_races
 from tests.support.schedules import V
 from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.schedule import Overlap, Schedule, named
+from torchgpipe.schedule import named
 from torchgpipe.testing import Busy, observe
 
 SEEDS = range(some(20, 2))
@@ -32,14 +32,7 @@ def stage(share):
 
 def pairs(workers, m):
     """1F1B of pairs of micro-batches, each pair forward together and backward together."""
-
-    def both(op):
-        first, second = 2 * op.microbatch, 2 * op.microbatch + 1
-        return Overlap(op._replace(microbatch=first), op._replace(microbatch=second))
-
-    half = named("1f1b", workers, m // 2)
-    lines = tuple(tuple(map(both, line)) for line in half.program)
-    return Schedule(half.placement, m, lines)
+    return named("1f1b", workers, m // 2).pair()
 
 
 def training_of(devices, schedule, m, share=0.2, layer=stage):

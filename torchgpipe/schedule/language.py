@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
 
+from torchgpipe.schedule.lifetimes import Lifetimes, lifetimes
+from torchgpipe.schedule.overlapped import overlapped, paired
 from torchgpipe.schedule.picture import characters, unit_times, write_svg
 from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, operations, together
 from torchgpipe.schedule.rewrite import deferred, fused, halved, recomputed, truncated
@@ -113,6 +115,32 @@ class Schedule:
                 not fit the workers.
         """
         return replace(self, program=deferred(self.program, k))
+
+    def overlap(self, *kinds: str) -> Schedule:
+        """Return this schedule with neighbours of a worker paired, where no dependency forbids it.
+
+        Graph stages hide the communication of one computation behind the arithmetic of the other.
+
+        Args:
+            *kinds: which kinds may be paired, in any order; by default ``"FB"`` and ``"FI"``.
+
+        Raises:
+            ValueError: A pair of kinds is not two of F, B, I, W and R.
+        """
+        pairs = kinds or ("FB", "FI")
+        return replace(self, program=overlapped(self.program, pairs, self.skips))
+
+    def pair(self) -> Schedule:
+        """Return this schedule with two micro-batches for each one, computed side by side.
+
+        Raises:
+            ValueError: The schedule has overlaps.
+        """
+        return replace(self, chunks=2 * self.chunks, program=paired(self.program))
+
+    def lifetimes(self) -> tuple[Lifetimes, ...]:
+        """Find from when to when each worker keeps each cell, and the fewest slots for them."""
+        return lifetimes(self.program)
 
     def recompute(
         self,

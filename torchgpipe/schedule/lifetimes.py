@@ -1,0 +1,97 @@
+"""Lifetimes: from when to when a worker keeps what a cell needs later, and where it could be.
+
+A worker has its instructions in order. So positions in its line tell which cells are kept at the
+same time, whatever each instruction takes. Cells that are never kept at the same time can use the
+same memory, a *slot*, in every step again. Slots are of one stage and one kind, since others have
+other sizes.
+
+Source: an interval graph is coloured with the fewest colours in the order of the intervals' starts
+(Golumbic, Algorithmic Graph Theory and Perfect Graphs, 1980).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torchgpipe.schedule.program import Instruction, Program, operations
+
+__all__ = ["Lifetime", "Lifetimes"]
+
+
+class Lifetime(NamedTuple):
+    """The time for which a worker keeps something of a cell.
+
+    Args:
+        stage: the stage of the cell.
+        microbatch: its micro-batch.
+        kind: ``'checkpoint'`` from F until R, ``'activation'`` from F, or from R, until B or I,
+            and ``'pending'`` from I until W.
+        start: the place in the worker's line of the instruction that makes it, from 0.
+        end: the place of the one that needs it last.
+        slot: the number of the memory that it can have, from 0, for its stage and kind.
+    """
+
+    stage: int
+    microbatch: int
+    kind: str
+    start: int
+    end: int
+    slot: int
+
+
+class Lifetimes(NamedTuple):
+    """The lifetimes on one worker.
+
+    Args:
+        all: the lifetimes, in the order of their starts.
+        slots: the fewest slots that suffice, for each stage and kind.
+    """
+
+    all: tuple[Lifetime, ...]
+    slots: Mapping[tuple[int, str], int]
+
+
+def lifetimes(program: Program) -> tuple[Lifetimes, ...]:
+    """Find the lifetimes on each worker."""
+    return tuple([_of_worker(line) for line in program])
+
+
+def _of_worker(line: Sequence[Instruction]) -> Lifetimes:
+    found: list[Lifetime] = []
+    slots: dict[tuple[int, str], int] = {}
+    #: For each stage and kind, the slots in use, with the place after which each is free.
+    used: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    free: dict[tuple[int, str], list[int]] = {}
+    for start, end, stage, microbatch, kind in sorted(_intervals(line)):
+        key = stage, kind
+        busy, idle = used.setdefault(key, []), free.setdefault(key, [])
+        # What an instruction reads until its end cannot be written over by the same one.
+        while busy and busy[0][0] < start:
+            heapq.heappush(idle, heapq.heappop(busy)[1])
+        slot = heapq.heappop(idle) if idle else slots.get(key, 0)
+        slots[key] = max(slots.get(key, 0), slot + 1)
+        heapq.heappush(busy, (end, slot))
+        found.append(Lifetime(stage, microbatch, kind, start, end, slot))
+    return Lifetimes(tuple(found), slots)
+
+
+def _intervals(line: Sequence[Instruction]) -> Iterator[tuple[int, int, int, int, str]]:
+    """Yield start, end, stage, micro-batch and kind of whatever is kept."""
+    places: dict[tuple[int, int], dict[str, int]] = {}
+    for place, x in enumerate(line):
+        for op in operations(x):
+            places.setdefault((op.stage, op.microbatch), {})[op.kind] = place
+    for (stage, microbatch), at in places.items():
+        backward = at.get("B", at.get("I"))
+        if backward is None:
+            # Forward alone keeps nothing.
+            continue
+        if "R" in at and "F" in at:
+            yield at["F"], at["R"], stage, microbatch, "checkpoint"
+        begin = at.get("R", at.get("F"))
+        if begin is not None:
+            yield begin, backward, stage, microbatch, "activation"
+        if "I" in at and "W" in at:
+            yield at["I"], at["W"], stage, microbatch, "pending"
