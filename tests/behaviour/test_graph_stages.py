@@ -199,3 +199,40 @@ def test_one_script_with_an_optimizer():
             optimizer.step()
         losses.append(loss.item())
     assert losses[0] == losses[1]
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+def test_inputs_that_change_in_place(mode, name):
+    """A stage may change its input, which the stage before has kept for its backward."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), Doubling(), nn.Linear(6, 6)]
+    x, y = torch.rand(8, 6), torch.rand(8, 6)
+    case = Case(layers, x, y)
+    training = training_of(case, layers, name, ["cpu"] * 4, mode, stages="graph")
+    training(x, y).backward()
+    found = [p.grad for p in layers[0].parameters()]
+    expected = layers[3](layers[1](layers[0](x)) * 2)
+    grads = torch.autograd.grad(F.mse_loss(expected, y), [*layers[0].parameters()])
+    for a, b in zip(found, grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_eager_stage_that_changes_what_a_graph_needs():
+    class Value(nn.Module):
+        def forward(self, x):
+            return x.mul_(2) if x.sum() > -99 else x
+
+    layers = [nn.Linear(6, 6), nn.Tanh(), Value(), nn.Linear(6, 6)]
+    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    training = training_of(case, layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
+    with (
+        pytest.warns(UserWarning, match="stage 2"),
+        pytest.raises(RuntimeError, match=r"clone it first"),
+    ):
+        training(case.input, case.target)

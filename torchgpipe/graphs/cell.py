@@ -17,12 +17,13 @@ from torch import Tensor
 from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
+from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.cell import Cell, Cells, Gradients, Run, Work
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.lanes import Lanes
-from torchgpipe.graphs.parts import Part, Parts
+from torchgpipe.graphs.parts import Given, Part, Parts
 from torchgpipe.graphs.stage import StageGraphs, Traced
 from torchgpipe.values.microbatch import Batch
 
@@ -37,7 +38,7 @@ class GraphCell(Cell):
         *args: the arguments of :class:`~torchgpipe.executor.cell.Cell`.
     """
 
-    __slots__ = ("_again", "_given", "_graphs", "_late", "_places", "_traced")
+    __slots__ = ("_again", "_given", "_graphs", "_late", "_places", "_traced", "_versions")
 
     def __init__(self, graphs: StageGraphs, *args: Any) -> None:
         super().__init__(*args)
@@ -47,6 +48,8 @@ class GraphCell(Cell):
         self._late: tuple[Part, list[Any]] | None = None
         #: What the next part is given, by roles.
         self._given: dict[str, Sequence[Any]] = {}
+        #: The versions of what is saved, and other stages have, too.
+        self._versions: list[int] = []
         #: For each part of the input, the places of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
         #: The generators, and what buffers held, before the first run.
@@ -75,7 +78,7 @@ class GraphCell(Cell):
             self._again = self._before(parts)
             self._given = {**given}
         part = parts.forward if recorded and not again else parts.evaluation
-        values = part.arguments(given)
+        values = _of_its_own(parts, part, given)
         # From here on the list alone has the input, if it is not needed again.
         batch.take()
         given.clear()
@@ -88,8 +91,12 @@ class GraphCell(Cell):
             self._again[0].settle()
         count = len(traced.form.needs_grad)
         if len(found) > count or not self._given:
-            self._given = {"saved": found[count:]}
+            self._keep(traced.parts, found[count:])
         return self._output(found[:count], traced, criterion)
+
+    def _keep(self, parts: Parts, saved: Sequence[Any]) -> None:
+        self._given = {"saved": saved}
+        self._versions = [version_of(saved[k]) for k in parts.exposed]
 
     def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
         """The state that a second run needs: that of before the first."""
@@ -131,7 +138,7 @@ class GraphCell(Cell):
         assert self._again is not None
         (numbers, state), self._again = self._again, None
         part = self._traced.parts.again
-        values = part.arguments({**self._given, "state": state})
+        values = _of_its_own(self._traced.parts, part, {**self._given, "state": state})
         self._given = {}
         del state
         work = GraphWork(self._graphs, part, values, self._recomputed)
@@ -147,7 +154,8 @@ class GraphCell(Cell):
         holding(numbers.locks, again)
 
     def _recomputed(self, found: Sequence[Any]) -> None:
-        self._given = {"saved": found}
+        assert self._traced is not None
+        self._keep(self._traced.parts, found)
 
     def backward(
         self, grads: Gradients
@@ -204,6 +212,12 @@ class GraphCell(Cell):
                 tangents[k] = grad if known is None or grad is None else known + grad
         parts, saved = traced.with_grads(tangents)
         given = self._given["saved"]
+        for k, version in zip(traced.parts.exposed, self._versions):
+            if version_of(given[k]) != version:
+                raise RuntimeError(
+                    "a stage must not change in place what another stage needs for its backward "
+                    f"(stage: {self.j}, shape: {tuple(given[k].shape)}); clone it first"
+                )
         self._given = {
             "state": self._graphs.state,
             "saved": [given[k] for k in saved],
@@ -273,6 +287,18 @@ class GraphCells(Cells):
         self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
     ) -> Cell:
         return GraphCell(self.graphs[j], step, i, j, stream, weights)
+
+
+def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:
+    """The arguments of a forward, with clones of the inputs that it changes in place."""
+    if parts.changed_inputs:
+        inputs = [*given["input"]]
+        with torch.no_grad():
+            for k in parts.changed_inputs:
+                # The stage before may need them, and so may a second run.
+                inputs[k] = inputs[k].clone()
+        given = {**given, "input": inputs}
+    return part.arguments(given)
 
 
 def _places(batch: Batch) -> Mapping[Any, Sequence[int]]:

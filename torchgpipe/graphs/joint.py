@@ -40,6 +40,7 @@ class Joint:
         input_grads: the gradient of each input; None where there is none.
         weight_grads: the gradient of each weight; None where there is none.
         backward: the nodes of the backward.
+        twins: for nodes that do a part of what another one does, this other one.
     """
 
     module: GraphModule
@@ -51,6 +52,7 @@ class Joint:
     input_grads: list[Node | None] = field(default_factory=list)
     weight_grads: list[Node | None] = field(default_factory=list)
     backward: set[Node] = field(default_factory=set)
+    twins: dict[Node, Node] = field(default_factory=dict)
 
     @property
     def forward(self) -> list[Node]:

@@ -89,6 +89,13 @@ class Parts:
         self.changed = [
             k for k, x in enumerate(self.joint.state) if self.effects.memory[x] & forward
         ]
+        #: The inputs that the forward changes in place.
+        self.changed_inputs = [
+            k for k, x in enumerate(self.joint.inputs) if self.effects.memory[x] & forward
+        ]
+        ends = {x for node in [*joint.inputs, *joint.outputs] for x in self.effects.memory[node]}
+        #: What is saved, and whose memory other stages have, too.
+        self.exposed = [k for k, x in enumerate(self.saved) if self.effects.memory[x] & ends]
         self.is_random = any(map(is_random, self.joint.forward))
 
     def _role(self, node: Node) -> str:

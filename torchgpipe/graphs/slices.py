@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Node
@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torchgpipe.graphs.calls import call_directly
 from torchgpipe.graphs.effects import Effects
 from torchgpipe.graphs.joint import Joint
+from torchgpipe.graphs.masks import as_one
 
 __all__: list[str] = []
 
@@ -63,7 +64,7 @@ def graph_of(part: Slice) -> Graph:
     for node in part.inputs:
         known[node] = graph.placeholder(node.name)
         known[node].meta = node.meta
-    _fill(graph, part, known)
+    _fill(graph, part, known, {})
     return graph
 
 
@@ -78,13 +79,18 @@ def function_of(joint: Joint, part: Slice) -> Function:
     known: dict[Node, Node] = {}
     for node in reversed(part.inputs):
         known[node] = graph.call_method("pop", (box,))
-    _fill(graph, part, known)
+    _fill(graph, part, known, joint.twins)
     call_directly(graph)
     function: Function = GraphModule(joint.module, graph).forward
     return function
 
 
-def _fill(graph: Graph, part: Slice, known: dict[Node, Node]) -> None:
+def _fill(graph: Graph, part: Slice, known: dict[Node, Node], twins: Mapping[Node, Node]) -> None:
     for node in part.nodes:
+        twin = twins.get(node)
+        if twin in known:
+            known[node] = known[twin]
+            as_one(known[node], twin, node)
+            continue
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output([None if x is None else known[x] for x in part.outputs])

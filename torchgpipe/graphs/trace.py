@@ -229,10 +229,12 @@ def _verify(joint: Joint) -> None:
     """
     if any(is_random(x) for x in joint.backward):
         raise UntraceableError("it draws random numbers in its backward")
-    effects = Effects(joint.module.graph.nodes)
-    shapes = [size for node in effects.position for x in tensors_of(node) for size in x.shape]
-    if not all(type(x) is int for x in shapes):
+    values = [x for node in joint.module.graph.nodes for x in tensors_of(node)]
+    if any(x.layout != torch.strided for x in values):
+        raise UntraceableError("it computes with sparse tensors")
+    if not all(type(size) is int for x in values for size in x.shape):
         raise UntraceableError("shapes of its values depend on their contents")
+    effects = Effects(joint.module.graph.nodes)
     for node in joint.backward:
         for x in node.all_input_nodes:
             if x not in joint.backward:
@@ -252,5 +254,9 @@ def _verify_lasting(joint: Joint, effects: Effects, node: Node, saved: Node) -> 
 
 
 def _reason(error: Exception) -> str:
+    if type(error).__name__ in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
+        return "its code depends on the values of tensors"
+    if "FakeTensorMode" in str(error):
+        return "it uses a tensor that is not among its parameters, buffers and attributes"
     lines = [x.strip() for x in str(error).splitlines() if x.strip()]
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

@@ -21,6 +21,20 @@ def test_convolution_becomes_two():
     assert set(both) <= joint.backward
 
 
+def test_convolution_is_one_where_the_backward_is():
+    """B computes both kinds of gradients by one operator, with all bits of autograd's."""
+    layers = nn.Conv2d(2, 2, 3)
+    x = torch.rand(1, 2, 5, 5, requires_grad=True)
+    stage = Stage(layers, x)
+    graph = stage.parts.backward.function.__self__.graph
+    (one,) = [x for x in graph.nodes if "convolution_backward" in str(x.target)]
+    assert one.args[-1] == [True, True, True]
+    (output,), saved = stage.forward()
+    found = [x for some in stage.backward(saved, [torch.ones_like(output)]) for x in some]
+    expected = torch.autograd.grad(layers(x).sum(), [x, *layers.parameters()])
+    assert all(map(torch.equal, found, expected))
+
+
 def test_convolution_without_a_gradient_of_its_input_stays_one():
     found = traced(nn.Conv2d(2, 2, 3), torch.rand(1, 2, 5, 5))
     joint = split_masks(tidy(found.joint))

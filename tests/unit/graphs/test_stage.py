@@ -93,7 +93,7 @@ def test_what_cannot_be_a_graph_is_said_once():
     assert len(warned) == 1
     step(training)
     (reason,) = training.graphs[1].reasons
-    assert "Could not guard" in reason
+    assert "depends on the values" in reason
     assert not training.graphs[0].reasons
 
 

@@ -39,11 +39,11 @@ def checkpointed(own, x):
 
 
 UNTRACEABLE = {
-    "value": (lambda own, x: own.layer(x) if x.sum() > 1 else x, "Could not guard"),
+    "value": (lambda own, x: own.layer(x) if x.sum() > 1 else x, "depends on the values"),
     "shape": (lambda own, x: own.layer(x)[x.sum(1) > 1], "shapes"),
     "attribute": (count, r"attributes \(Layer\.count"),
     "buffer": (replace, "buffer"),
-    "elsewhere": (lambda own, x: own.layer(x) * ELSEWHERE, "FakeTensor"),
+    "elsewhere": (lambda own, x: own.layer(x) * ELSEWHERE, "not among its parameters"),
     "random backward": (checkpointed, "random"),
     "changed": (lambda own, x: own.layer(x) * own.mean.add_(1), "in place"),
 }
