@@ -20,8 +20,11 @@ from torchgpipe.executor.plan import Choice, Plan, plan
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
+from torchgpipe.graphs.compiled import compiler
 from torchgpipe.graphs.costs import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
+from torchgpipe.graphs.recompute import CHOICES
+from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.schedule.costs import Costs
@@ -78,6 +81,11 @@ class ScheduledLoss(nn.Module):
         stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
             graphs that are traced in the first step. A graph does what the layers do to tensors,
             and nothing else; a stage that cannot be one is eager, and a warning says why.
+        compile: the backend of :func:`torch.compile` for each part of a graph, such as
+            ``'inductor'``; without it, operators run one by one.
+        recompute: what checkpointed cells compute again: ``'everything'``, and keep their inputs,
+            or, if they are graphs, by a ``'min-cut'`` what is cheap, and keep what takes the fewest
+            bytes then.
         scaler: a gradient scaler, whose ``scale()`` multiplies the losses before backward, against
             gradients that are too small for float16. The caller scales the loss with the same one.
 
@@ -99,6 +107,8 @@ class ScheduledLoss(nn.Module):
         outputs: bool = False,
         scaler: Any = None,
         stages: str = "eager",
+        compile: str | Callable[..., Any] | None = None,
+        recompute: str = "everything",
     ) -> None:
         super().__init__()
         if not isinstance(model, GPipe):
@@ -125,7 +135,17 @@ class ScheduledLoss(nn.Module):
         self.loss = loss
         self.outputs = outputs
         self.scaler = scaler
-        self.stages = stages
+        if compile is not None and stages != "graph":
+            raise ValueError(
+                "only graphs are compiled part by part (compile: "
+                f"{compile!r}, stages: {stages!r}); pass stages='graph', or compile the layers"
+            )
+        if recompute not in CHOICES or (recompute != "everything" and stages != "graph"):
+            raise ValueError(
+                f"recompute must be one of {[*CHOICES]}, of which eager stages have the first "
+                f"(recompute: {recompute!r}, stages: {stages!r}); pass stages='graph'"
+            )
+        self.stages, self.backend, self.recompute = stages, compile, recompute
         self.training = model.training
         self._prepare()
         self.schedule = schedule
@@ -286,7 +306,11 @@ class ScheduledLoss(nn.Module):
             cells = None
             if self.stages == "graph":
                 overlaps = Overlaps()
-                cells = GraphCells([StageGraphs(j, x, overlaps) for j, x in enumerate(modules)])
+                make = function_of if self.backend is None else compiler(self.backend)
+                choice = CHOICES[self.recompute]
+                cells = GraphCells(
+                    [StageGraphs(j, x, overlaps, make, choice) for j, x in enumerate(modules)]
+                )
             crew = self.__dict__["_crew"] = Crew(model._stages, cells)
         found: Crew = crew
         return found

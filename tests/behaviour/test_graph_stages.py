@@ -236,3 +236,26 @@ def test_eager_stage_that_changes_what_a_graph_needs():
         pytest.raises(RuntimeError, match=r"clone it first"),
     ):
         training(case.input, case.target)
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", TRACED)
+def test_recomputation_by_a_min_cut(case, name, mode):
+    torch.manual_seed(0)
+    options = {"stages": "graph", "recompute": "min-cut"}
+    training = compare(CASES[case](), name, ["cpu"] * 4, mode, **options)
+    assert not any(x.reasons for x in training.graphs)
+
+
+def test_random_numbers_of_a_min_cut():
+    torch.manual_seed(0)
+    case = noisy()
+    found = []
+    for recompute in ("everything", "min-cut"):
+        layers = copy.deepcopy(case.layers)
+        options = {"stages": "graph", "recompute": recompute}
+        training = training_of(case, layers, "1f1b", ["cpu"] * 4, "always", **options)
+        found.append(bits(training, case))
+    for a, b in zip(*found):
+        assert torch.equal(a, b)

@@ -9,6 +9,7 @@ from torch import nn
 from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
+from torchgpipe.graphs.recompute import CHOICES
 from torchgpipe.graphs.trace import trace
 from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch
@@ -31,11 +32,11 @@ def traced(layers, x, *, recorded=True, roots=None):
 class Stage:
     """A stage as a graph, whose parts are called by hand."""
 
-    def __init__(self, layers, x, **options):
+    def __init__(self, layers, x, recompute="everything", **options):
         self.layers, self.x = layers, x
         found = traced(layers, x, **options)
         self.form, self.places = found.form, found.places
-        self.parts = Parts(found.joint)
+        self.parts = Parts(found.joint, recompute=CHOICES[recompute])
         self.count = len(self.form.needs_grad)
 
     def call(self, part, **given):
@@ -46,6 +47,17 @@ class Stage:
         """The outputs, and what is saved."""
         found = self.call(self.parts.forward, input=[*Batch(self.x)], more=[])
         return found[: self.count], found[self.count :]
+
+    def checkpointed(self):
+        """The outputs, and what is saved, computed in a first run and a second one."""
+        given = {"input": [*Batch(self.x)], "more": []}
+        found = self.call(self.parts.first, **given)
+        kept = [None] * len(self.parts.kept)
+        for place, (role, k) in self.parts.kept_arguments:
+            kept[place] = given[role][k]
+        rest = iter(found[self.count :])
+        kept = [next(rest) if x is None else x for x in kept]
+        return found[: self.count], self.call(self.parts.again, kept=kept)
 
     def backward(self, saved, tangents):
         """The gradients of the input, and of the weights."""

@@ -38,6 +38,8 @@ PLAIN = {"balance.blockpartition", "schedule"}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 
 EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors"}
+#: A requirement of PyTorch itself.
+EXTRAS |= {"networkx"}
 EXTRAS |= {"accelerate", "lightning", "peft", "timm", "transformers"}
 
 

@@ -28,6 +28,7 @@ MUTANTS = {
     "changes in place before a node": ((", *self.before(node)", ""), "graph effects"),
     "changes in place across the halves": (DROP, "graph in place"),
     "results of an operator that both halves need": (DROP, "graph norm"),
+    "random numbers of a first run": (("is_random(x) or ", ""), "graph order"),
     "random numbers in the same order": (("is_random(x) or ", ""), "graph order"),
     "buffers of before the first run of a graph": ((".clone()", ""), "graph buffers"),
     "autocast around a graph": (("without_autocast()", "nullcontext()"), "graph autocast"),

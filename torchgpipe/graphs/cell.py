@@ -74,10 +74,14 @@ class GraphCell(Cell):
         given = {"state": graphs.state, "input": [*batch], "more": more}
         if recorded:
             self._places = _places(batch)
+        part = parts.forward if recorded else parts.evaluation
         if recorded and again:
+            part = parts.first
             self._again = self._before(parts)
-            self._given = {**given}
-        part = parts.forward if recorded and not again else parts.evaluation
+            kept: list[Any] = [None] * len(parts.kept)
+            for place, (role, k) in parts.kept_arguments:
+                kept[place] = given[role][k]
+            self._given = {"kept": kept}
         values = _of_its_own(parts, part, given)
         # From here on the list alone has the input, if it is not needed again.
         batch.take()
@@ -90,8 +94,13 @@ class GraphCell(Cell):
         if self._again is not None and self._again[0] is not None:
             self._again[0].settle()
         count = len(traced.form.needs_grad)
-        if len(found) > count or not self._given:
+        if self._again is None:
             self._keep(traced.parts, found[count:])
+        else:
+            kept: Any = self._given["kept"]
+            places = [k for k, x in enumerate(kept) if x is None]
+            for k, x in zip(places, found[count:]):
+                kept[k] = x
         return self._output(found[:count], traced, criterion)
 
     def _keep(self, parts: Parts, saved: Sequence[Any]) -> None:
@@ -100,10 +109,10 @@ class GraphCell(Cell):
 
     def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
         """The state that a second run needs: that of before the first."""
-        numbers = FirstNumbers(get_device(self.stream)) if parts.is_random else None
+        numbers = FirstNumbers(get_device(self.stream)) if parts.again.is_random else None
         state = [*self._graphs.state]
         with torch.no_grad():
-            for k in parts.changed:
+            for k in parts.changed_again:
                 # guard: buffers of before the first run of a graph
                 state[k] = state[k].clone()
         return numbers, state
@@ -290,15 +299,18 @@ class GraphCells(Cells):
 
 
 def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:
-    """The arguments of a forward, with clones of the inputs that it changes in place."""
+    """The arguments of a forward, with clones of the inputs that it changes in place.
+
+    The stage before may need them, and so may a second run.
+    """
+    values = part.arguments(given)
     if parts.changed_inputs:
-        inputs = [*given["input"]]
+        changed = {parts.joint.inputs[k] for k in parts.changed_inputs}
         with torch.no_grad():
-            for k in parts.changed_inputs:
-                # The stage before may need them, and so may a second run.
-                inputs[k] = inputs[k].clone()
-        given = {**given, "input": inputs}
-    return part.arguments(given)
+            for k, node in enumerate(part.slice.inputs):
+                if node in changed:
+                    values[k] = values[k].clone()
+    return values
 
 
 def _places(batch: Batch) -> Mapping[Any, Sequence[int]]:

@@ -37,13 +37,14 @@ def kept(parts: Parts) -> Kept:
     """The memory that a cell keeps; parameters and buffers are not among it."""
     state = {x for node in parts.joint.state for x in _storages([node])}
     late = parts.weight.slice.inputs
-    changed = [parts.joint.state[k] for k in parts.changed]
-    again = [*parts.joint.inputs, *parts.joint.more]
+    changed = [parts.joint.state[k] for k in parts.changed_again]
 
     def count(nodes: Iterable[Node]) -> int:
         return sum(size for x, size in _storages(nodes).items() if x not in state)
 
-    return Kept(count(parts.saved), count(late), count(again) + sum(_storages(changed).values()))
+    return Kept(
+        count(parts.saved), count(late), count(parts.kept) + sum(_storages(changed).values())
+    )
 
 
 def peak(parts: Parts, part: Part, held: Sequence[Node] = ()) -> int:

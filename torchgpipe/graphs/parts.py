@@ -3,8 +3,9 @@
 ::
 
     F   state, input             → outputs, saved          with a backward
-    E   state, input             → outputs                 without, or under checkpointing
-    R   state, input             → saved                   the forward again
+    F   state, input             → outputs, kept           under checkpointing
+    E   state, input             → outputs                 without a backward
+    R   state, kept              → saved                   the forward again
     B   state, saved, tangents   → gradients of the input, and of the weights
     I   state, saved, tangents   → gradients of the input, live
     W   state, live, and what is left of saved and tangents → gradients of the weights
@@ -24,6 +25,7 @@ from torchgpipe.graphs.effects import Effects, is_random, is_void
 from torchgpipe.graphs.halves import backward, halves
 from torchgpipe.graphs.joint import Joint
 from torchgpipe.graphs.masks import split_masks
+from torchgpipe.graphs.recompute import Again, Choice, everything
 from torchgpipe.graphs.slices import Function, Slice, function_of, sliced
 from torchgpipe.graphs.tidy import tidy
 
@@ -63,11 +65,14 @@ class Parts:
     Args:
         joint: forward and backward.
         make: makes a function of a slice.
+        recompute: chooses what is computed again under checkpointing.
     """
 
-    def __init__(self, joint: Joint, make: Maker = function_of) -> None:
+    def __init__(
+        self, joint: Joint, make: Maker = function_of, recompute: Choice = everything
+    ) -> None:
         self.joint = split_masks(tidy(joint))
-        self._make = make
+        self._make, self._recompute = make, recompute
         self._roles: dict[Node, tuple[str, int]] = {}
         for role, nodes in (
             ("state", joint.state),
@@ -96,7 +101,6 @@ class Parts:
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in self.effects.memory[node]}
         #: What is saved, and whose memory other stages have, too.
         self.exposed = [k for k, x in enumerate(self.saved) if self.effects.memory[x] & ends]
-        self.is_random = any(map(is_random, self.joint.forward))
 
     def _role(self, node: Node) -> str:
         return self._roles.get(node, ("",))[0]
@@ -113,9 +117,37 @@ class Parts:
         return self._part(sliced(nodes, self.joint.outputs))
 
     @cached_property
+    def first(self) -> Part:
+        """F of a cell that has an R: returns the outputs, then what is kept of what it computes."""
+        kept = [x for x in self.kept if x not in self._roles]
+        results = [*self.joint.outputs, *kept]
+        return self._part(sliced(self._needed([*results, *self.effects.written]), results))
+
+    @cached_property
     def again(self) -> Part:
         """R: returns what is saved."""
-        return self._part(sliced(self._needed(self.saved), self.saved))
+        roles = {x: ("kept", k) for k, x in enumerate(self.kept)}
+        return self._part(sliced(self._again.nodes, self.saved), self._roles | roles)
+
+    @property
+    def kept(self) -> list[Node]:
+        """The nodes that a cell with an R keeps until then: arguments of F, and results."""
+        return self._again.kept
+
+    @cached_property
+    def kept_arguments(self) -> list[tuple[int, tuple[str, int]]]:
+        """The places, among what is kept, of arguments of F, each with its role and place there."""
+        return [(k, self._roles[x]) for k, x in enumerate(self.kept) if x in self._roles]
+
+    @cached_property
+    def changed_again(self) -> list[int]:
+        """The parameters and buffers that R changes, so that it needs copies."""
+        again = {*self.again.slice.inputs}
+        return [k for k in self.changed if self.joint.state[k] in again]
+
+    @cached_property
+    def _again(self) -> Again:
+        return self._recompute(self.joint, self.effects, self.saved)
 
     @cached_property
     def backward(self) -> Part:
@@ -141,7 +173,7 @@ class Parts:
     def _needed(self, results: Sequence[Node]) -> list[Node]:
         """The nodes of the forward that results need, in order, and those with other effects."""
         forward = self.joint.forward
-        # guard: random numbers in the same order
+        # guard: random numbers of a first run
         others = [x for x in forward if is_random(x) or is_void(x)]
         return self.effects.in_order(self.effects.needed([*results, *others], {*forward}))
 

@@ -57,14 +57,19 @@ def crossing(
     return effects.in_order(found)
 
 
-def graph_of(part: Slice) -> Graph:
-    """The graph of a slice, with a placeholder for each input."""
+def graph_of(part: Slice, twins: Mapping[Node, Node]) -> Graph:
+    """The graph of a slice, with a placeholder for each input.
+
+    Args:
+        part: the slice.
+        twins: for nodes that do a part of what another one does, this other one.
+    """
     graph = Graph()
     known: dict[Node, Node] = {}
     for node in part.inputs:
         known[node] = graph.placeholder(node.name)
         known[node].meta = node.meta
-    _fill(graph, part, known, {})
+    _fill(graph, part, known, twins)
     return graph
 
 

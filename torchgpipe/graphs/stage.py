@@ -21,6 +21,7 @@ from torchgpipe.executor.criterion import Criterion
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.places import Places, UntraceableError, has_hooks, kinds
+from torchgpipe.graphs.recompute import Choice, everything
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.trace import Form, trace
 from torchgpipe.values.microbatch import Batch
@@ -106,6 +107,7 @@ class StageGraphs:
         modules: the layers, and the loss if it is a module.
         overlaps: interleaved functions of parts of this stage and others.
         make: makes a function of a part of a graph.
+        recompute: chooses what is computed again under checkpointing.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class StageGraphs:
         modules: Sequence[nn.Module],
         overlaps: Overlaps,
         make: Maker = function_of,
+        recompute: Choice = everything,
     ) -> None:
-        self.j, self._modules, self.overlaps, self._make = j, modules, overlaps, make
+        self.j, self._modules, self.overlaps = j, modules, overlaps
+        self._make, self._recompute = make, recompute
         self._states: list[State] = []
         #: Why cells of this stage are eager ones, each reason once.
         self.reasons: list[str] = []
@@ -197,7 +201,7 @@ class StageGraphs:
             joint, form = trace(
                 *(state.places, run, batch, more, weights), recorded=recorded, roots=needs_grad
             )
-            return Parts(joint, self._make), form
+            return Parts(joint, self._make, self._recompute), form
 
         try:
             if state.hooks:

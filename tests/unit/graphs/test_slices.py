@@ -31,5 +31,5 @@ def test_inputs_and_outputs():
 
 def test_graph_has_a_placeholder_for_each_input():
     _, _, sigmoid = halves_of_forward()
-    graph = graph_of(sliced([sigmoid], [sigmoid]))
+    graph = graph_of(sliced([sigmoid], [sigmoid]), {})
     assert [x.op for x in graph.nodes] == ["placeholder", "call_function", "output"]

@@ -1,0 +1,52 @@
+"""Parts may be compiled, each on its own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchgpipe import GPipe, ScheduledLoss
+
+
+def training_of(layers, mode="never", **options):
+    model = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
+    return ScheduledLoss(model, F.mse_loss, "zbh1", stages="graph", **options)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_compiled_parts_compute_the_same(mode):
+    torch.manual_seed(0)
+    made = []
+
+    def backend(module, inputs):
+        made.append([x for x in module.graph.nodes if x.op == "call_function"])
+        return module.forward
+
+    layers = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.LayerNorm(3)) for _ in range(2)]
+    x, y = torch.rand(4, 3), torch.rand(4, 3)
+    found = []
+    for options in ({}, {"compile": backend}):
+        training = training_of(copy.deepcopy(layers), mode, **options)
+        for _ in range(2):
+            training(x, y).backward()
+        found.append([p.grad for p in training.parameters()])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
+    # F, I and W of each stage, I of the first one being empty; R, too.
+    assert len(made) == {"never": 5, "always": 7}[mode]
+    assert all(made)
+
+
+def test_eager_stages_are_not_compiled():
+    with pytest.raises(ValueError, match="stages='graph'"):
+        ScheduledLoss(training_of([nn.Linear(3, 3)] * 2).model, F.mse_loss, compile="inductor")
+
+
+def test_choices_of_recomputation():
+    model = training_of([nn.Linear(3, 3)] * 2).model
+    with pytest.raises(ValueError, match="min-cut"):
+        ScheduledLoss(model, F.mse_loss, stages="graph", recompute="all")
+    with pytest.raises(ValueError, match="stages='graph'"):
+        ScheduledLoss(model, F.mse_loss, recompute="min-cut")

@@ -1,0 +1,202 @@
+"""Pictures of graphs: tables, and SVG."""
+
+from functools import cache
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.graphs import Stage
+from torchgpipe.graphs.memory import kept
+from torchgpipe.graphs.picture import text, write_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@cache
+def mlp(needs_grad=True):
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return Stage(layers, torch.rand(3, 4, requires_grad=needs_grad)).parts
+
+
+@cache
+def convolution():
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+    return Stage(layers, torch.rand(2, 3, 6, 6, requires_grad=True)).parts
+
+
+@cache
+def attention():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return Stage(layer, torch.rand(2, 3, 8, requires_grad=True)).parts
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x):
+        return x * self.scale + torch.tensor([1.0, 2.0])
+
+
+STAGES = {
+    "mlp": mlp,
+    "the first stage": lambda: mlp(needs_grad=False),
+    "convolution": convolution,
+    "attention": attention,
+    "without weights": lambda: Stage(nn.ReLU(), torch.rand(3, requires_grad=True)).parts,
+    "without operators": lambda: Stage(nn.Identity(), torch.rand(3, requires_grad=True)).parts,
+    "without a backward": lambda: Stage(nn.Linear(3, 2), torch.rand(2, 3), recorded=False).parts,
+    "a constant": lambda: Stage(Doubling(), torch.rand(3, 2, requires_grad=True)).parts,
+}
+
+
+@pytest.fixture(params=STAGES)
+def parts(request):
+    return STAGES[request.param]()
+
+
+def columns(parts, split):
+    if split:
+        return {"F": parts.forward, "I": parts.input, "W": parts.weight}
+    return {"F": parts.forward, "B": parts.backward}
+
+
+def test_text():
+    assert (
+        text(mlp(), stage=1)
+        == """\
+stage 1: 16 operators, 144 B saved from F, 264 B kept for W
+
+F, forward: 5 operators, hands on 168 B
+  input[0]         3x4 float32  saved[1]
+  state[0]         8x4 float32
+  state[1]         8 float32
+  state[2]         2x8 float32
+  state[3]         2 float32
+  t         t      4x8 float32             state[0]
+  addmm     addmm  3x8 float32             state[1], input[0], t
+  relu      relu   3x8 float32  saved[0]   addmm
+  t_1       t      8x2 float32             state[2]
+  addmm_1   addmm  3x2 float32  output[0]  state[3], relu, t_1
+
+I, backward for the input: 3 operators, hands on 144 B
+  saved[0]            from F              3x8 float32                 relu
+  state[0]                                8x4 float32
+  state[2]                                2x8 float32
+  tangent[0]                              3x2 float32
+  mm                  mm                  3x8 float32                 tangent[0], state[2]
+  threshold_backward  threshold_backward  3x8 float32  live[0]        mm, saved[0], 0
+  mm_2                mm                  3x4 float32  input_grad[0]  threshold_backward, state[0]
+
+W, backward for the weights: 8 operators, hands on 232 B
+  live[0]     from I  3x8 float32                  threshold_backward
+  saved[0]    from F  3x8 float32                  relu
+  saved[1]    from F  3x4 float32                  input[0]
+  tangent[0]          3x2 float32
+  t_3         t       2x3 float32                  tangent[0]
+  mm_1        mm      2x8 float32  weight_grad[2]  t_3, saved[0]
+  sum_1       sum     1x2 float32                  tangent[0], [0], True
+  view        view    2 float32    weight_grad[3]  sum_1, [2]
+  t_7         t       8x3 float32                  live[0]
+  mm_3        mm      8x4 float32  weight_grad[0]  t_7, saved[1]
+  sum_2       sum     1x8 float32                  live[0], [0], True
+  view_1      view    8 float32    weight_grad[1]  sum_2, [8]"""
+    )
+
+
+def test_text_of_an_empty_part():
+    parts = STAGES["without operators"]()
+    assert (
+        text(parts, split=False)
+        == """\
+a stage: no operators, 0 B saved from F
+
+F, forward: no operators, hands on 12 B
+  input[0]  3 float32  output[0]
+
+B, backward: no operators, hands on 12 B
+  tangent[0]  3 float32  input_grad[0]"""
+    )
+
+
+def test_buffers_that_change_are_marked():
+    lines = text(convolution()).splitlines()
+    (norm,) = [x for x in lines if x.startswith("  native_batch_norm ")]
+    assert "2x8x6x6, 8, 8 float32  changes state[4], changes state[5]  convolution" in norm
+    (count,) = [x for x in lines if x.startswith("  add_ ")]
+    assert "scalar int64           changes state[6]" in count
+
+
+def test_bytes_are_those_of_a_cell():
+    memory = kept(mlp())
+    assert (memory.activation, memory.pending) == (144, 264)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_text_has_every_node(parts, split):
+    sections = text(parts, split).split("\n\n")[1:]
+    for (kind, part), section in zip(columns(parts, split).items(), sections, strict=True):
+        head, *lines = section.splitlines()
+        assert head.startswith(f"{kind}, ")
+        names = [x.split()[0] for x in lines]
+        given = len(part.slice.inputs)
+        assert names[:given] == [f"{role}[{k}]" for role, k in sorted(part.sources)]
+        assert names[given:] == [x.name for x in part.slice.nodes]
+
+
+def rects(tree):
+    """Return the boxes with a tooltip: the classes, the tooltip and the place of each."""
+    for rect in tree.iter(f"{SVG}rect"):
+        title = rect.find(f"{SVG}title")
+        if title is not None:
+            place = [float(rect.get(x)) for x in ("x", "y", "width", "height")]
+            yield rect.get("class").split(), title.text, place
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_svg_has_a_box_for_every_node(parts, split, tmp_path):
+    write_svg(tmp_path / "stage.svg", parts, split, stage=2)
+    tree = ElementTree.parse(tmp_path / "stage.svg")
+    words = [x.text for x in tree.iter(f"{SVG}text")]
+    assert words[0] == text(parts, split, stage=2).splitlines()[0]
+    boxes = [x for x in rects(tree) if "given" not in x[0]]
+    for kind, part in columns(parts, split).items():
+        names = [tip.split(" = ")[0] for classes, tip, _ in boxes if kind in classes]
+        assert names == [x.name for x in part.slice.nodes]
+    results = {tip.split(" = ")[0] for classes, tip, _ in boxes if "result" in classes}
+    assert results == {x.name for x in parts.joint.results if x.op != "placeholder"}
+
+
+def test_boxes_do_not_overlap(parts, tmp_path):
+    write_svg(tmp_path / "stage.svg", parts)
+    tree = ElementTree.parse(tmp_path / "stage.svg")
+    places = [place for _, _, place in rects(tree)]
+    for k, (x, y, width, height) in enumerate(places):
+        assert x + width <= float(tree.getroot().get("width"))
+        assert y + height <= float(tree.getroot().get("height"))
+        for a, b, c, d in places[:k]:
+            assert x >= a + c or a >= x + width or y >= b + d or b >= y + height
+
+
+def test_thick_lines_are_what_parts_hand_on(tmp_path):
+    write_svg(tmp_path / "stage.svg", mlp())
+    tree = ElementTree.parse(tmp_path / "stage.svg")
+    groups = [(x.find(f"{SVG}title"), x.get("class")) for x in tree.iter(f"{SVG}g")]
+    found = {(title.text, kind) for title, kind in groups if title is not None and "cross" in kind}
+    assert found == {
+        ("input[0]", "net cross F"),
+        ("relu", "net cross F"),
+        ("tangent[0]", "net cross"),
+        ("threshold_backward", "net cross I"),
+    }
+
+
+def test_views_are_small(tmp_path):
+    write_svg(tmp_path / "stage.svg", convolution())
+    tree = ElementTree.parse(tmp_path / "stage.svg")
+    small = [tip.split(" = ")[0] for classes, tip, _ in rects(tree) if "view" in classes]
+    assert all(x.startswith("getitem") for x in small)
+    assert len(small) == 9

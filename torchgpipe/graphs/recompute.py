@@ -1,0 +1,97 @@
+"""The passes that choose what R computes again, and so what a cell keeps from F until then.
+
+``everything``: the whole forward, from the input. ``min_cut``: as much as is cheap, from whatever
+takes the fewest bytes. Products of matrices and convolutions are not computed again, nor is what
+draws random numbers or changes memory in place; norms, activations and other operators on each
+number are. The fewest bytes are a smallest cut between what cannot be computed again, or came from
+elsewhere, and what the backward needs.
+
+Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), for the
+first; He and Yang, Min-cut optimal (re)materialization (dev-discuss.pytorch.org, 2022), for the
+second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from torchgpipe.graphs.effects import Effects, bytes_of, is_item, is_random, is_void
+from torchgpipe.graphs.joint import Joint, tensors_of
+
+__all__: list[str] = []
+
+
+class Again(NamedTuple):
+    """A choice of what is computed again.
+
+    Args:
+        kept: the nodes whose values a cell keeps from F until R.
+        nodes: the nodes that R computes, in order.
+    """
+
+    kept: list[Node]
+    nodes: list[Node]
+
+
+#: Chooses what is computed again, to get the values of some nodes.
+Choice = Callable[[Joint, Effects, Sequence[Node]], Again]
+
+
+def everything(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+    """Compute all again that the backward needs, from the input."""
+    forward = joint.forward
+    # guard: random numbers in the same order
+    others = [x for x in forward if is_random(x) or is_void(x)]
+    nodes = effects.in_order(effects.needed([*saved, *others], {*forward}))
+    given = {*joint.inputs, *joint.more}
+    taken = {*saved, *[x for node in nodes for x in node.all_input_nodes]}
+    return Again(effects.in_order(taken & given), nodes)
+
+
+def min_cut(joint: Joint, effects: Effects, saved: Sequence[Node]) -> Again:
+    """Compute again what is cheap, from what takes the fewest bytes."""
+    # It comes with PyTorch.
+    import networkx  # type: ignore[import-untyped]
+
+    forward = joint.forward
+    region = effects.needed(saved, {*forward})
+    fixed = {x for x in forward if _is_fixed(effects, x)}
+    # What an operator returns besides is as fixed as it is.
+    fixed |= {x for x in forward if is_item(x) and x.args[0] in fixed}
+    given = {*joint.inputs, *joint.more}
+    graph: Any = networkx.DiGraph()
+    graph.add_node("source")
+    graph.add_node("sink")
+    for x in [*given, *region]:
+        whole = isinstance(x.meta.get("val"), tuple | list)
+        graph.add_edge((x, 0), (x, 1), capacity=inf if whole else bytes_of(tensors_of(x)))
+        if x in given or x in fixed:
+            graph.add_edge("source", (x, 0))
+        if x in region and x not in fixed:
+            for y in x.all_input_nodes:
+                if y in given or y in region:
+                    graph.add_edge((y, 1), (x, 0))
+    for x in saved:
+        graph.add_edge((x, 1), "sink")
+    _, (near, _) = networkx.minimum_cut(graph, "source", "sink")
+    kept = {x for x in [*given, *region] if (x, 0) in near and (x, 1) not in near}
+    nodes = effects.needed([x for x in saved if x not in kept], region - kept)
+    return Again(effects.in_order(kept), effects.in_order(nodes))
+
+
+def _is_fixed(effects: Effects, node: Node) -> bool:
+    """Whether a node is not to be computed again."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    if packet in flop_registry or is_random(node) or is_void(node) or node in effects.written:
+        return True
+    # Memory that changes has another value by then.
+    touched = effects.memory[node] | effects.reads(node)
+    return any(x in effects.writers for x in touched)
+
+
+CHOICES: dict[str, Choice] = {"everything": everything, "min-cut": min_cut}
