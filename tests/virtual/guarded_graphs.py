@@ -37,6 +37,6 @@ MUTANTS = {
     "recording what is communicated": (DROP, "graph overlaps"),
     "waiting for communication": (DROP, "graph overlaps"),
     "recording the result of communication": (DROP, "graph overlaps"),
-    "random numbers of an overlap": ((" or work.is_random", ""), "graph numbers side by side"),
+    "random numbers of an overlap": (("if work.is_random", "if False"), "graph numbers side by side"),
     "random numbers of a graph": (("numbers.restored()", "nullcontext()"), "graph numbers"),
 }

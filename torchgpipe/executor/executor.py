@@ -224,6 +224,12 @@ class Executor:
         streams: Sequence[AbstractStream],
     ) -> None:
         """Have the computations of an instruction compute, interleaved if they can be."""
+        if len(ops) == 1:
+            with use_stream(streams[0]), noted(self.where(w, ops[0])):
+                work = next(runs[0], None)
+                if work is not None:
+                    _hand_on(runs[0], work.run())
+            return
         waiting: dict[int, Work] = {}
 
         def go_on(k: int, function: Callable[[], Any]) -> Any:
@@ -236,7 +242,7 @@ class Executor:
                 continue
             # The other one would draw from a generator that was set for this one.
             # guard: random numbers of an overlap
-            if len(ops) == 1 or work.is_random:
+            if work.is_random:
                 result = go_on(k, work.run)
                 go_on(k, partial(_hand_on, run, result))
             else:

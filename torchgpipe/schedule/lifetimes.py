@@ -5,6 +5,9 @@ same time, whatever each instruction takes. Cells that are never kept at the sam
 same memory, a *slot*, in every step again. Slots are of one stage and one kind, since others have
 other sizes.
 
+A lifetime includes both its ends. The two computations of an overlap read and write at the same
+time, so neither can have a slot that the other one frees.
+
 Source: an interval graph is coloured with the fewest colours in the order of the intervals' starts
 (Golumbic, Algorithmic Graph Theory and Perfect Graphs, 1980).
 """
@@ -15,7 +18,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchgpipe.schedule.program import Instruction, Program, operations
+from torchgpipe.schedule.program import Instruction, Program, operations, operations_of
 
 __all__ = ["Lifetime", "Lifetimes"]
 
@@ -29,7 +32,8 @@ class Lifetime(NamedTuple):
         kind: ``'checkpoint'`` from F until R, ``'activation'`` from F, or from R, until B or I,
             and ``'pending'`` from I until W.
         start: the place in the worker's line of the instruction that makes it, from 0.
-        end: the place of the one that needs it last.
+        end: the place of the one that needs it last, or of the last one in the line if that is
+            missing.
         slot: the number of the memory that it can have, from 0, for its stage and kind.
     """
 
@@ -54,8 +58,13 @@ class Lifetimes(NamedTuple):
 
 
 def lifetimes(program: Program) -> tuple[Lifetimes, ...]:
-    """Find the lifetimes on each worker."""
-    return tuple([_of_worker(line) for line in program])
+    """Find the lifetimes on each worker.
+
+    A schedule without any backward keeps nothing. In other schedules, a cell without a backward is
+    kept until the end of the line.
+    """
+    trains = any(op.kind in "BI" for op in operations_of(program))
+    return tuple([_of_worker(line if trains else ()) for line in program])
 
 
 def _of_worker(line: Sequence[Instruction]) -> Lifetimes:
@@ -83,15 +92,12 @@ def _intervals(line: Sequence[Instruction]) -> Iterator[tuple[int, int, int, int
     for place, x in enumerate(line):
         for op in operations(x):
             places.setdefault((op.stage, op.microbatch), {})[op.kind] = place
+    last = len(line) - 1
     for (stage, microbatch), at in places.items():
-        backward = at.get("B", at.get("I"))
-        if backward is None:
-            # Forward alone keeps nothing.
-            continue
         if "R" in at and "F" in at:
             yield at["F"], at["R"], stage, microbatch, "checkpoint"
         begin = at.get("R", at.get("F"))
         if begin is not None:
-            yield begin, backward, stage, microbatch, "activation"
-        if "I" in at and "W" in at:
-            yield at["I"], at["W"], stage, microbatch, "pending"
+            yield begin, at.get("B", at.get("I", last)), stage, microbatch, "activation"
+        if "I" in at:
+            yield at["I"], at.get("W", last), stage, microbatch, "pending"

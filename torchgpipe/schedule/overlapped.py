@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+import re
+from collections.abc import Iterable
+from itertools import chain, count
 
-from torchgpipe.schedule.program import (
-    Instruction,
-    Op,
-    Overlap,
-    Program,
-    by_stage,
-    needs,
-    operations,
-    operations_of,
-)
+from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, Skips, operations, walk
 
 __all__ = ["overlapped", "paired"]
 
@@ -39,7 +31,7 @@ def paired(program: Program) -> Program:
     return tuple(tuple(both(op) for x in line for op in operations(x)) for line in program)
 
 
-def overlapped(program: Program, kinds: Iterable[str], skips: Sequence[tuple[int, int]]) -> Program:
+def overlapped(program: Program, kinds: Iterable[str], skips: Skips) -> Program:
     """Pair neighbours of a worker, from left to right, where no dependency forbids it.
 
     Two neighbours may be paired if the second does not need the first, directly or by way of other
@@ -54,26 +46,26 @@ def overlapped(program: Program, kinds: Iterable[str], skips: Sequence[tuple[int
         ValueError: a pair is not two of F, B, I, W and R.
     """
     chosen = [*kinds]
-    wrong = [x for x in chosen if len(x) != 2 or not set(x) <= set("FBIWR")]
+    wrong = [x for x in chosen if not (isinstance(x, str) and re.fullmatch("[FBIWR]{2}", x))]
     if wrong:
         raise ValueError(
             "kinds to be paired must be two of F, B, I, W and R "
             f"(kinds: {wrong}); write them as in overlap('FB', 'FI')"
         )
-    allowed = {frozenset(x) if x[0] != x[1] else x[0] for x in chosen}
-    graph = _Waits(program, skips)
+    allowed = {frozenset(x) for x in chosen}
+    order = _Order(program, skips)
+    numbers = count()
     lines: list[tuple[Instruction, ...]] = []
     for line in program:
         found: list[Instruction] = []
-        for x in line:
+        for x, number in zip(line, numbers):
             last = found[-1] if found else None
             if (
                 isinstance(last, Op)
                 and isinstance(x, Op)
-                and _is_allowed(last, x, allowed)
-                and not graph.leads(last, x)
+                and frozenset((last.kind, x.kind)) in allowed
+                and order.join(number - 1, number)
             ):
-                graph.join(last, x)
                 found[-1] = Overlap(last, x)
             else:
                 found.append(x)
@@ -81,64 +73,77 @@ def overlapped(program: Program, kinds: Iterable[str], skips: Sequence[tuple[int
     return tuple(lines)
 
 
-def _is_allowed(a: Op, b: Op, allowed: Collection[object]) -> bool:
-    return (a.kind if a.kind == b.kind else frozenset((a.kind, b.kind))) in allowed
+class _Order:
+    """All instructions, each behind those that it waits for.
 
+    Instructions have numbers, in the order of the lines. A way from one instruction to another only
+    leads over instructions between the two in this order. So a search for a way is short, since
+    neighbours of a line are close to each other. Contracting two instructions changes the order
+    between them alone.
 
-class _Waits:
-    """Orders of instructions: by what they need, and by the lines of workers."""
+    Source: Pearce and Kelly, A dynamic topological sort algorithm for directed acyclic graphs,
+    2006.
+    """
 
-    def __init__(self, program: Program, skips: Sequence[tuple[int, int]]) -> None:
-        ops = set(operations_of(program))
-        near = by_stage(skips)
-        #: For each computation, the number of its instruction.
-        self._number: dict[Op, int] = {}
-        self._behind: dict[int, set[int]] = {}
-        lines = []
+    def __init__(self, program: Program, skips: Skips) -> None:
+        all_ = [*chain(*program)]
+        number = {op: n for n, x in enumerate(all_) for op in operations(x)}
+        #: The instructions that need each instruction, and the next one of its worker.
+        self._needing: list[set[int]] = [set() for _ in all_]
+        self._next: list[int | None] = [n + 1 for n in range(len(all_))]
+        #: The pair that each second instruction has become a part of.
+        self._pair: dict[int, int] = {}
+        numbers = []
+        begin = 0
         for line in program:
-            numbers = []
-            for x in line:
-                number = len(self._behind)
-                self._behind[number] = set()
-                self._number.update(dict.fromkeys(operations(x), number))
-                numbers.append(number)
-            lines.append(numbers)
-        for numbers in lines:
-            for a, b in pairwise(numbers):
-                self._behind[a].add(b)
-        for op in ops:
-            for other in needs(op, ops, near.get(op.stage, ())):
-                if self._number[other] != self._number[op]:
-                    self._behind[self._number[other]].add(self._number[op])
-        self._needs = {
-            op: {self._number[x] for x in needs(op, ops, near.get(op.stage, ()))} for op in ops
-        }
+            numbers.append(iter(range(begin, begin := begin + len(line))))
+            if line:
+                self._next[begin - 1] = None
+        #: Where each instruction ends if all take the same time, and each worker so far.
+        end, free = [0] * len(all_), [0] * len(program)
+        # Whoever waits in a deadlock goes on. Such a schedule keeps its deadlock.
+        for w, _, edges in walk(program, lambda waiting: min(waiting), skips):
+            n = next(numbers[w])
+            needed = [number[op] for op, _ in edges]
+            for other in needed:
+                self._needing[other].add(n)
+            end[n] = free[w] = max([free[w], *(end[other] for other in needed)]) + 1
+        self._order = sorted(range(len(all_)), key=end.__getitem__)
+        self._place = [0] * len(all_)
+        self._renumber(0, self._order)
 
-    def leads(self, first: Op, second: Op) -> bool:
-        """Whether a way leads from one instruction to the next besides their order in the line."""
-        start, end = self._number[first], self._number[second]
-        if start in self._needs[second]:
-            return True
-        seen = {start}
-        stack = [x for x in self._behind[start] if x != end]
+    def join(self, first: int, second: int) -> bool:
+        """Make a pair of two neighbours, unless a way leads from one to the other.
+
+        The order in the line is no such way, but a need is.
+
+        Returns:
+            Whether the two are a pair now.
+        """
+        begin, end = self._place[first], self._place[second]
+        late: set[int] = set()
+        stack: list[int | None] = [*self._needing[first]]
         while stack:
-            number = stack.pop()
-            if number == end:
-                return True
-            if number not in seen:
-                seen.add(number)
-                stack += self._behind[number] - seen
-        return False
+            x = stack.pop()
+            if x is None:
+                continue
+            n = self._pair.get(x, x)
+            if n == second:
+                return False
+            if n not in late and self._place[n] < end:
+                late.add(n)
+                stack += [*self._needing[n], self._next[n]]
+        self._pair[second] = first
+        self._needing[first] |= self._needing[second]
+        self._next[first] = self._next[second]
+        # The pair comes behind whatever the second one needs, and before what needs the first one.
+        between = self._order[begin + 1 : end]
+        early = [n for n in between if n not in late]
+        self._renumber(begin, [*early, first, *(n for n in between if n in late)])
+        return True
 
-    def join(self, first: Op, second: Op) -> None:
-        """Make one instruction of two."""
-        one, other = self._number[first], self._number[second]
-        self._number[second] = one
-        self._behind[one] = (self._behind[one] | self._behind.pop(other)) - {one, other}
-        for found in self._behind.values():
-            if other in found:
-                found.discard(other)
-                found.add(one)
-        for wanted in self._needs.values():
-            if other in wanted:
-                wanted.add(one)
+    def _renumber(self, begin: int, numbers: list[int]) -> None:
+        """Put instructions at consecutive places."""
+        self._order[begin : begin + len(numbers)] = numbers
+        for place, n in enumerate(numbers, begin):
+            self._place[n] = place
