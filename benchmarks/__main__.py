@@ -13,6 +13,7 @@ NAMES = (
     "across",
     "ablation",
     "bubbles",
+    "graphs",
     "host_bound",
     "instructions",
     "links",

@@ -298,8 +298,8 @@ class ScheduledLoss(nn.Module):
 
     def _crew_of(self, model: GPipe) -> Crew:
         crew = self.__dict__["_crew"]
-        if crew is None or crew.stages is not model._stages:
-            # The model makes its stages anew in a child process.
+        if crew is None or crew.stages is not model._stages or crew.loss is not self.loss:
+            # The model makes its stages anew in a child process, and a user may replace the loss.
             modules: list[list[nn.Module]] = [[x] for x in model.partitions]
             if isinstance(self.loss, nn.Module):
                 modules[-1].append(self.loss)
@@ -308,10 +308,15 @@ class ScheduledLoss(nn.Module):
                 overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)
                 choice = CHOICES[self.recompute]
+                others: list[list[Any]] = [[] for _ in modules]
+                others[-1].append(self.loss)
                 cells = GraphCells(
-                    [StageGraphs(j, x, overlaps, make, choice) for j, x in enumerate(modules)]
+                    [
+                        StageGraphs(j, x, overlaps, make, choice, y)
+                        for j, (x, y) in enumerate(zip(modules, others))
+                    ]
                 )
-            crew = self.__dict__["_crew"] = Crew(model._stages, cells)
+            crew = self.__dict__["_crew"] = Crew(model._stages, cells, self.loss)
         found: Crew = crew
         return found
 

@@ -1,6 +1,7 @@
 """Stages that are graphs compute what their layers do, under any schedule."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_bits(case, name, mode):
 def test_deferred_norms_are_eager():
     """Norms that count micro-batches are no graphs, which would not."""
     torch.manual_seed(0)
-    with pytest.warns(UserWarning, match=r"DeferredBatchNorm2d\._moments"):
+    with pytest.warns(UserWarning, match=r"attributes change within a step"):
         compare(CASES["deferred norms"](), "1f1b", ["cpu"] * 4, "never", stages="graph")
 
 
@@ -130,7 +131,8 @@ def test_layers_that_leave_autocast():
         case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph", outputs=True
     )
     with torch.autocast("cpu", torch.bfloat16):
-        _, output = training.eval()(case.input, case.target)
+        for _ in range(2):
+            _, output = training.eval()(case.input, case.target)
     assert output.dtype == torch.float32
 
 
@@ -206,36 +208,52 @@ class Doubling(nn.Module):
         return x.mul_(2)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["1f1b", "zbh1"])
-def test_inputs_that_change_in_place(mode, name):
-    """A stage may change its input, which the stage before has kept for its backward."""
+def test_inputs_that_change_in_place(name):
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), nn.Tanh(), Doubling(), nn.Linear(6, 6)]
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), Doubling(), nn.Linear(6, 6)]
     x, y = torch.rand(8, 6), torch.rand(8, 6)
     case = Case(layers, x, y)
-    training = training_of(case, layers, name, ["cpu"] * 4, mode, stages="graph")
-    training(x, y).backward()
-    found = [p.grad for p in layers[0].parameters()]
-    expected = layers[3](layers[1](layers[0](x)) * 2)
-    grads = torch.autograd.grad(F.mse_loss(expected, y), [*layers[0].parameters()])
-    for a, b in zip(found, grads):
-        torch.testing.assert_close(a, b)
+    training = compare(case, name, ["cpu"] * 4, "never", stages="graph")
+    assert not any(x.reasons for x in training.graphs)
 
 
 def test_eager_stage_that_changes_what_a_graph_needs():
     class Value(nn.Module):
         def forward(self, x):
-            return x.mul_(2) if x.sum() > -99 else x
+            return x.mul_(2) if len(x) == 2 and x.sum() > -99 else x
 
     layers = [nn.Linear(6, 6), nn.Tanh(), Value(), nn.Linear(6, 6)]
-    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    # The first micro-batch has three rows, and is not changed.
+    case = Case(layers, torch.rand(7, 6), torch.rand(7, 6), 3)
     training = training_of(case, layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
     with (
         pytest.warns(UserWarning, match="stage 2"),
         pytest.raises(RuntimeError, match=r"clone it first"),
     ):
         training(case.input, case.target)
+
+
+@functools.lru_cache
+def table(size):
+    """Make something once, and keep it."""
+    return torch.arange(size, dtype=torch.float32)
+
+
+def test_layers_that_keep_what_they_have_made():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.layer(x) + table(6)
+
+    table.cache_clear()
+    case = Case([Cached() for _ in range(4)], torch.rand(8, 6), torch.rand(8, 6))
+    with pytest.warns(UserWarning, match="not among its parameters"):
+        compare(case, "1f1b", ["cpu"] * 4, "never", stages="graph")
+    assert type(table(6)) is torch.Tensor
 
 
 @pytest.mark.parametrize("mode", ["except_last", "always"])

@@ -1,14 +1,17 @@
 """Rewrites that pair computations."""
 
+import random
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.cases import BUILT_IN, examples, schedules
-from torchgpipe.schedule import Op, Overlap, fill_drain, named, parse, validate
-from torchgpipe.schedule.program import operations_of
+from tests.schedule.cases import BUILT_IN, examples, random_skips, schedules
+from torchgpipe.schedule import Op, Overlap, Schedule, fill_drain, named, parse, validate
+from torchgpipe.schedule.program import operations_of, walk
 
-KINDS = ["FB", "FI", "FF", "BB", "II", "IW", "FW"]
+KINDS = ["FB", "FI", "FF", "BB", "II", "IW", "FW", "RB", "FR"]
 
 
 def texts(schedule):
@@ -41,37 +44,98 @@ def test_pairs_that_would_wait_for_each_other():
     assert texts(found) == ["(0F0;0F1) (0B0;0B1)", "1F0 (1B0;1F1) 1B1"]
 
 
+def test_a_skip_forbids_it():
+    schedule = parse("0F0 2F0\n1F0", [0, 1, 0], 1)
+    alone = replace(schedule, program=(schedule.program[0], ()))
+    assert texts(alone.overlap("FF"))[0] == "(0F0;2F0)"
+    skipping = replace(alone, skips=[(0, 2)])
+    assert skipping.overlap("FF") == skipping
+
+
+def test_recomputation_is_not_paired_by_default():
+    schedule = parse("0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2", [0], 3)
+    assert schedule.overlap().text == "0F0 0F1 0R0 (0B0;0F2) 0R1 0B1 0R2 0B2"
+    assert schedule.overlap("RF").text == "0F0 (0F1;0R0) 0B0 (0F2;0R1) 0B1 0R2 0B2"
+
+
+def test_overlaps_stay():
+    schedule = parse("0F0 0F1 (0F2;0B0) 0B1 0B2", [0], 3)
+    assert schedule.overlap("FF", "BB").text == "(0F0;0F1) (0F2;0B0) (0B1;0B2)"
+
+
+def flat(program):
+    return [[*operations_of((line,))] for line in program]
+
+
+def by_walking(schedule, kinds):
+    """Pair as the rewrite does, but walk the whole schedule for each pair."""
+    lines = [[*line] for line in schedule.program]
+    for line in lines:
+        k = 0
+        while k + 1 < len(line):
+            a, b = line[k : k + 2]
+            if {type(a), type(b)} == {Op} and {a.kind + b.kind, b.kind + a.kind} & {*kinds}:
+                line[k : k + 2] = [Overlap(a, b)]
+                done = sum(1 for _ in walk(lines, lambda waiting: None, schedule.skips))
+                if done < sum(map(len, lines)):
+                    line[k : k + 1] = [a, b]
+            k += 1
+    return replace(schedule, program=lines)
+
+
 def verify(schedule, kinds):
-    before = validate(schedule)
+    assert validate(schedule) == []
     found = schedule.overlap(*kinds)
-    assert validate(found) == before == []
+    assert validate(found) == []
+    assert flat(found.program) == flat(schedule.program)
+    for line, other in zip(schedule.program, found.program):
+        assert {x for x in line if isinstance(x, Overlap)} <= {*other}
     # No pair is left that could be one.
     assert found.overlap(*kinds) == found
-    for line, other in zip(schedule.program, found.program):
-        flat = [op for x in line for op in ((x,) if isinstance(x, Op) else x)]
-        assert flat == [op for x in other for op in ((x,) if isinstance(x, Op) else x)]
-        new = [x for x in other if isinstance(x, Overlap) and x not in line]
-        assert all("".join(sorted((x.first.kind, x.second.kind))) in ordered(kinds) for x in new)
-
-
-def ordered(kinds):
-    return {"".join(sorted(x)) for x in kinds}
+    return found
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in(name):
-    verify(BUILT_IN[name](4, 8), KINDS)
+    schedule = BUILT_IN[name](4, 8)
+    verify(schedule, KINDS)
+    verify(schedule, ["FB", "FI"])
+    verify(schedule.recompute(), KINDS)
+    verify(schedule.split().defer_weights(2), ["FI", "IW", "FW"])
+    small = BUILT_IN[name](3, 4)
+    assert small.overlap(*KINDS) == by_walking(small, KINDS)
 
 
 @examples
-@given(schedules(), st.sets(st.sampled_from(KINDS), min_size=1))
-def test_random(found, kinds):
-    verify(found[0] if isinstance(found, tuple) else found, [*kinds])
+@given(schedules(), st.sets(st.sampled_from(KINDS), min_size=1), st.integers(0, 99))
+def test_random(case, kinds, seed):
+    schedule, _ = case
+    skips = random_skips(random.Random(seed), len(schedule.placement))
+    for one in (schedule, replace(schedule, skips=skips)):
+        if not validate(one):
+            assert verify(one, [*kinds]) == by_walking(one, kinds)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_many_micro_batches(name):
+    verify(BUILT_IN[name](16, 32), KINDS)
+
+
+OPS = st.builds(Op, st.integers(0, 2), st.sampled_from("FBIWR"), st.integers(0, 1))
+LINES = st.lists(st.one_of(OPS, st.builds(Overlap, OPS, OPS)), max_size=6)
+
+
+@examples
+@given(LINES, LINES)
+def test_faulty_schedules_keep_their_computations(one, other):
+    schedule = Schedule([0, 1, 0], 2, [one, other])
+    found = schedule.overlap(*KINDS)
+    assert flat(found.program) == flat(schedule.program)
 
 
 def test_wrong_kinds():
-    for kind in ("F", "FX", "FBI", ""):
-        with pytest.raises(ValueError, match="two of F, B, I, W and R"):
+    for kind in ("F", "FX", "FBI", "", "fb", None, ["F", "B"]):
+        with pytest.raises(ValueError, match=r"two of F, B, I, W and R \(kinds: \[.*\]\); write"):
             named("1f1b", 2, 2).overlap(kind)
 
 

@@ -6,6 +6,7 @@ from tests.virtual.mutants import DROP
 TESTS = {
     f"graph {name}": (module, f"test_{function}", arguments)
     for name, (module, function, arguments) in {
+        "kept": ("behaviour.test_graph_stages", "layers_that_keep_what_they_have_made", {}),
         "effects": ("unit.graphs.test_effects", "changes_in_place", {}),
         "in place": ("unit.graphs.test_halves", "changes_in_place_are_in_one_half", {}),
         "norm": ("unit.graphs.test_masks", "norm_stays_whole", {}),
@@ -37,6 +38,9 @@ MUTANTS = {
     "recording what is communicated": (DROP, "graph overlaps"),
     "waiting for communication": (DROP, "graph overlaps"),
     "recording the result of communication": (DROP, "graph overlaps"),
-    "random numbers of an overlap": (("if work.is_random", "if False"), "graph numbers side by side"),
+    "random numbers of an overlap": (
+        ("if work.is_random", "if False"),
+        "graph numbers side by side",
+    ),
     "random numbers of a graph": (("numbers.restored()", "nullcontext()"), "graph numbers"),
 }

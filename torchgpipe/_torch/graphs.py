@@ -5,13 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules import module
 
 __all__: list[str] = []
+
+GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
 
 
 def schema_of(operator: Any) -> Any:
     """The declaration of an operator's arguments and results; None for other functions."""
     return getattr(operator, "_schema", None)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks run around all modules of the process."""
+    return any(getattr(module, name, None) for name in GLOBAL_HOOKS)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -63,10 +63,11 @@ class Crew:
     Args:
         stages: the stages of the wrapper.
         cells: how cells are made; eager ones by default.
+        loss: the loss that they are made for.
     """
 
-    def __init__(self, stages: Stages, cells: Cells | None = None) -> None:
-        self.stages = stages
+    def __init__(self, stages: Stages, cells: Cells | None = None, loss: Any = None) -> None:
+        self.stages, self.loss = stages, loss
         self.cells = cells or Cells()
         self.streams = Streams()
         self.workers = Workers(stages.devices)

@@ -46,6 +46,7 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
             0,
             executor.weights[j],
             (j, 0) in executor.plan.again,
+            at_once=True,
         )
         if traced is None:
             raise ValueError(

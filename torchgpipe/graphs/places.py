@@ -12,12 +12,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchgpipe._torch.graphs import has_global_hooks
+from torchgpipe.graphs.snapshot import snapshot
+from torchgpipe.values.structure import ATOMS
+
 __all__: list[str] = []
 
 #: A container, and the key of a tensor in it.
 Place: TypeAlias = tuple[Any, Any]
 
 MISSING: Any = object()
+
+#: The attributes that every module has.
+OWN = {*nn.Module().__dict__}
 
 
 class UntraceableError(Exception):
@@ -29,9 +36,10 @@ class Places:
 
     Args:
         modules: the modules, with all that is in them.
+        others: further objects that decide what is computed, as a loss function.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
         self._modules = [*dict.fromkeys(x for some in modules for x in some.modules())]
         self._found: list[Place] = []
         for module in self._modules:
@@ -43,19 +51,21 @@ class Places:
                     self._found += [(some, k) for k, x in enumerate(some) if isinstance(x, Tensor)]
                 elif isinstance(some, dict):
                     self._found += [(some, key) for key, x in some.items() if isinstance(x, Tensor)]
-        self.tensors = self.read()
         #: The attributes and the submodules of each module, and what they were.
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
         self._before: list[dict[str, Any]] = [*map(dict, self._tables)]
-        self._kinds = kinds(self.tensors)
+        #: Objects in attributes, which may change without the attribute.
+        held = [x for module in self._modules for x in _objects(module)]
+        self._held = [*{id(x): x for x in [*held, *others]}.values()]
+        self._now = self._look()
 
     def read(self) -> list[Tensor]:
         """The tensors that are in the places now, each once."""
         return [*{id(x): x for x in (table[key] for table, key in self._found)}.values()]
 
     def put(self, tensors: Sequence[Tensor]) -> Replaced:
-        """Put other tensors in the places, in the order of ``tensors``, within a ``with`` block."""
-        return Replaced(self._found, dict(zip(map(id, self.tensors), tensors)))
+        """Put other tensors in the places, in the order of :meth:`read`, in a ``with`` block."""
+        return Replaced(self._found, dict(zip(map(id, self.read()), tensors)))
 
     def restored(self) -> Restored:
         """Restore all attributes after a ``with`` block, and see which of them have changed."""
@@ -72,10 +82,31 @@ class Places:
         """Whether the modules have the same attributes, and tensors of the same kind, as before."""
         try:
             # Dicts compare what they hold by identity first.
-            return self._tables == self._before and kinds(self.read()) == self._kinds
+            return self._tables == self._before and self._look() == self._now
         except Exception:
             # Objects that cannot be compared, as arrays, or that are not there any more.
             return False
+
+    def _look(self) -> Any:
+        tensors = [table[key] for table, key in self._found]
+        first: dict[int, int] = {}
+        # One tensor in several places stays one.
+        ties = [first.setdefault(id(x), len(first)) for x in tensors]
+        types = [[*map(type, x.values())] for x in self._tables]
+        empty = [
+            [(key, value is None) for key, value in table.items()]
+            for x in self._modules
+            for table in (x._parameters, x._buffers)
+            if table
+        ]
+        return kinds(tensors), ties, types, empty, [*map(snapshot, self._held)]
+
+
+def _objects(module: nn.Module) -> Iterable[Any]:
+    """The objects in attributes of a module that are no numbers, texts, tensors or functions."""
+    for key, x in module.__dict__.items():
+        if key not in OWN and type(x) not in ATOMS and not isinstance(x, Tensor | nn.Module):
+            yield x
 
 
 class Replaced:
@@ -148,13 +179,29 @@ def _at(table: Any, key: Any) -> Any:
 def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """All of some tensors that a graph depends on."""
     return tuple(
-        [(x.shape, x.stride(), x.dtype, x.requires_grad, x.device, type(x)) for x in tensors]
+        [
+            (
+                x.shape,
+                x.stride(),
+                x.dtype,
+                x.requires_grad,
+                x.device,
+                x.is_conj(),
+                x.is_neg(),
+                type(x),
+            )
+            for x in tensors
+        ]
     )
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody's hooks run around the forward of a module."""
-    return any(x._forward_hooks or x._forward_pre_hooks for some in modules for x in some.modules())
+    """Whether somebody's hooks run around the forward or the backward of a module."""
+    return has_global_hooks() or any(
+        x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks
+        for some in modules
+        for x in some.modules()
+    )
 
 
 def verify_plain(tensors: Iterable[Tensor]) -> None:

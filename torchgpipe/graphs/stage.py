@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.context import current_hooks
 from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.streams import device_types
 from torchgpipe.engine.body import Body
@@ -31,6 +32,9 @@ __all__: list[str] = []
 
 #: The number of states of the layers, such as training and evaluation, whose graphs are kept.
 STATES = 8
+
+#: The number of kinds of micro-batches, in each state, that become graphs.
+KINDS = 32
 
 #: Tracing puts other tensors in the places of weights, and PyTorch's tracer is not for several
 #: threads.
@@ -61,8 +65,14 @@ class Traced:
         key = tuple([x is not None and needed for x, needed in zip(grads, self.form.needs_grad)])
         found = self._known.get(key)
         if found is None:
-            with _tracing:
-                parts = self._trace(key)
+            try:
+                with _tracing:
+                    parts = self._trace(key)
+            except UntraceableError as error:
+                raise RuntimeError(
+                    "a stage that is a graph must be traceable for gradients of some of its "
+                    f"outputs, too (reason: {error}); use stages='eager'"
+                ) from error
             place = {x.name: k for k, x in enumerate(self.parts.saved)}
             # A backward from fewer outputs needs no more of the forward than one from all.
             found = self._known[key] = parts, [place[x.name] for x in parts.saved]
@@ -86,13 +96,16 @@ class State:
 
     Args:
         modules: the layers, and the loss if it is a module.
+        others: the loss if it is none.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
         self.modules = modules
         self.hooks = has_hooks(modules)
-        self.places = Places(modules)
+        self.places = Places(modules, others)
         self.entries: dict[Any, list[Entry]] = {}
+        #: The number of kinds of micro-batches, and whether the layers have run in this state.
+        self.count, self.has_run = 0, False
 
     def is_current(self) -> bool:
         """Whether the layers are in this state."""
@@ -108,6 +121,7 @@ class StageGraphs:
         overlaps: interleaved functions of parts of this stage and others.
         make: makes a function of a part of a graph.
         recompute: chooses what is computed again under checkpointing.
+        others: objects that decide what is computed, as a loss that is no module.
     """
 
     def __init__(
@@ -117,7 +131,9 @@ class StageGraphs:
         overlaps: Overlaps,
         make: Maker = function_of,
         recompute: Choice = everything,
+        others: Sequence[Any] = (),
     ) -> None:
+        self._others = others
         self.j, self._modules, self.overlaps = j, modules, overlaps
         self._make, self._recompute = make, recompute
         self._states: list[State] = []
@@ -134,7 +150,7 @@ class StageGraphs:
             if state.is_current():
                 break
         else:
-            state = State(self._modules)
+            state = State(self._modules, self._others)
         # The one that was used last is looked at first.
         self._states = [state, *[x for x in self._states if x is not state]][:STATES]
         self.state = state.places.read()
@@ -151,8 +167,19 @@ class StageGraphs:
         i: int,
         weights: Sequence[Tensor],
         again: bool,
+        *,
+        at_once: bool = False,
     ) -> tuple[Traced | None, Sequence[Tensor]]:
         """Find the graph for a micro-batch.
+
+        Args:
+            body: runs the layers.
+            batch: the micro-batch.
+            criterion: the loss behind the layers, if this is the last stage.
+            i: the number of the micro-batch.
+            weights: the weights of the stage that require a gradient.
+            again: whether the cell has an R.
+            at_once: whether to trace before the layers have run.
 
         Returns:
             The graph, or None if the cell is an eager one; and the tensors among the further
@@ -160,17 +187,31 @@ class StageGraphs:
         """
         more, structure = _of_loss(criterion, i)
         if batch.shared:
-            # Some of its tensors share memory, and a graph would not see changes in place.
+            # A graph would not see changes in place.
+            self._say("tensors that come to it share memory")
+            return None, more
+        if current_hooks() is not None:
+            self._say("hooks for saved tensors are active")
             return None, more
         structures = [*batch.structures.values(), structure]
         key = (
             *(again, torch.is_grad_enabled(), self._settings, tuple(batch.parts)),
             *(_places(batch), kinds(batch), kinds(more)),
         )
-        entries = self._states[0].entries.setdefault(key, [])
+        state = self._states[0]
+        entries = state.entries.setdefault(key, [])
         for entry in entries:
             if all(a.equals(b) for a, b in zip(entry.structures, structures)):
                 return entry.traced, more
+        if not (state.has_run or at_once):
+            # What layers make once, and keep, must not be made of fake tensors.
+            # guard: layers that keep what they have made
+            state.has_run = True
+            return None, more
+        if state.count == KINDS:
+            self._say(f"more than {KINDS} kinds of micro-batches have come to it")
+            return None, more
+        state.count += 1
         with _tracing, body.lock:
             traced = self._traced(body, batch, criterion, i, weights, more)
         entries.append(Entry(structures, traced))
@@ -187,13 +228,18 @@ class StageGraphs:
         more: Sequence[Tensor],
     ) -> Traced | None:
         structure = _of_loss(criterion, i)[1]
+        loss = keyed = None
+        if criterion is not None:
+            # Whoever traces again later must not hold this step.
+            loss = Criterion(criterion.loss, [], [], None, criterion.outputs is not None)
+            keyed = bool(criterion.arguments[i][1])
 
         def run(batch: Batch, more: Sequence[Tensor]) -> Any:
-            if criterion is None:
+            if loss is None:
                 return body.run(batch), flatten((None, None))
             given = structure.unflatten(tuple(more))
-            args, kwargs = given if criterion.arguments[i][1] else (given, {})
-            return _with_loss(body, batch, criterion, args, kwargs)
+            args, kwargs = given if keyed else (given, {})
+            return _with_loss(body, batch, loss, args, kwargs)
 
         state, recorded = self._states[0], torch.is_grad_enabled()
 
@@ -205,7 +251,9 @@ class StageGraphs:
 
         try:
             if state.hooks:
-                raise UntraceableError("its modules have forward hooks")
+                raise UntraceableError("its modules have hooks")
+            if not state.is_current():
+                raise UntraceableError("its attributes change within a step")
             made, form = parts()
         except UntraceableError as error:
             self._say(str(error))

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchgpipe._torch.graphs import storage_of
 from torchgpipe.ambient.autocast import own_casts, without_autocast
-from torchgpipe.graphs.effects import Effects, is_random
+from torchgpipe.graphs.effects import Effects, arguments_of, is_random
+from torchgpipe.graphs.generators import drawing_nothing
 from torchgpipe.graphs.joint import Joint, tensors_of
 from torchgpipe.graphs.places import Places, UntraceableError, verify_plain
 from torchgpipe.values.microbatch import Batch
@@ -82,31 +84,40 @@ def trace(
     Raises:
         UntraceableError: the stage cannot be a graph.
     """
+    tensors = places.read()
     if roots is None:
-        verify_plain([*places.tensors, *batch, *more])
-    own = {id(x): k for k, x in enumerate(places.tensors)}
+        verify_plain([*tensors, *batch, *more])
+    own = {id(x): k for k, x in enumerate(tensors)}
     missing = [x for x in weights if id(x) not in own]
     if missing:
         raise UntraceableError(f"it uses a weight of elsewhere (shape: {tuple(missing[0].shape)})")
     chosen = [own[id(x)] for x in weights]
+    if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
+        raise UntraceableError("it has a tensor that requires a gradient, and is no parameter")
     forms: list[Form] = []
     counts: list[int] = []
 
     def joint(state: list[Tensor], inputs: list[Tensor], more: list[Tensor]) -> list[Tensor | None]:
+        memory = [storage_of(x) for x in state]
+        # Layers may ask what a tensor is.
+        state = [
+            nn.Parameter(x, x.requires_grad) if isinstance(original, nn.Parameter) else x
+            for x, original in zip(state, tensors)
+        ]
         with places.put(state) as replaced:
             output, (rest, structure) = run(batch.replace(_entered(inputs)), more)
-            form, tensors = _formed(output, rest, structure)
+            form, values = _formed(output, rest, structure)
             forms.append(form)
-            results = [x.detach() for x in tensors]
+            results = [x.detach() for x in values]
             if roots is not None:
                 form.needs_grad[:] = roots
-            ends = [x for x, needed in zip(tensors, form.needs_grad) if needed and recorded]
+            ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
             # Arguments will stand in their places. Nobody knows their shapes before.
             tangents = [torch.empty_like(x) for x in ends]
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
             # Within the block, since checkpoints of PyTorch run layers again in backward.
             found = dict(zip(map(id, wanted), _grad(ends, wanted, tangents)))
-        if replaced.moved:
+        if replaced.moved or memory != [storage_of(x) for x in state]:
             raise UntraceableError("it replaces a buffer in its forward")
         of_inputs = [found.get(id(x)) for x in inputs]
         of_weights = [found.get(id(state[k])) for k in chosen]
@@ -115,10 +126,15 @@ def trace(
 
     arguments = [
         [x.detach().requires_grad_(x.requires_grad) for x in some]
-        for some in (places.tensors, batch, more)
+        for some in (tensors, batch, more)
     ]
     # Casts of fake weights must not be found later.
-    with torch.set_grad_enabled(recorded), own_casts(), places.restored() as restored:
+    with (
+        torch.set_grad_enabled(recorded),
+        own_casts(),
+        places.restored() as restored,
+        drawing_nothing(),
+    ):
         try:
             module = make_fx(joint, tracing_mode="fake")(*arguments)
         except UntraceableError:
@@ -227,6 +243,9 @@ def _verify(joint: Joint) -> None:
     Raises:
         UntraceableError: it draws random numbers, or its memory changes in between.
     """
+    given = [x for node in joint.calls for x in arguments_of(node)]
+    if any(name == "generator" and value is not None for name, value in given):
+        raise UntraceableError("it draws from a generator of its own")
     if any(is_random(x) for x in joint.backward):
         raise UntraceableError("it draws random numbers in its backward")
     values = [x for node in joint.module.graph.nodes for x in tensors_of(node)]

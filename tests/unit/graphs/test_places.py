@@ -18,7 +18,7 @@ class Layer(nn.Module):
 
 def test_tensors():
     layer = Layer()
-    found = Places([layer]).tensors
+    found = Places([layer]).read()
     expected = [*layer.parameters(), *layer.buffers(), layer.constant]
     assert {id(x) for x in found} == {id(x) for x in expected}
     assert len(found) == len(expected)
@@ -28,7 +28,7 @@ def test_other_tensors_for_a_time():
     layer = Layer()
     places = Places([layer])
     weight, constant, mean = layer.layer.weight, layer.constant, layer.norm.running_mean
-    others = [x.detach() + 1 for x in places.tensors]
+    others = [x.detach() + 1 for x in places.read()]
     with places.put(others) as replaced:
         assert layer.list[0] is layer.layer.weight is not weight
         assert torch.equal(layer.constant, torch.full((2,), 2.0))

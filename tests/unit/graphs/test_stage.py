@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,93 @@ def test_hooks_of_layers_run():
     with pytest.warns(UserWarning, match="hooks"):
         step(training)
     assert seen == [1, 1]
+
+
+CHANGES = {
+    "loss": lambda t, layer: setattr(t, "loss", F.l1_loss),
+    "list": lambda t, layer: layer.factors.__setitem__(0, 3.0),
+    "dict": lambda t, layer: layer.options.update(shift=1.0),
+    "object": lambda t, layer: setattr(layer.config, "scale", 5.0),
+    "bias": lambda t, layer: setattr(layer, "bias", nn.Parameter(torch.ones(3))),
+    "type": lambda t, layer: setattr(layer, "number", True),
+}
+
+
+class Configured(nn.Module):
+    """A layer that reads objects in its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.factors, self.options, self.number = [2.0], {"shift": 0.0}, 1
+        self.config = SimpleNamespace(scale=1.0)
+        self.register_parameter("bias", None)
+
+    def forward(self, x):
+        x = self.layer(x) * self.factors[0] + self.options["shift"]
+        x = x * self.config.scale * (3 if self.number is True else 1)
+        return x if self.bias is None else x + self.bias
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_layers_read_may_change_between_steps(change):
+    torch.manual_seed(0)
+    layer = Configured()
+    training = training_of(layer)
+    x = torch.rand(4, 3)
+    training(x, x)
+    CHANGES[change](training, layer)
+    expected = training.loss(layer(x), x)
+    torch.testing.assert_close(training(x, x).detach(), expected.detach())
+
+
+def test_loss_that_reads_what_it_has_closed_over():
+    weights = [1.0]
+    training = training_of(nn.Linear(3, 3), loss=lambda a, b: F.mse_loss(a, b) * weights[0])
+    x = torch.rand(4, 3)
+    before = training(x, x).detach()
+    weights[0] = 2.0
+    torch.testing.assert_close(training(x, x).detach(), before * 2)
+
+
+def test_ties_that_change():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(3, 3, bias=False) for _ in range(3))
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x)))
+
+    layer = Tied()
+    training = training_of(layer)
+    x = torch.rand(4, 3)
+    training(x, x)
+    layer.b.weight = layer.c.weight
+    torch.testing.assert_close(training(x, x).detach(), F.mse_loss(layer(x), x).detach())
+
+
+def test_kinds_are_not_without_end():
+    training = training_of(nn.Linear(3, 3), loss=lambda a, b, c: F.mse_loss(a, b) * c)
+    x = torch.rand(4, 3)
+    for k in range(32):
+        training(x, x, float(k))
+    with pytest.warns(UserWarning, match="more than 32 kinds"):
+        training(x, x, 33.0)
+    training(x, x, 34.0)
+    assert traces(graphs_of(training)) == 32
+
+
+def test_steps_are_let_go_of():
+    training = training_of(nn.Linear(3, 3), outputs=True)
+    x = torch.rand(4, 3)
+    _, output = training(x, x)
+    _, output = training(x, x)
+    found = weakref.ref(output), weakref.ref(x)
+    del output, x
+    gc.collect()
+    assert [y() for y in found] == [None, None]
 
 
 def test_replaced_parameters_are_seen():

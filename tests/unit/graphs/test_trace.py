@@ -1,5 +1,7 @@
 """A stage is traced, or it is said why it cannot be."""
 
+import random
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -34,6 +36,11 @@ def replace(own, x):
     return own.layer(x)
 
 
+def data(own, x):
+    own.mean.data = own.mean + 1
+    return own.layer(x)
+
+
 def checkpointed(own, x):
     return torch.utils.checkpoint.checkpoint(own.drop, x, use_reentrant=False)
 
@@ -44,6 +51,13 @@ UNTRACEABLE = {
     "attribute": (count, r"attributes \(Layer\.count"),
     "buffer": (replace, "buffer"),
     "elsewhere": (lambda own, x: own.layer(x) * ELSEWHERE, "not among its parameters"),
+    "python": (lambda own, x: own.layer(x) * random.random(), "Python"),
+    "seed": (lambda own, x: own.layer(x) + len(str(torch.manual_seed(1))) * 0, "seeds"),
+    "generator": (
+        lambda own, x: own.layer(x) * torch.rand(3, generator=torch.Generator()),
+        "generator of its own",
+    ),
+    "data": (data, "buffer"),
     "random backward": (checkpointed, "random"),
     "changed": (lambda own, x: own.layer(x) * own.mean.add_(1), "in place"),
 }
@@ -114,3 +128,16 @@ def test_backward_is_without_autocast(enabled):
         joint = traced(nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True)).joint
     dtypes = {x.meta["val"].dtype for x in joint.backward if "mm" in str(x.target)}
     assert dtypes == {torch.bfloat16 if enabled else torch.float32}
+
+
+def test_parameters_are_parameters():
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3))
+
+        def forward(self, x):
+            return x * (self.weight if isinstance(self.weight, nn.Parameter) else 0)
+
+    joint = traced(Asking(), torch.rand(2, 3)).joint
+    assert joint.weight_grads[0] is not None
