@@ -17,7 +17,8 @@ def _define() -> None:
 
     @torch.library.custom_op("torchgpipe_benchmarks::exchange", mutates_args=())
     def exchange(x: Tensor, cost: float, back: float) -> Tensor:
-        ops.busy(x, cost, "exchange")
+        if hasattr(ops, "busy"):
+            ops.busy(x, cost, "exchange")
         return x.clone()
 
     @exchange.register_fake

@@ -44,6 +44,25 @@ def test_pairs_that_would_wait_for_each_other():
     assert texts(found) == ["(0F0;0F1) (0B0;0B1)", "1F0 (1B0;1F1) 1B1"]
 
 
+def test_what_follows_a_pair_waits_for_both():
+    """1F2 needs 0F2, which comes behind 0B0, which needs 1B0."""
+    lines = ["0F0 0F1 0B0 0F2 0B2 0B1", "1F0 1B0 1F2 1B2 1F1 1B1"]
+    found = texts(parse("\n".join(lines), [0, 1], 3).overlap("FB"))
+    assert found == ["0F0 (0F1;0B0) 0F2 0B2 0B1", "1F0 1B0 1F2 (1B2;1F1) 1B1"]
+
+
+def test_a_pair_comes_behind_all_that_it_needs():
+    """4F1 needs 3F1, which starts with 2F0, which needs 0F0 by way of a third worker."""
+    found = texts(parse("3F1 2F0\n0F0 4F1\n1F0", [1, 2, 0, 0, 1], 2).overlap("FF"))
+    assert found == ["(3F1;2F0)", "0F0 4F1", "1F0"]
+
+
+def test_needs_behind_a_deadlock():
+    """0B1 needs 0F1, although neither is ever computed."""
+    schedule = parse("0B0 0R0 0F0 0F1 0B1", [0], 2)
+    assert schedule.overlap("FB") == schedule
+
+
 def test_a_skip_forbids_it():
     schedule = parse("0F0 2F0\n1F0", [0, 1, 0], 1)
     alone = replace(schedule, program=(schedule.program[0], ()))
