@@ -1,3 +1,5 @@
 """Stages as FX graphs: each is traced once, and cut into the instructions of a schedule."""
 
-__all__: list[str] = []
+from torchgpipe.graphs.overlap import communicates
+
+__all__ = ["communicates"]

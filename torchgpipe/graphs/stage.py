@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torchgpipe.engine.body import Body
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
+from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import Places, UntraceableError, has_hooks, kinds
 from torchgpipe.graphs.recompute import Choice, everything
 from torchgpipe.graphs.slices import function_of
@@ -260,6 +262,37 @@ class StageGraphs:
             return None
         batch, more = made.joint.like(batch, more)
         return Traced(made, form, lambda needs_grad: parts(needs_grad)[0])
+
+    def print(self, split: bool = True) -> None:
+        """Print the parts of the graph that was traced last.
+
+        Args:
+            split: whether the backward is I and W; otherwise it is B.
+
+        Raises:
+            ValueError: there is no graph.
+        """
+        print(text(self._last().parts, split, self.j))
+
+    def svg(self, path: str | PathLike[str], split: bool = True) -> None:
+        """Draw the parts of the graph that was traced last into an SVG file.
+
+        Args:
+            path: the file.
+            split: whether the backward is I and W; otherwise it is B.
+
+        Raises:
+            ValueError: there is no graph.
+        """
+        write_svg(path, self._last().parts, split, self.j)
+
+    def _last(self) -> Traced:
+        if self.last is None:
+            raise ValueError(
+                "a stage has a graph once a step, or costs(), has traced it (stage: "
+                f"{self.j}, reasons for eager cells: {self.reasons}); run two micro-batches first"
+            )
+        return self.last
 
     def _say(self, reason: str) -> None:
         if reason not in self.reasons:

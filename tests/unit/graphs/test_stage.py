@@ -259,3 +259,16 @@ def test_stages_are_eager_or_graphs():
     training = ScheduledLoss(model, F.mse_loss)
     step(training)
     assert training.graphs == []
+
+
+def test_pictures(capsys, tmp_path):
+    training = training_of(nn.Linear(3, 3), nn.Linear(3, 3))
+    training.costs(torch.rand(4, 3), torch.rand(4, 3))
+    graphs = training.graphs[1]
+    graphs.print()
+    assert "stage 1" in capsys.readouterr().out
+    graphs.svg(tmp_path / "stage.svg", split=False)
+    assert "addmm" in (tmp_path / "stage.svg").read_text()
+    graphs.last = None
+    with pytest.raises(ValueError, match="once a step"):
+        graphs.print()
