@@ -85,6 +85,7 @@ class Program(nn.Module):
         self.biases = nn.ParameterList([nn.Parameter(torch.randn(size)) for _ in range(2)])
         self.biases[1].requires_grad_(rng.random() < 0.7)
         self.norm = nn.LayerNorm(size)
+        self.kernel = nn.Conv1d(1, 1, 3, padding=1)
         self.steps = [
             (rng.choice(STEPS), rng.randrange(100), rng.randrange(100)) for _ in range(length)
         ]
@@ -102,6 +103,7 @@ STEPS = (
     lambda own, x, y, k: x @ own.weights[k % 3],
     lambda own, x, y, k: torch.addmm(own.biases[k % 2], x, own.weights[k % 3].t()),
     lambda own, x, y, k: x * y,
+    lambda own, x, y, k: own.kernel(x.unsqueeze(1)).squeeze(1),
     lambda own, x, y, k: x.tanh() + y,
     lambda own, x, y, k: own.norm(x),
     lambda own, x, y, k: (x * 1).relu_(),

@@ -42,5 +42,6 @@ MUTANTS = {
         ("if work.is_random", "if False"),
         "graph numbers side by side",
     ),
+    "layers that keep what they have made": (("= True", "= False"), "graph kept"),
     "random numbers of a graph": (("numbers.restored()", "nullcontext()"), "graph numbers"),
 }
