@@ -5,6 +5,8 @@ from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.scheduled import ScheduledLoss, arguments
+from torchgpipe.timeline.timeline import Timeline
+from torchgpipe.tracing import trace
 from torchgpipe.values.structure import NoChunk, PerMicroBatch
 
 __all__ = [
@@ -13,9 +15,11 @@ __all__ = [
     "NoChunk",
     "PerMicroBatch",
     "ScheduledLoss",
+    "Timeline",
     "arguments",
     "is_checkpointing",
     "is_recomputing",
+    "trace",
     "verify_recomputation",
     "__version__",
 ]

@@ -136,6 +136,10 @@ class GPipe(nn.Module):
         super().__setstate__(state)
         self._prepare()
 
+    def _traced(self) -> tuple[Stages, list[torch.device]]:
+        """The object that holds the spans of a trace, and the devices."""
+        return self._stages, self.devices
+
     @property
     def balance(self) -> list[int]:
         """The number of layers in each partition. To change it, wrap ``model.module`` anew."""

@@ -199,6 +199,10 @@ class MappedGPipe(nn.Module):
                 raise
         return getattr(self.module, name)
 
+    def _traced(self) -> tuple[Lasting, list[torch.device]]:
+        """The object that holds the spans of a trace, and the devices."""
+        return self._lasting, [*dict.fromkeys(self._map.values())]
+
     def train(self, mode: bool = True) -> MappedGPipe:
         self.training = mode
         self.module.train(mode)

@@ -13,6 +13,7 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
+from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.hand_over import hand_over
@@ -280,6 +281,10 @@ class ScheduledLoss(nn.Module):
     def hf_device_map(self) -> dict[str, torch.device]:
         """The device of each layer, by name, as :attr:`GPipe.hf_device_map` has it."""
         return {f"model.{name}": x for name, x in self.model.hf_device_map.items()}
+
+    def _traced(self) -> tuple[Stages, list[torch.device]]:
+        """The object that holds the spans of a trace, and the devices."""
+        return self.model._traced()
 
     def _plan(self, m: int, *, forward: bool) -> Plan:
         plans = self.__dict__["_plans"]

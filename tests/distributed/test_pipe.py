@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import torchgpipe
 from tests.distributed.test_schedules import pipe_of
 from tests.support.schedules import linear, relu, same
 from torchgpipe import GPipe, ScheduledLoss
@@ -308,3 +309,18 @@ def test_one_process_that_cannot_make_the_pipeline(processes):
     (kind, text), (other, its) = processes.run(one_wrong_balance, 2)
     assert (kind, other) == ("RuntimeError", "ValueError")
     assert text == f"another process could not make the pipeline: rank 1: ValueError: {its}"
+
+
+def traced(group):
+    """Trace steps of a process; return the computations of the last one."""
+    pipe = pipe_of([linear(), relu()], "1f1b", group, chunks=2, checkpoint="never")
+    with torchgpipe.trace(pipe) as timeline:
+        for _ in range(2):
+            pipe.step(torch.rand(4, 6), torch.rand(4, 6))
+    assert len(timeline.steps) == 2
+    return sorted(x.name for x in timeline.step().spans)
+
+
+def test_trace(processes):
+    for rank, found in enumerate(processes.run(traced, 2)):
+        assert found == sorted(f"{rank}{kind}{i}" for kind in "FB" for i in range(2))

@@ -49,7 +49,10 @@ ELSEWHERE = {
     "testing/recurrent": "virtual/test_zoo.py",
     "testing/report": "virtual/test_races.py",
     "testing/settings": "virtual/test_clock.py",
-    "testing/trace": "virtual/test_clock.py",
+    "timeline/perfetto": "virtual/test_clock.py",
+    "devices/recorder": "virtual/test_tracing.py",
+    "engine/recorded": "virtual/test_tracing.py",
+    "tracing": "virtual/test_tracing.py",
 }
 
 #: Modules as "room/name"; a package itself has the name of its room.

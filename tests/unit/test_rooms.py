@@ -16,7 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The rooms from the lowest to the highest. A room imports itself and what is below it.
 LAYERS = [
-    {"_torch", "schedule"},
+    {"_torch", "timeline"},
+    {"schedule"},
     {"devices"},
     {"values"},
     {"autograd", "ambient"},
@@ -27,14 +28,16 @@ LAYERS = [
     {"graphs"},
     {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed"},
+    {"tracing"},
     {""},
 ]
 
 #: Rooms that stand apart: what each of them imports besides itself.
-APART = {"testing": {"_torch"}}
+APART = {"testing": {"_torch", "timeline"}}
 
 #: Modules that do without torch.
 PLAIN = {"balance.blockpartition", "schedule"}
+PLAIN |= {"timeline", *(f"timeline.{x.stem}" for x in (PACKAGE / "timeline").glob("[!_]*.py"))}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 
 EXTRAS = {"numpy", "tqdm", "matplotlib", "sklearn", "safetensors"}
@@ -119,7 +122,7 @@ def test_no_import_within_a_function_hides_a_circle(name):
 @pytest.mark.parametrize("name", sorted(PLAIN))
 def test_plain(name):
     roots = {x.split(".")[0] for x in imports(TREES[name]) if not x.startswith("torchgpipe.")}
-    assert roots <= {"__future__"} | set(sys.stdlib_module_names)
+    assert roots <= {"__future__", "matplotlib"} | set(sys.stdlib_module_names)
     assert ours(name) <= PLAIN
 
 
@@ -172,10 +175,12 @@ def test_exports():
         "NoChunk",
         "PerMicroBatch",
         "ScheduledLoss",
+        "Timeline",
         "__version__",
         "arguments",
         "is_checkpointing",
         "is_recomputing",
+        "trace",
         "verify_recomputation",
     ]
     public = {

@@ -222,6 +222,7 @@ ATTRIBUTES = {
     "_values": "Likewise.",
     "_torchdynamo_disable": "What the compiler asks functions for.",
     "_torchdynamo_disable_msg": "Likewise.",
+    "_sequence_nr": "The number of a node, by which autograd chooses among nodes that are ready.",
     "_check_input_dim": "What a batch normalisation checks of its input.",
 }
 

@@ -8,6 +8,7 @@ before it has stopped.
 from __future__ import annotations
 
 import torch
+from torch.autograd.graph import Node
 
 from torchgpipe import _torch
 
@@ -17,6 +18,12 @@ __all__: list[str] = []
 def next_number() -> int:
     """The number of the node that this thread records next."""
     number: int = _torch.next_node()
+    return number
+
+
+def number_of(node: Node) -> int:
+    """The number of a node."""
+    number: int = node._sequence_nr()
     return number
 
 

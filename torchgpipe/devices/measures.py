@@ -43,3 +43,16 @@ def memory_allocated(device: torch.device) -> int | None:
     if not has_streams(device):
         return None
     return torch.accelerator.memory_allocated(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Count the most bytes that tensors occupy on a device from now on."""
+    if has_streams(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors occupied on a device; None where nobody counts them."""
+    if not has_streams(device):
+        return None
+    return torch.accelerator.max_memory_allocated(device)

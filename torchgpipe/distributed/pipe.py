@@ -326,6 +326,10 @@ class Pipe(nn.Module):
                 verify_same(trainable, self._replicas)
             return self._compute(agreed, given, terms, recorded)
 
+    def _traced(self) -> tuple[Stages, list[torch.device]]:
+        """The object that holds the spans of a trace, and the devices."""
+        return self._crew.stages, [self._device]
+
     def _trainable(self) -> int:
         """A number that stands for the parameters of this process, as they are now."""
         return digest(

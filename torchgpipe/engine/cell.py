@@ -33,6 +33,7 @@ from torch import Tensor
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import fork, join
+from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream
 from torchgpipe.engine.step import PipelineStep
 from torchgpipe.recompute.checkpoint import Checkpoint
@@ -67,7 +68,7 @@ class Cell:
             batch: the input.
             phonies: phonies of cells that backward shall come to after this cell.
         """
-        method = self.step.stages.method
+        method, recording = self.step.stages.method, self.step.stages.recording
         staying = [part for part in batch.parts if phonies and part not in self.arriving]
         if staying:
             with use_stream(self.stream):
@@ -77,7 +78,10 @@ class Cell:
             source = self.step.lanes.lane(self.i, k, part)
             # guard: lane of Copy
             with use_stream(method.owner(lane, self.stream)):
-                batch = batch.map(partial(method.copy, source, lane, phonies=phonies), [part])
+                copy: Function = partial(method.copy, source, lane, phonies=phonies)
+                if recording is not None:
+                    copy = recording.copying(copy, (source, lane), (k, self.j), self.i)
+                batch = batch.map(copy, [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:
@@ -91,6 +95,9 @@ class Cell:
         run: Callable[..., Batch] = self.body.run
         if self.body.visited:
             run = partial(run, note=note.note)
+        recording = step.stages.recording
+        if recording is not None:
+            run = recording.around(run, self._mark)
         checkpoint = self._new_checkpoint(run, note) if self.i < step.checkpointed else None
         if checkpoint:
             run = checkpoint.forward
@@ -182,6 +189,9 @@ class Cell:
             with use_stream(self.stream):
                 batch = batch.map(staying, rest)
         return batch
+
+    def _mark(self, kind: str) -> Mark:
+        return Mark(kind, f"{self.j}{kind}{self.i}", self.stream, self.j, self.j, self.i)
 
     def _lane(self, part: Hashable) -> AbstractStream:
         return self.step.lanes.lane(self.i, self.j, part)

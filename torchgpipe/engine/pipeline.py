@@ -106,6 +106,8 @@ class Pipeline:
             for cycle in clock_cycles(m, n)
             for i, j in cycle
         ]
+        if self.stages.recording is not None:
+            self.stages.recording.begin_step()
         self.step.context.over = False
         holding(self.step.numbers.locks, partial(self._run, tasks))
         self.step.context.over = True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchgpipe.autograd.copy import copy
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import AbstractStream
+from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.workers import Workers
 from torchgpipe.partition.placement import groups
 from torchgpipe.recompute.buffers import Learned
@@ -75,3 +76,5 @@ class Stages:
         self.workers = Workers(devices)
         #: The buffers that layers change in their forward.
         self.learned: Learned = WeakKeyDictionary()
+        #: The spans of steps, while somebody traces the model.
+        self.recording: Recording | None = None

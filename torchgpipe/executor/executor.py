@@ -37,6 +37,7 @@ from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.ends import drained_after_failure
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import Sums
+from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
@@ -110,7 +111,10 @@ class Executor:
             criterion.loss if isinstance(criterion.loss, nn.Module) else None,
         )
         crew.cells.begin(self.step)
-        self.links = Links(plan, crew.streams, stages.groups)
+        recording = stages.recording
+        #: Takes the times of instructions, while somebody traces the model.
+        self.recorder = None if recording is None else recording.recorder
+        self.links = Links(plan, crew.streams, stages.groups, self.recorder)
         self.recording = torch.is_grad_enabled()
         #: The cells between F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}
@@ -160,6 +164,8 @@ class Executor:
         self.step.end_forward()
 
     def _around(self, run: Callable[[], None]) -> None:
+        if self.stages.recording is not None:
+            self.stages.recording.begin_step()
         with ExitStack() as within:
             within.enter_context(self.step.numbers)
             within.enter_context(self.crew.draws.step(self.step, self.plan))
@@ -208,7 +214,15 @@ class Executor:
             if stream != main:
                 # guard: start of an overlap
                 wait_stream(stream, main)
+        marks = []
+        if self.recorder is not None:
+            for op, stream in zip(ops, streams):
+                mark = Mark(op.kind, str(op), stream, w, op.stage, op.microbatch)
+                marks.append(self.recorder.begin(mark))
         self._compute(w, ops, runs, streams)
+        if self.recorder is not None:
+            for mark in marks:
+                self.recorder.end(mark)
         for stream in streams:
             if stream != main:
                 # guard: end of an overlap
@@ -322,7 +336,7 @@ class Executor:
         targets: dict[Any, int] = {VALUE: j + 1, **self.stages.skip_layout.stashed[j]}
 
         def sent(key: Any, *tensors: Tensor) -> list[Tensor]:
-            found = self.links.send([x.detach() for x in tensors], j, targets[key])
+            found = self.links.send([x.detach() for x in tensors], j, targets[key], i)
             events[key] = found.event
             return [
                 # This tells the next cell that a gradient is wanted. No gradient comes here.
@@ -403,7 +417,7 @@ class Executor:
                 self.input_grads[i] = found
             else:
                 arriving = self.grads.setdefault((source, i), {})
-                arriving[key] = self.links.send(found, j, source)
+                arriving[key] = self.links.send(found, j, source, i)
 
     _kinds: ClassVar = {"F": _forward, "R": _recompute, "B": _backward, "I": _input, "W": _weight}
 

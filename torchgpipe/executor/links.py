@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.autograd.copy import moved
+from torchgpipe.devices.recorder import Recorder, copy_mark
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
@@ -84,10 +85,18 @@ class Links:
         plan: the plan of the step.
         streams: the streams of the wrapper.
         groups: a number for each stage; those with the same one share weights.
+        recorder: takes the times of copies, if somebody wants to know.
     """
 
-    def __init__(self, plan: Plan, streams: Streams, groups: Sequence[int]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        streams: Streams,
+        groups: Sequence[int],
+        recorder: Recorder | None = None,
+    ) -> None:
         devices = plan.devices
+        self._recorder = recorder
         self._placement = placement = plan.schedule.placement
         counts = Counter(devices)
         #: The caller's stream for the device of each worker.
@@ -153,8 +162,11 @@ class Links:
         """The streams of an overlap of a worker."""
         return Lanes(streams, self._beside[w])
 
-    def send(self, tensors: Sequence[Tensor | None], source: int, target: int) -> Sent:
-        """Send tensors from one stage to another; the compute stream of the source is current."""
+    def send(self, tensors: Sequence[Tensor | None], source: int, target: int, i: int) -> Sent:
+        """Send tensors of a micro-batch from one stage to another.
+
+        The compute stream of the source is current.
+        """
         present = [x for x in tensors if x is not None]
         way = source, target
         if way not in self._lanes or not present:
@@ -184,8 +196,13 @@ class Links:
                     record_stream(x, arriving)
                 found = leaving
             else:
+                mark = None
+                if self._recorder is not None:
+                    mark = self._recorder.begin(copy_mark(arriving, source, target, i), lane)
                 # guard: lane of the source
                 found = list(moved(leaving, lane, arriving, other=lane))
+                if self._recorder is not None and mark is not None:
+                    self._recorder.end(mark)
         event = record(arriving)
         rest = iter(found)
         return Sent(tuple([None if x is None else next(rest) for x in tensors]), event)

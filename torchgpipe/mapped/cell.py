@@ -146,7 +146,12 @@ class Cell:
         phonies = self._phonies() if needed else []
         # guard: lane of what is fetched
         with use_stream(self.lane):
-            arriving = copy(source.lane, self.lane, *leaving, phonies=phonies)
+            lanes = source.lane, self.lane
+            function: Callable[..., tuple[Tensor, ...]] = partial(copy, *lanes, phonies=phonies)
+            if self.step.recording is not None:
+                stages = source.stage.number, self.stage.number
+                function = self.step.recording.copying(function, lanes, stages, self.i)
+            arriving = function(*leaving)
         with use_stream(self.stage.compute):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed

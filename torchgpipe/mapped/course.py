@@ -22,6 +22,7 @@ micro-batch would wait for this one to come back.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from torch import Tensor
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.ambient.thread import registered
+from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.cell import Cell
@@ -137,7 +139,7 @@ class Course:
                 else:
                     # Another container than the one of keyword arguments itself.
                     with unfilled(mapped.name, [x for x in copies if x is not kwargs]), inside():
-                        output = inner(*args, **kwargs)
+                        output = self._recorded(inner, cell)(*args, **kwargs)
         if cell.stage.visit:
             cell.made(output)
         self._noted, self._place = False, f"behind {place}"
@@ -147,8 +149,11 @@ class Course:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
         state = body.state
         assert state is not None
+        run: Callable[..., Batch] = partial(_run, body)
+        if self.step.recording is not None:
+            run = self.step.recording.around(run, partial(self._mark, cell))
         checkpoint = Checkpoint(
-            partial(_run, body, copies=[] if state.buffers.any else None),
+            partial(run, copies=[] if state.buffers.any else None),
             self.step.new_context(),
             cell.stage.compute,
             note,
@@ -158,6 +163,23 @@ class Course:
         )
         cell.checkpoints.append(checkpoint)
         return checkpoint
+
+    def _recorded(self, inner: Any, cell: Cell) -> Any:
+        """Call a mapped module, and record it if somebody traces the model."""
+        recording = self.step.recording
+        if recording is None:
+            return inner
+
+        def run(arguments: tuple[Any, Any]) -> Any:
+            return inner(*arguments[0], **arguments[1])
+
+        mark = partial(self._mark, cell)
+        around = recording.around(run, mark, tensors_of)
+        return lambda *args, **kwargs: around((args, kwargs))
+
+    def _mark(self, cell: Cell, kind: str) -> Mark:
+        j = cell.stage.number
+        return Mark(kind, f"{j}{kind}{self.i}", cell.stage.compute, j, j, self.i)
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Bring a tensor to another device, for code between mapped modules."""

@@ -31,6 +31,7 @@ from torchgpipe.devices.streams import (
     wait_stream,
 )
 from torchgpipe.engine.body import Body
+from torchgpipe.engine.recorded import Recording
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -66,6 +67,8 @@ class Lasting:
         #: The thread that runs a step.
         self.thread: int | None = None
         self.learned: Learned = WeakKeyDictionary()
+        #: The spans of steps, while somebody traces the model.
+        self.recording: Recording | None = None
 
 
 class MappedStep:
@@ -82,6 +85,10 @@ class MappedStep:
         self, lasting: Lasting, devices: Sequence[torch.device], m: int, checkpointed: int
     ) -> None:
         self._lasting, self._checkpointed = lasting, checkpointed
+        #: Takes the times of cells, while somebody traces the model.
+        self.recording = lasting.recording
+        if self.recording is not None:
+            self.recording.begin_step()
         self.m = m
         #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]

@@ -7,8 +7,6 @@ rows which instruction the worker never reaches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
-from math import floor, log10
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +19,7 @@ from torchgpipe.schedule.program import (
     operations_of,
     timetable,
 )
+from torchgpipe.timeline.svg import Bar, Panel, Row, svg
 
 __all__ = ["Times", "characters", "unit_times", "write_svg"]
 
@@ -90,18 +89,6 @@ def characters(program: Program) -> str:
     return "\n".join(row.rstrip() for row in rows + _never(program, times))
 
 
-#: The color of each kind, and its name in the legend.
-_KINDS = {
-    "F": ("#4c9be8", "forward"),
-    "B": ("#5fb760", "backward"),
-    "I": ("#3fb3a3", "backward for the input"),
-    "W": ("#e8b93f", "backward for the weights"),
-    "R": ("#a8a4b5", "recompute"),
-}
-#: Pixels: the average bar, a row, the margin for worker names, a line of text, between two ticks.
-_BAR, _ROW, _MARGIN, _LINE, _TICK = 26, 26, 66, 20, 100
-
-
 def write_svg(
     path: str | PathLike[str], program: Program, times: Times, scale: float | None = None
 ) -> None:
@@ -122,76 +109,19 @@ def write_svg(
 
 def _svg(program: Program, times: Times, scale: float | None) -> str:
     lines = _bars(program, times)
-    bars = [bar for line in lines for bar in line]
-    stop = float(max(times[1].values(), default=0))
-    # In any unit of time, the average bar is wide enough for its number.
-    scale = scale or _BAR * len(bars) / (float(sum(bar.end - bar.begin for bar in bars)) or 1) or 1
-    body: list[str] = []
+    rows = []
     for w, line in enumerate(lines):
-        y = _LINE + w * _ROW
-        body += [_text(4, y + 17, f"worker {w}"), _rect(_MARGIN, y + 1, stop * scale, _ROW - 2)]
         stages = sorted({op.stage for x in program[w] for op in operations(x)})
+        bars = []
         for instruction, begin, end in line:
             ops = operations(instruction)
-            height = (_ROW - 2) / len(ops)
+            tip = f"{instruction} from {float(begin):g} to {float(end):g}"
             for k, op in enumerate(ops):
-                x, width = _MARGIN + float(begin) * scale, float(end - begin) * scale
-                color = _lighter(_KINDS[op.kind][0], stages.index(op.stage) / len(stages))
-                tip = f"{instruction} from {float(begin):g} to {float(end):g}"
-                body.append(_rect(x, y + 1 + k * height, width, height, color, tip))
-                middle = y + 1 + (k + 0.5) * height + 4
-                body.append(_text(x + width / 2, middle, str(op.microbatch), "middle"))
-    y = _LINE + len(lines) * _ROW + 16
-    step = _step(_TICK / scale)
-    ticks = [k * step for k in range(int(stop / step) + 1)]
-    body += [_text(_MARGIN + t * scale, 14, f"{t:g}") for t in ticks if stop - t >= step / 2]
-    body.append(_text(_MARGIN + stop * scale, 14, f"{stop:g}", "end"))
-    right: float = _MARGIN
-    for kind, (color, name) in _KINDS.items():
-        if any(op.kind == kind for op in operations_of(program)):
-            body += [_rect(right, y - 10, 12, 12, color), _text(right + 16, y, f"{kind} {name}")]
-            right += 32 + 6 * len(f"{kind} {name}")
-    body += [_rect(right, y - 10, 12, 12), _text(right + 16, y, "waits")]
-    right += 62
-    if len({op.stage for op in operations_of(program)}) > len(program):
-        body.append(_text(right, y, "lighter: later stages of a worker"))
-        right += 200
-    for line_ in _never(program, times):
-        y += _LINE
-        body.append(_text(_MARGIN, y, line_))
-    size = f'width="{max(right, _MARGIN + stop * scale + 8):.0f}" height="{y + 10:.0f}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-            '<rect width="100%" height="100%" fill="white"/>',
-            '<g font-family="sans-serif" font-size="11">',
-            *body,
-            "</g>",
-            "</svg>\n",
-        ]
-    )
-
-
-def _step(least: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is not below ``least``."""
-    power = 10.0 ** floor(log10(least))
-    return next(x * power for x in (1, 2, 5, 10) if x * power >= least)
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, color: str = "#eeeeee", tip: str = ""
-) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    title = f"<title>{escape(tip)}</title>" if tip else ""
-    edge = ' stroke="white"' if tip else ""
-    return f'<rect {place} fill="{color}"{edge}>{title}</rect>'
-
-
-def _lighter(color: str, share: float) -> str:
-    """Mix a color with a share of white."""
-    parts = (int(color[k : k + 2], 16) for k in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+                tone = stages.index(op.stage) / len(stages)
+                label = str(op.microbatch)
+                bars.append(Bar(begin, end, op.kind, label, tip, tone, (k, len(ops))))
+        rows.append(Row(f"worker {w}", bars))
+    stop = float(max(times[1].values(), default=0))
+    is_toned = len({op.stage for op in operations_of(program)}) > len(program)
+    panel = Panel(rows, stop, notes=_never(program, times), is_toned=is_toned)
+    return svg([panel], scale)

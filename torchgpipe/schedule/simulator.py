@@ -12,6 +12,8 @@ from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.picture import write_svg
 from torchgpipe.schedule.program import Edge, Instruction, Op, operations, timetable, walk
 from torchgpipe.schedule.validator import validate
+from torchgpipe.timeline.span import Stream, computation, copy
+from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ["Report", "in_order", "simulate"]
 
@@ -27,6 +29,7 @@ class Report:
         busy: the time that each worker computes.
         bubble: the time that each worker does not compute, up to the makespan.
         peak: the most memory that each worker holds at any time.
+        costs: the costs of the stages.
     """
 
     schedule: Schedule = field(repr=False)
@@ -36,12 +39,30 @@ class Report:
     busy: tuple[float, ...]
     bubble: tuple[float, ...]
     peak: tuple[float, ...]
+    costs: Costs = field(default=Costs(), repr=False)
 
     def __str__(self) -> str:
         columns = enumerate(zip(self.busy, self.bubble, self.peak))
         rows = [f"{w:6}" + "".join(f"{float(x):10.4g}" for x in row) for w, row in columns]
         head = "worker      busy    bubble      peak"
         return "\n".join([head, *rows, f"makespan {float(self.makespan):g}"])
+
+    @property
+    def timeline(self) -> Timeline:
+        """The computations and copies, to be drawn beside those of a step that was measured."""
+        schedule = self.schedule
+        table = Table(self.costs, schedule.placement, schedule.skips)
+        spans = []
+        for w, instruction, edges in walk(schedule.program, lambda waiting: None, schedule.skips):
+            for op in operations(instruction):
+                times = self.start[op], self.end[op]
+                spans.append(computation(Stream(f"worker {w}", 0), *times, op))
+            for source, op in edges:
+                if time := table.delay((source, op)):
+                    times = self.end[source], self.end[source] + time
+                    ends = source.stage, op.stage
+                    spans.append(copy(Stream(f"worker {w}", 1), *times, *ends, op.microbatch))
+        return Timeline(sorted(spans, key=lambda span: span.start), unit="")
 
     def svg(self, path: str | PathLike[str], scale: float | None = None) -> None:
         """Draw the schedule into an SVG file, with the times of this report.
@@ -72,7 +93,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     busy = tuple(sum(map(table.duration, line)) for line in schedule.program)
     bubble = tuple(makespan - time for time in busy)
     peak = tuple(max(table.held(line)) for line in schedule.program)
-    return Report(schedule, makespan, start, end, busy, bubble, peak)
+    return Report(schedule, makespan, start, end, busy, bubble, peak, costs)
 
 
 def in_order(

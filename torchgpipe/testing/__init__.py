@@ -18,7 +18,8 @@ from torchgpipe.testing.build import UnavailableError
 from torchgpipe.testing.busy import Busy
 from torchgpipe.testing.loading import load
 from torchgpipe.testing.observe import Observation, observe
-from torchgpipe.testing.report import Access, Race, Span, Stream, Transfers, Wait
+from torchgpipe.testing.report import Access, Race, Transfers, Wait
+from torchgpipe.timeline.span import Span, Stream
 
 __all__ = [
     "load",

@@ -17,19 +17,18 @@ from typing import Any
 
 import torch
 
-from torchgpipe.testing import trace
 from torchgpipe.testing.loading import verify_loaded
 from torchgpipe.testing.report import (
     Access,
     Race,
-    Span,
-    Stream,
     Transfers,
     Wait,
     critical_path,
     waits_of,
 )
-from torchgpipe.testing.settings import index_of, name_of, verify_settings
+from torchgpipe.testing.settings import MEASURED, index_of, name_of, table_of, verify_settings
+from torchgpipe.timeline import perfetto
+from torchgpipe.timeline.span import Span, Stream
 
 __all__ = ["Observation", "observe"]
 
@@ -122,7 +121,7 @@ class Observation:
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write the timeline as a file that https://ui.perfetto.dev and chrome://tracing open."""
-        Path(path).write_text(trace.to_json(self.spans), encoding="utf-8")
+        Path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
 
     def _access(self, access: dict[str, Any]) -> Access:
         # The stack of an operator that began earlier is not in this observation.
@@ -164,7 +163,8 @@ _observing = threading.Lock()
 @contextmanager
 def observe(
     *,
-    costs: Mapping[str, float] | None = None,
+    costs: Mapping[str, float] | str | None = None,
+    host: float = 0.0,
     bandwidth: Mapping[tuple[int | str, int | str], float] | None = None,
     jitter: int | None = None,
     raise_on_race: bool = False,
@@ -184,7 +184,11 @@ def observe(
 
     Args:
         costs: the milliseconds that operators take, by the names that PyTorch's dispatcher has for
-            them, such as ``"addmm"`` for a linear layer. ``"add"`` stands for ``"add_"``, too.
+            them, such as ``"addmm"`` for a linear layer. ``"add"`` stands for ``"add_"``, too. Or
+            ``"measured"``: each operator takes the time that the CPU takes to compute it, so that
+            any model has a timeline. These times vary from run to run.
+        host: the milliseconds that the host takes to issue a piece of work. Each of the host's
+            threads issues its own.
         bandwidth: the bytes per millisecond that links carry, by source and target, each the index
             of a device or ``"cpu"``. Copies over other links take the cost of ``"copy"``. Links are
             not shared: copies on different streams do not slow each other down.
@@ -201,8 +205,9 @@ def observe(
             is no such device; or the seed is out of range.
     """
     verify_loaded()
-    costs, bandwidth = dict(costs or {}), dict(bandwidth or {})
-    verify_settings(costs, bandwidth, jitter)
+    bandwidth = dict(bandwidth or {})
+    table = table_of(costs)
+    verify_settings(table, bandwidth, jitter, host)
     if not _observing.acquire(blocking=False):
         raise RuntimeError(
             "there can be one observation at a time; end the other one before, or use its results"
@@ -214,7 +219,10 @@ def observe(
         # At the end of the last observation, threads may still have been about to call its hook.
         _hooks[:] = [*_hooks[-1:], hook]
         _ops.observe(True, -1 if jitter is None else jitter, raise_on_race, address)
-        for op, cost in costs.items():
+        _ops.set_issue(host)
+        if costs == MEASURED:
+            _ops.set_measured()
+        for op, cost in table.items():
             # An operator and its form in place may reach the device under one name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
         for (source, target), bytes in bandwidth.items():

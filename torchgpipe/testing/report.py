@@ -1,21 +1,12 @@
-"""The entries of an observation: races, spans of work, waits and transfers."""
+"""The entries of an observation: races, waits and transfers; spans have a room of their own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-__all__ = ["Access", "Race", "Span", "Stream", "Transfers", "Wait"]
+from torchgpipe.timeline.span import Span, Stream
 
-
-class Stream(NamedTuple):
-    """A stream of a virtual device; number 0 is the device's default stream."""
-
-    device: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"stream {self.number} of virtual:{self.device}"
+__all__ = ["Access", "Race", "Transfers", "Wait"]
 
 
 @dataclass(frozen=True)
@@ -73,25 +64,6 @@ class Race:
             f"{self.kind} ({self.bytes} bytes of virtual:{self.device}, {self.count} times)\n"
             f"  first:  {self.first}\n  second: {self.second}"
         )
-
-
-@dataclass(frozen=True)
-class Span:
-    """A piece of work that took virtual time, in milliseconds.
-
-    Args:
-        stream: the stream that did the work.
-        start: when the work started.
-        end: when the work ended.
-        name: the operator; for a busy layer, F, I or W and the name of the layer.
-        after: the index of the span whose end let this one start; -1 if nothing held it up.
-    """
-
-    stream: Stream
-    start: float
-    end: float
-    name: str
-    after: int
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -22,16 +23,42 @@ _OWN = {
 }
 
 
+#: The word for the costs that the CPU has.
+MEASURED = "measured"
+
+
+def table_of(costs: Mapping[str, float] | str | None) -> dict[str, float]:
+    """The costs by operator, if they are not measured.
+
+    Raises:
+        ValueError: the costs are another word.
+    """
+    if isinstance(costs, str):
+        if costs != MEASURED:
+            raise ValueError(
+                "costs are a table, or a word for the CPU's times "
+                f"(costs: {costs!r}); use {MEASURED!r}, or such as {{'addmm': 1.0}}"
+            )
+        return {}
+    return dict(costs or {})
+
+
 def verify_settings(
     costs: dict[str, float],
     bandwidth: dict[tuple[int | str, int | str], float],
     jitter: int | None,
+    host: float = 0.0,
 ) -> None:
     """Check that the settings of an observation are possible and have an effect.
 
     Raises:
         ValueError: a setting is not, or has none.
     """
+    if not (_is_number(host) and 0 <= host < math.inf):
+        raise ValueError(
+            "the host takes a time in milliseconds to issue a piece of work (host: "
+            f"{host!r}); leave it out if it takes none"
+        )
     for op, cost in costs.items():
         if not (isinstance(op, str) and _reaches_a_device(op)):
             raise ValueError(

@@ -39,6 +39,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
         stages=SimpleNamespace(
             devices=[CPU] * 3,
             method=Method(),
+            recording=None,
         ),
         lanes=SimpleNamespace(
             compute=[None, None, stream],

@@ -24,7 +24,8 @@ namespace virtual_accelerator {
 
 constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 64;
-constexpr int kStreams = 33;  // Per device: the default stream, and a pool as large as on CUDA.
+constexpr int kPool = 32;            // Streams of a device's pool, as many as on CUDA.
+constexpr int kStreams = kPool + 2;  // The default stream, the pool, and one of high priority.
 constexpr int kHost = -1;     // Stands for the host where a device is expected.
 
 using VectorClock = std::vector<uint32_t>;
@@ -74,6 +75,8 @@ struct State {
   std::map<std::pair<int, int>, Traffic> traffic;
   // The settings of an observation.
   bool observed = false;
+  bool measured = false;  // Whether an operator takes the time that the CPU takes for it.
+  double issue = 0;       // Milliseconds that the host takes to issue a piece of work.
   std::unordered_map<std::string, double> costs;
   std::map<std::pair<int, int>, double> bandwidth;  // Bytes per millisecond.
   std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
@@ -118,6 +121,14 @@ inline Thread& thread() {
 // would then depend on which of the host's threads comes first.
 inline Time issued_at() { return later(thread().time, state().observer); }
 
+// Spend the time that the host takes to issue a piece of work.
+inline void issue() {
+  if (state().issue <= 0) return;
+  auto& t = thread();
+  t.time = {issued_at().at + state().issue, -1};
+  if (t.observer) state().observer = later(state().observer, t.time);
+}
+
 // Delay this thread at random: mostly not at all, now and then a little, rarely much.
 inline void jitter() {
   if (state().jitter < 0) return;
@@ -145,6 +156,7 @@ inline StreamState& stream_state(int s) {
 }
 // Begin a piece of work on a stream.
 inline void begin(int s) {
+  issue();
   auto& it = stream_state(s);
   it.clock[s]++;
   it.time = later(it.time, issued_at());
@@ -156,6 +168,7 @@ inline void spend(int s, double cost, const std::string& name) {
   it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
 }
 inline void spend_by_table(int s, const std::string& name) {
+  if (state().measured) return;
   auto found = state().costs.find(name.substr(0, name.find_last_not_of('_') + 1));
   if (found != state().costs.end()) spend(s, found->second, name);
 }

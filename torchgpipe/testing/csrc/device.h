@@ -33,10 +33,10 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getDefaultStream(c10::Device d) const override { return stream_at(index_of(d), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
-  c10::Stream getNewStream(c10::Device d, int) const override {
+  c10::Stream getNewStream(c10::Device d, int priority) const override {
     VIRTUAL_LOCK;
     int i = index_of(d);
-    return stream_at(i, 1 + state().next_stream[i]++ % (kStreams - 1));
+    return stream_at(i, 1 + (priority ? kPool : state().next_stream[i]++ % kPool));
   }
   c10::Stream exchangeStream(c10::Stream s) const override {
     auto before = getStream(s.device());

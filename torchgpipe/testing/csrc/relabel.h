@@ -115,6 +115,12 @@ class Call {
     spend_by_table(stream_, op);
   }
 
+  // Take the time that the CPU has taken, if that is what operators cost.
+  void spend_measured(double cost) {
+    VIRTUAL_LOCK;
+    if (state().measured) spend(stream_, cost, op);
+  }
+
   // An argument that the operator wrote to may have another size and other memory than before.
   void finish() {
     for (auto& a : arguments_) {
@@ -244,10 +250,12 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     }
   }
   call.begin();
+  auto start = std::chrono::steady_clock::now();
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
+  call.spend_measured(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
   call.finish();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     auto& value = (*stack)[i];

@@ -73,6 +73,8 @@ void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
   s.jitter = jitter_seed;
   epoch++;
   s.observed = begins;
+  s.measured = false;
+  s.issue = 0;
   for (auto& stream : s.streams) {
     join(s.host, stream.clock);
     stream.time = {};
@@ -94,6 +96,14 @@ void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
 void set_cost(std::string op, double cost) {
   VIRTUAL_LOCK;
   state().costs[op] = cost;
+}
+void set_measured() {
+  VIRTUAL_LOCK;
+  state().measured = true;
+}
+void set_issue(double cost) {
+  VIRTUAL_LOCK;
+  state().issue = cost;
 }
 void set_bandwidth(int64_t from, int64_t to, double bytes) {
   VIRTUAL_LOCK;
@@ -184,6 +194,8 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("busy(Tensor x, float cost, str name) -> ()");
   m.def("observe(bool begins, int jitter, bool raises, int stack_hook) -> ()", &observe);
   m.def("set_cost(str op, float cost) -> ()", &set_cost);
+  m.def("set_measured() -> ()", &set_measured);
+  m.def("set_issue(float cost) -> ()", &set_issue);
   m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
   m.def("races() -> str", &races);
   m.def("spans() -> str", &spans);

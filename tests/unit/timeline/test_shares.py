@@ -1,0 +1,44 @@
+"""Shares: who computed, who waited, and why."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.timeline.cases import A, B, step
+from torchgpipe.timeline.shares import shares, table
+from torchgpipe.timeline.span import Stream, computation
+
+
+def test_shares():
+    first, second = shares(step())
+    assert (first.stream, second.stream) == (A, B)
+    assert (first.busy, first.recompute, first.copies) == (4 / 8, 0, 0)
+    assert (second.busy, second.recompute, second.copies) == (3 / 8, 1 / 8, 0.5 / 8)
+    assert first.bubble == second.bubble == 0.5
+    assert first.host is None
+
+
+def test_host_bound():
+    spans = [replace(x, issued=x.start if x.kind == "F" else 0.0) for x in step()]
+    first, second = shares(spans)
+    # The second partition could not begin before 1.5, since nobody had issued anything.
+    assert (first.host, second.host) == (0, 1.5 / 8)
+
+
+def test_overlaps_are_busy_once():
+    spans = [computation(A, 0, 4, (0, "F", 1)), computation(A, 1, 3, (0, "B", 0))]
+    assert shares(spans)[0].busy == 1
+
+
+def test_table():
+    text = table(shares(step()), {"cuda:1": 3 * 2**20})
+    assert text.splitlines()[0].split()[-2:] == ["peak", "MiB"]
+    assert [row.split()[-1] for row in text.splitlines()[1:]] == ["-", "3.0"]
+    lines = [Stream("cpu", 0), Stream("cpu", 1)]
+    text = table(shares([computation(x, 0, 1, (0, "F", 0)) for x in lines]), {})
+    assert [row[:7] for row in text.splitlines()[1:]] == ["cpu (0)", "cpu (1)"]
+
+
+@pytest.mark.parametrize("time", [0, 1e-9])
+def test_anything_has_shares(time):
+    assert shares([computation(A, 0, time, (0, "F", 0))])[0].recompute == 0

@@ -1,0 +1,20 @@
+"""Spans: their names, and the order of streams."""
+
+from torchgpipe.timeline.span import Span, Stream, computation, copy, order
+
+
+def test_names():
+    assert str(Stream(1, 2)) == "stream 2 of virtual:1"
+    assert str(Stream("cuda:1", 0)) == "stream 0 of cuda:1"
+
+
+def test_order_of_devices_is_that_of_their_numbers():
+    streams = [Stream("cuda:10", 0), Stream("cuda:9", 1), Stream("cuda:9", 0), Stream(2, 0)]
+    assert sorted(streams, key=order) == [streams[2], streams[1], streams[0], streams[3]]
+
+
+def test_cells():
+    span = computation(Stream("cuda:0", 0), 1, 3, (2, "B", 5))
+    assert (span.name, span.time, span.computes) == ("2B5", 2, True)
+    assert not copy(Stream("cuda:0", 1), 0, 1, 0, 1, 5).computes
+    assert not Span(Stream(0, 0), 0, 1, "addmm").computes

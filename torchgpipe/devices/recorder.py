@@ -1,0 +1,160 @@
+"""The recorder: when each piece of work started and ended, on its own stream.
+
+On an accelerator an event is recorded before the work and another one behind it, so the host does
+not wait, and the time is that of the device. On a device without streams the clock tells.
+
+Events of different devices cannot be compared. So the times of a device count from an event of its
+own, and these are recorded together, when all devices have nothing to do. A third event, on a
+stream that does nothing else, tells when the host issued the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    current_stream,
+    has_streams,
+)
+from torchgpipe.timeline.pieces import pieces
+from torchgpipe.timeline.span import Span, Stream
+
+__all__: list[str] = []
+
+
+@dataclass(eq=False)
+class Mark:
+    """A piece of work whose times are being taken.
+
+    Args:
+        kind: its kind, as in :class:`~torchgpipe.timeline.span.Span`.
+        name: its name.
+        stream: the stream that does it.
+        line: the number of its worker, which stands for the stream where there are none.
+        stage: the partition, or the one that a copy leaves.
+        microbatch: the number of the micro-batch.
+        target: the partition that a copy goes to.
+    """
+
+    kind: str
+    name: str
+    stream: AbstractStream
+    line: int
+    stage: int
+    microbatch: int
+    target: int | None = None
+    #: The number of the step; by default the one that is under way when the work begins.
+    step: int = -1
+    #: The events, or times, before the work: it starts behind all of them.
+    starts: list[tuple[AbstractStream, torch.Event | float]] = field(default_factory=list)
+    end: torch.Event | float | None = None
+    issued: torch.Event | None = None
+
+
+class Recorder:
+    """The marks of some steps.
+
+    Args:
+        devices: the devices of the model.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [x for x in dict.fromkeys(devices) if has_streams(x)]
+        #: A stream of each device that does nothing else. Its priority sets it apart: the other
+        #: streams of the device's pool are lanes.
+        self._beside = {x: torch.Stream(x, priority=-1) for x in self._devices}
+        self._marks: list[Mark] = []
+        #: The number of the step that is under way.
+        self.step = -1
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        #: The current stream of each device, which has number 0.
+        self._first = {device: current_stream(device) for device in self._devices}
+        self._zero = {device: _timed(stream) for device, stream in self._first.items()}
+        self._start = perf_counter()
+
+    def begin_step(self) -> None:
+        """Take note that another step begins."""
+        self.step += 1
+
+    def begin(self, mark: Mark, *others: AbstractStream) -> Mark:
+        """Take the time before a piece of work.
+
+        Args:
+            mark: the piece of work.
+            *others: streams of other devices that the work waits for, as a copy between devices
+                does.
+        """
+        if mark.step < 0:
+            mark.step = self.step
+        for stream in (mark.stream, *others):
+            mark.starts.append((stream, _timed(stream)))
+        beside = self._beside.get(mark.stream.device)
+        if beside is not None:
+            issued = _timed(beside)
+            assert isinstance(issued, torch.Event)
+            mark.issued = issued
+        self._marks.append(mark)
+        return mark
+
+    def end(self, mark: Mark) -> None:
+        """Take the time behind a piece of work; of several calls the last one counts."""
+        mark.end = _timed(mark.stream)
+
+    def spans(self) -> list[Span]:
+        """Wait for the devices, and return what was recorded, in the order it was issued."""
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        numbers: dict[torch.device, dict[AbstractStream, int]] = {}
+        found = []
+        for mark in self._marks:
+            # What has no end raised an exception, or its gradients never came.
+            if mark.end is None:
+                continue
+            device = mark.stream.device
+            if has_streams(device):
+                known = numbers.setdefault(device, {self._first[device]: 0})
+                number = known.setdefault(mark.stream, len(known))
+            else:
+                number = mark.line
+            span = Span(
+                Stream(str(device), number),
+                max(self._time(stream, at) for stream, at in mark.starts),
+                self._time(mark.stream, mark.end),
+                mark.name,
+                kind=mark.kind,
+                stage=mark.stage,
+                microbatch=mark.microbatch,
+                target=mark.target,
+                issued=self._time(mark.stream, mark.issued) if mark.issued else None,
+                step=mark.step,
+            )
+            found.append(span)
+        return pieces(found)
+
+    def _time(self, stream: AbstractStream, at: torch.Event | float) -> float:
+        """Milliseconds since the recorder was made."""
+        if isinstance(at, torch.Event):
+            zero = self._zero[stream.device]
+            assert isinstance(zero, torch.Event)
+            return float(zero.elapsed_time(at))
+        return 1000 * (at - self._start)
+
+
+def copy_mark(stream: AbstractStream, source: int, target: int, i: int) -> Mark:
+    """A mark of a copy from one partition to another, which arrives on a stream."""
+    return Mark("copy", f"{source} to {target} {i}", stream, target, source, i, target)
+
+
+def _timed(stream: AbstractStream) -> torch.Event | float:
+    """An event behind all that a stream was given, or the time where it does that at once."""
+    if not isinstance(stream, torch.Stream):
+        return perf_counter()
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event

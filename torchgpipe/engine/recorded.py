@@ -1,0 +1,165 @@
+"""Recorded cells: spans of what autograd orders, while somebody traces a model.
+
+Autograd has no instructions that could be timed. So the forward of a cell is timed around its
+layers, and its second run likewise. Its backward begins when the node behind its output is about to
+run, and ends when the node before its input is. Hooks of nodes tell both, on the stream of the
+node: they change neither the graph nor what it computes.
+
+The first cells of a model have no node before their input. There, the node that was recorded first
+runs last, so the graph of the cell is searched for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from torchgpipe.autograd.sequence import number_of
+from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
+from torchgpipe.devices.streams import AbstractStream
+from torchgpipe.recompute.phase import is_recomputing
+
+__all__: list[str] = []
+
+
+class Holder(Protocol):
+    """An object that lasts from step to step, and is asked in each whether to record it."""
+
+    recording: Recording | None
+
+
+@runtime_checkable
+class Traceable(Protocol):
+    """A wrapper whose steps can be recorded."""
+
+    def _traced(self) -> tuple[Holder, Sequence[torch.device]]:
+        """The object that holds the recording, and the devices."""
+
+
+class Recording:
+    """The spans of a model, as long as it is traced.
+
+    Args:
+        recorder: takes the times.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def begin_step(self) -> None:
+        """Take note that another step begins."""
+        self.recorder.step += 1
+
+    def around(
+        self,
+        run: Callable[..., Any],
+        mark: Callable[[str], Mark],
+        tensors: Callable[[Any], Iterable[Tensor]] = iter,
+    ) -> Callable[..., Any]:
+        """Make a function that runs layers, for the first or the second time, and takes the times.
+
+        Args:
+            run: runs the layers on a value.
+            mark: makes a mark of a kind.
+            tensors: the tensors of the value, and of the output; by default they are iterable.
+        """
+        return partial(self._run, run, mark, tensors)
+
+    def _run(
+        self,
+        run: Callable[..., Any],
+        mark: Callable[[str], Mark],
+        tensors: Callable[[Any], Iterable[Tensor]],
+        value: Any,
+        **more: Any,
+    ) -> Any:
+        if is_recomputing():
+            again = self.recorder.begin(mark("R"))
+            try:
+                # The second run may be cut short, by an exception.
+                return run(value, **more)
+            finally:
+                self.recorder.end(again)
+        # The layers let go of their input, so it is not kept here.
+        before = {x.grad_fn for x in tensors(value) if x.requires_grad}
+        forward = self.recorder.begin(mark("F"))
+        output = run(value, **more)
+        self.recorder.end(forward)
+        behind = _nodes(tensors(output))
+        if behind:
+            backward = mark("B")
+            backward.step = forward.step
+            for node in behind:
+                node.register_prehook(partial(self._begin, backward, ()))
+            for entrance in before:
+                if entrance is not None:
+                    entrance.register_prehook(partial(self._end, backward))
+            if not before or None in before:
+                _first(behind).register_hook(partial(self._end, backward))
+        return output
+
+    def copying(
+        self,
+        copy: Callable[..., Any],
+        lanes: tuple[AbstractStream, AbstractStream],
+        stages: tuple[int, int],
+        i: int,
+    ) -> Callable[..., Any]:
+        """Make a function that copies tensors, and takes the times, also of their gradients.
+
+        Args:
+            copy: copies tensors from one lane to another.
+            lanes: the lane that they come from, and the one that they go to.
+            stages: the stage that they come from, and the one that they go to.
+            i: the number of the micro-batch.
+        """
+        here, there = lanes
+        source, target = stages
+        if here.device == there.device:
+            # Nothing is copied.
+            return copy
+
+        def run(*tensors: Tensor) -> Any:
+            going = self.recorder.begin(copy_mark(there, source, target, i), here)
+            found = copy(*tensors)
+            self.recorder.end(going)
+            back = copy_mark(here, target, source, i)
+            back.step = going.step
+            for node in _nodes(found):
+                node.register_prehook(partial(self._begin, back, (there,)))
+                node.register_hook(partial(self._end, back))
+            return found
+
+        return run
+
+    def _begin(self, mark: Mark, others: Sequence[AbstractStream], *_: Any) -> None:
+        # A cell with several outputs begins with the first gradient. Another backward of the same
+        # graph is not recorded.
+        if not mark.starts:
+            self.recorder.begin(mark, *others)
+
+    def _end(self, mark: Mark, *_: Any) -> None:
+        if mark.starts:
+            self.recorder.end(mark)
+
+
+def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
+    """The nodes behind tensors that have any."""
+    return {x.grad_fn for x in tensors if x.grad_fn is not None}
+
+
+def _first(nodes: set[Node]) -> Node:
+    """The node that was recorded first, of all that lead to some nodes."""
+    found = {*nodes}
+    waiting = [*nodes]
+    while waiting:
+        above = {x for x, _ in waiting.pop().next_functions if x is not None} - found
+        found |= above
+        waiting += above
+    # The nodes of leaves have no order.
+    return min((x for x in found if x.next_functions), key=number_of, default=min(nodes, key=id))

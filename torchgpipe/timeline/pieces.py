@@ -1,0 +1,66 @@
+"""Pieces: what was recorded around parts of a cell, as one span for each computation.
+
+A backward may begin before its cell is computed again, at the first tensor that is missing, so one
+lies within the other. And a cell of any model is several modules, each of which was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torchgpipe.timeline.span import Span
+
+__all__ = ["pieces"]
+
+
+def pieces(spans: Sequence[Span]) -> list[Span]:
+    """Cut each backward where its cell was computed again within it, and join parts of one cell.
+
+    Args:
+        spans: the spans, in the order in which they were issued.
+    """
+    again: dict[tuple[object, ...], list[Span]] = {}
+    for span in spans:
+        if span.kind == "R":
+            again.setdefault(_cell(span), []).append(span)
+    found: list[Span] = []
+    for span in spans:
+        inner = again.get(_cell(span), []) if span.kind == "B" else []
+        found += _without(span, [x for x in inner if span.start <= x.start and x.end <= span.end])
+    return _joined(found)
+
+
+def _cell(span: Span) -> tuple[object, ...]:
+    return span.stream, span.step, span.stage, span.microbatch
+
+
+def _without(span: Span, inner: Iterable[Span]) -> list[Span]:
+    """The parts of a span that are in none of those within it."""
+    found = []
+    start = span.start
+    for x in sorted(inner, key=lambda x: x.start):
+        if x.start > start:
+            found.append(replace(span, start=start, end=x.start))
+        start = max(start, x.end)
+    # The whole span may take no time, and is kept then.
+    if span.end > start or start == span.start:
+        found.append(replace(span, start=start))
+    return found
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Make one span of neighbours on a stream that belong to one computation of a cell."""
+    last: dict[object, int] = {}
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        place = last.get(span.stream)
+        if span.computes and place is not None:
+            before = found[place]
+            if (before.kind, _cell(before)) == (span.kind, _cell(span)):
+                found[place] = replace(before, end=max(before.end, span.end))
+                continue
+        if span.computes:
+            last[span.stream] = len(found)
+        found.append(span)
+    return found

@@ -1,0 +1,123 @@
+"""Shares: how much of a step each device computed, computed again, copied and waited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchgpipe.timeline.span import Span, Stream, order
+
+__all__ = ["Shares", "by_stream", "shares", "table"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The time of one stream in a step, as shares of the step's time.
+
+    Args:
+        stream: the stream that computes.
+        busy: forward and backward.
+        recompute: computing again, under checkpointing.
+        bubble: the rest, in which the stream waited.
+        copies: the time of all copies that arrive at the device. They are made beside computing,
+            and beside each other, so this may be more than the bubble, and more than 1.
+        host: the part of the bubble in which the host had not issued the next work yet. None if
+            nobody knows, as on the CPU, which is the host.
+    """
+
+    stream: Stream
+    busy: float
+    recompute: float
+    bubble: float
+    copies: float
+    host: float | None
+
+
+def by_stream(spans: Sequence[Span]) -> dict[Stream, list[Span]]:
+    """The computations of each stream that has any, by their starts."""
+    found: dict[Stream, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.computes:
+            found.setdefault(span.stream, []).append(span)
+    return {stream: found[stream] for stream in sorted(found, key=order)}
+
+
+def shares(spans: Sequence[Span]) -> list[Shares]:
+    """Find the shares of each stream that computes.
+
+    Args:
+        spans: those of one step, which begins at 0.
+    """
+    end = max(span.end for span in spans) or 1.0
+    copied: dict[str, float] = {}
+    for span in spans:
+        if span.kind == "copy":
+            copied[span.stream.place] = copied.get(span.stream.place, 0.0) + span.time
+    found = []
+    for stream, own in by_stream(spans).items():
+        recompute = sum(span.time for span in own if span.kind == "R")
+        busy = _covered(own) - recompute
+        copies = copied.get(stream.place, 0.0)
+        host = _host_bound(own)
+        found.append(
+            Shares(
+                stream,
+                busy / end,
+                recompute / end,
+                max(0.0, 1 - (busy + recompute) / end),
+                copies / end,
+                None if host is None else host / end,
+            )
+        )
+    return found
+
+
+def _covered(spans: Sequence[Span]) -> float:
+    """The time in which there is a span; overlaps of a worker compute at the same time."""
+    total, until = 0.0, 0.0
+    for span in spans:
+        total += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return total
+
+
+def _host_bound(spans: Sequence[Span]) -> float | None:
+    """The time that a stream had nothing to do since the host was late."""
+    if any(span.issued is None for span in spans):
+        return None
+    total, until = 0.0, 0.0
+    for span in spans:
+        assert span.issued is not None
+        total += max(0.0, min(span.start, span.issued) - until)
+        until = max(until, span.end)
+    return total
+
+
+def table(found: Sequence[Shares], memory: Mapping[str, int]) -> str:
+    """Write shares as a table, with the memory of devices if it is known."""
+    titles = ["device", "busy", "recompute", "bubble", "copies", "host-bound"]
+    rows = [titles + (["peak MiB"] if memory else [])]
+    names = labels([x.stream for x in found])
+    for x in found:
+        row = [names[x.stream], *(f"{y:.1%}" for y in (x.busy, x.recompute, x.bubble, x.copies))]
+        row.append("-" if x.host is None else f"{x.host:.1%}")
+        if memory:
+            size = memory.get(x.stream.place)
+            row.append("-" if size is None else f"{size / 2**20:.1f}")
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *[x.rjust(w) for x, w in zip(row[1:], widths[1:])]])
+        for row in rows
+    )
+
+
+def labels(streams: Sequence[Stream]) -> dict[Stream, str]:
+    """A name for each stream: its device, and its number where several of one device compute."""
+    places = [stream.place for stream in streams]
+    return {
+        stream: stream.place
+        if places.count(stream.place) == 1
+        else f"{stream.place} ({stream.number})"
+        for stream in streams
+    }

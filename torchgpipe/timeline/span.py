@@ -1,0 +1,97 @@
+"""A span: a piece of work with its times, whoever found them.
+
+A span of a real device was measured by events, one of a virtual device is exact, and one of a
+simulation was computed. All have this one type, so that they can be drawn side by side.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["COMPUTATIONS", "Span", "Stream", "computation", "copy", "order"]
+
+#: The kinds of computation: forward, recomputation, backward, and its two halves.
+COMPUTATIONS = "FRBIW"
+
+
+class Stream(NamedTuple):
+    """A stream of a device; number 0 is the device's default stream.
+
+    The device is the index of a virtual one, or the name of any other, such as ``cuda:0``. In a
+    simulation it is a worker.
+    """
+
+    device: int | str
+    number: int
+
+    @property
+    def place(self) -> str:
+        """The name of the device."""
+        return f"virtual:{self.device}" if isinstance(self.device, int) else self.device
+
+    def __str__(self) -> str:
+        return f"stream {self.number} of {self.place}"
+
+
+def order(stream: Stream) -> tuple[list[int | str], int]:
+    """The place of a stream in a list: ``cuda:10`` comes behind ``cuda:9``."""
+    words = re.split(r"(\d+)", stream.place)
+    return [int(x) if x.isdecimal() else x for x in words], stream.number
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work, in milliseconds, or in the unit of a simulation's costs.
+
+    Args:
+        stream: the stream that did the work.
+        start: when the work started.
+        end: when the work ended.
+        name: the instruction, as ``0F3``; or the operator; for a busy layer, F, I or W and the name
+            of the layer.
+        after: the index of the span whose end let this one start; -1 if nothing held it up, or
+            nobody knows.
+        kind: ``F``, ``R``, ``B``, ``I`` or ``W`` for a computation of a cell, ``copy`` for what
+            passes between cells; empty for anything else.
+        stage: the partition, or the one that a copy leaves; None if the work belongs to no cell.
+        microbatch: the number of the micro-batch, likewise.
+        target: the partition that a copy goes to.
+        issued: when the host issued the work, if that is known.
+        step: the number of the training step.
+    """
+
+    stream: Stream
+    start: float
+    end: float
+    name: str
+    after: int = -1
+    kind: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+    target: int | None = None
+    issued: float | None = None
+    step: int = 0
+
+    @property
+    def time(self) -> float:
+        """The time that the work took."""
+        return self.end - self.start
+
+    @property
+    def computes(self) -> bool:
+        """Whether this is a computation of a cell."""
+        return self.kind in COMPUTATIONS and bool(self.kind)
+
+
+def computation(stream: Stream, start: float, end: float, op: tuple[int, str, int]) -> Span:
+    """The span of a computation of a cell: its stage, its kind, and the micro-batch."""
+    stage, kind, i = op
+    return Span(stream, start, end, f"{stage}{kind}{i}", kind=kind, stage=stage, microbatch=i)
+
+
+def copy(stream: Stream, start: float, end: float, source: int, target: int, i: int) -> Span:
+    """The span of a copy from one partition to another, which arrives on a stream."""
+    name = f"{source} to {target} {i}"
+    return Span(stream, start, end, name, kind="copy", stage=source, microbatch=i, target=target)

@@ -1,0 +1,119 @@
+"""A timeline: the spans of some steps, with their pictures and shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+
+from torchgpipe.timeline import perfetto
+from torchgpipe.timeline.picture import panel, png
+from torchgpipe.timeline.shares import Shares, shares, table
+from torchgpipe.timeline.span import Span
+from torchgpipe.timeline.svg import svg
+from torchgpipe.timeline.text import characters
+
+__all__ = ["Timeline"]
+
+
+@dataclass
+class Timeline:
+    """The spans of some steps, from measuring, virtual accelerators or a simulation.
+
+    Print it to see the last step: a row for each stream that computes, with time from left to
+    right, the shares of each device, and advice if there is any.
+
+    Args:
+        spans: the spans, in the order in which they were issued.
+        advice: a sentence that says what to change, and what that is expected to gain.
+        memory: the most bytes that tensors occupied on each device, by its name.
+        unit: the unit of time.
+    """
+
+    spans: Sequence[Span] = field(repr=False)
+    advice: str = field(default="", repr=False)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    unit: str = "ms"
+
+    @property
+    def makespan(self) -> float:
+        """The time from the start of the first span to the end of the last one."""
+        first = min((span.start for span in self.spans), default=0.0)
+        return max((span.end for span in self.spans), default=0.0) - first
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps."""
+        return sorted({span.step for span in self.spans})
+
+    def step(self, number: int = -1) -> Timeline:
+        """The timeline of one step, which begins at 0.
+
+        Args:
+            number: the place of the step among all; a negative one counts from the end.
+
+        Raises:
+            IndexError: there are fewer steps.
+        """
+        steps = self.steps
+        if not -len(steps) <= number < len(steps):
+            raise IndexError(
+                f"there must be a step of this number (number: {number}, steps: {len(steps)}); "
+                "run more steps within the trace"
+            )
+        spans = [span for span in self.spans if span.step == steps[number]]
+        first = min(span.start for span in spans)
+        moved = [
+            replace(
+                span,
+                start=span.start - first,
+                end=span.end - first,
+                after=-1,
+                issued=None if span.issued is None else span.issued - first,
+            )
+            for span in spans
+        ]
+        return replace(self, spans=moved)
+
+    @property
+    def shares(self) -> list[Shares]:
+        """The shares of the last step's time that each stream computed, waited and so on."""
+        return shares(self.step().spans) if self.spans else []
+
+    def __str__(self) -> str:
+        if not self.spans:
+            return (
+                "no spans: no step of the model ran within the trace; call the model, and "
+                "loss.backward(), within the with block"
+            )
+        last = self.step()
+        count = len(self.steps)
+        head = f"step of {last.makespan:.6g} {self.unit}" + (
+            f", the last of {count}" if count > 1 else ""
+        )
+        parts = [head, characters(last.spans), table(last.shares, self.memory)]
+        return "\n\n".join([*parts, self.advice] if self.advice else parts)
+
+    def svg(self, path: str | PathLike[str], *others: Timeline, scale: float | None = None) -> None:
+        """Draw the last step into an SVG file, above those of other timelines on the same scale.
+
+        Args:
+            path: the file.
+            *others: further timelines, such as a simulated one, ``report.timeline``.
+            scale: pixels per unit of time; chosen to fit the numbers if None.
+        """
+        panels = [panel(x.step().spans, x.unit) for x in (self, *others) if x.spans]
+        Path(path).write_text(svg(panels, scale), encoding="utf-8")
+
+    def png(self, path: str | PathLike[str], *others: Timeline) -> None:
+        """Draw the last step into a PNG file, as :meth:`svg` does.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        png(path, [panel(x.step().spans, x.unit) for x in (self, *others) if x.spans])
+
+    def save_trace(self, path: str | PathLike[str]) -> None:
+        """Write all steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
+        Path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")

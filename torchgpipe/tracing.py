@@ -1,0 +1,76 @@
+"""Tracing: the timeline of a user's own model, on whatever devices it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from torchgpipe.devices.measures import forget_peak, peak_memory
+from torchgpipe.devices.recorder import Recorder
+from torchgpipe.engine.recorded import Holder, Recording, Traceable
+from torchgpipe.timeline.timeline import Timeline
+
+__all__ = ["trace"]
+
+
+@contextmanager
+def trace(model: nn.Module) -> Iterator[Timeline]:
+    """Take the times of all steps of a model within a ``with`` block.
+
+    ::
+
+        with torchgpipe.trace(model) as timeline:
+            for input, target in batches:
+                F.cross_entropy(model(input), target).backward()
+        print(timeline)
+        timeline.svg("step.svg")
+
+    Run a step before the block: the first one is slower, as memory is allocated and kernels are
+    loaded. On accelerators events take the times, which the host waits for at the end of the block.
+    Peaks of memory count from the beginning of the block, so
+    :func:`torch.accelerator.max_memory_allocated` does, too.
+
+    Args:
+        model: a :class:`~torchgpipe.GPipe`, :class:`~torchgpipe.ScheduledLoss`,
+            :class:`~torchgpipe.MappedGPipe` or :class:`~torchgpipe.distributed.Pipe`, or a module
+            that has one of these. Of a ``Pipe`` it is the part of this process.
+
+    Yields:
+        The timeline, which has its spans when the block ends.
+
+    Raises:
+        TypeError: no such model is there.
+        RuntimeError: the model is being traced already.
+    """
+    holder, devices = _found(model)
+    if holder.recording is not None:
+        raise RuntimeError(
+            "a model is traced once at a time (model: traced already); end the other trace before"
+        )
+    for device in dict.fromkeys(devices):
+        forget_peak(device)
+    recording = Recording(Recorder(devices))
+    timeline = Timeline([])
+    holder.recording = recording
+    try:
+        yield timeline
+    finally:
+        holder.recording = None
+        timeline.spans = recording.recorder.spans()
+        found = {str(device): peak_memory(device) for device in devices}
+        timeline.memory = {name: size for name, size in found.items() if size is not None}
+
+
+def _found(model: nn.Module) -> tuple[Holder, Sequence[torch.device]]:
+    """The object that holds the recording of a model, and its devices."""
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            if isinstance(module, Traceable):
+                return module._traced()
+    raise TypeError(
+        "only a wrapped model can be traced, or a module that has one (model: "
+        f"{type(model).__name__}); wrap it first, as in GPipe(layers, balance)"
+    )
