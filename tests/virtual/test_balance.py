@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.helpers import assert_no_races
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import balance_by_size, balance_by_time, map_by_time
 from torchgpipe.balance.profile import profile_layers
@@ -48,11 +49,15 @@ def test_no_block_takes_time(devices, monkeypatch):
     assert pipe.device_map == found
 
 
-def test_times_are_exact(devices):
-    """Copies are made anew for each round, since the devices do not say how much is free."""
+@pytest.mark.parametrize("free", [0, 10**6])
+def test_times_are_exact(free, devices, monkeypatch):
+    """Copies are made anew for each round, or they stay."""
+    # Virtual accelerators do not say how much is free.
     assert memory_free(devices[0]) == 0
-    with observe(costs={"addmm": 1.0, "mm": 2.0}):
+    monkeypatch.setattr("torchgpipe.balance.sandbox.memory_free", lambda device: free)
+    with observe(costs={"addmm": 1.0, "mm": 2.0}) as seen:
         table = profile_layers(linears(), torch.rand(2, 4), timeout=0)
+    assert_no_races(seen)
     assert [x.forward for x in table.layers] == [0.001] * 8
     # The input of the first layer needs no gradient.
     assert table.times() == ([0.003, *[0.005] * 7], [0.0] * 8)

@@ -90,7 +90,7 @@ class Profile:
         """The time of each layer for forward and backward, and its spread, in seconds.
 
         Layers that are alike (of one class, with as many bytes of parameters and of output) have
-        one time, unless their times differ by more than they vary.
+        one time, unless their times differ by far more than they vary.
 
         Raises:
             ValueError: no layer takes any time.

@@ -16,6 +16,9 @@ __all__: list[str] = []
 #: As few rounds as tell how far a time varies.
 LEAST = 3
 
+#: As few rounds as have quartiles.
+MANY = 8
+
 
 def repeat(
     once: Callable[[], None], timeout: float, expect: Callable[[int], None] | None = None
@@ -45,20 +48,24 @@ def undisturbed(times: Sequence[float]) -> float:
     which is disturbed as soon as half of the rounds are. The minimum would be nearer yet for work
     that is the same each time. But a layer may skip its work at random, as with stochastic depth or
     experts that get no tokens, and its minimum says that it takes none. The lower quartile stands
-    three disturbed rounds of four, and one of four in which a layer does nothing. Of up to four
-    rounds it is the minimum, since of so few, noise is the greater danger.
+    three disturbed rounds of four, and one of four in which a layer does nothing. Of fewer than
+    :data:`MANY` rounds it is the minimum, since of so few, noise is the greater danger.
     """
-    return sorted(times)[(len(times) - 1) // 4]
+    return sorted(times)[_quarter(times)]
 
 
 def spread(times: Sequence[float]) -> float:
     """Half the distance of the quartiles of a time over rounds: how far it varies between them.
 
-    A single round that was disturbed for long does not change it, unless there are fewer than five.
+    A single round that was disturbed for long does not change it, unless there are fewer than
+    :data:`MANY`, of which it is half the distance of the extremes.
     """
-    ordered = sorted(times)
-    quarter = (len(times) - 1) // 4
+    ordered, quarter = sorted(times), _quarter(times)
     return (ordered[-1 - quarter] - ordered[quarter]) / 2
+
+
+def _quarter(times: Sequence[float]) -> int:
+    return (len(times) - 1) // 4 if len(times) >= MANY else 0
 
 
 def verify_timed(times: Sequence[float], device: object, what: str) -> None:
