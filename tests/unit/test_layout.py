@@ -20,6 +20,7 @@ ELSEWHERE = {
     "ambient/thread": "behaviour/test_unwinding.py",
     "ambient/transforms": "behaviour/test_functional.py",
     "autograd/recompute": "unit/engine/test_cell.py",
+    "balance/sandbox": "unit/balance/test_profile.py",
     "balance/storages": "behaviour/test_memory.py",
     "autograd/entrance": "unit/test_scheduled.py",
     "executor/cell": "behaviour/test_schedules.py",

@@ -1,10 +1,17 @@
 """Balancing by time on virtual accelerators, where only what has a cost takes time."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from torchgpipe.balance import balance_by_size, balance_by_time
+from tests.support.helpers import assert_no_races
+from torchgpipe import MappedGPipe
+from torchgpipe.balance import balance_by_size, balance_by_time, map_by_time
+from torchgpipe.balance.profile import profile_layers
+from torchgpipe.devices.measures import memory_free
+from torchgpipe.mapped import choice
 from torchgpipe.testing import observe
 
 
@@ -24,3 +31,41 @@ def test_layers_with_costs(devices):
     """The remedy that the error names."""
     with observe(costs={"addmm": 1.0, "mm": 1.0}):
         assert balance_by_time(4, linears(), torch.rand(2, 4), timeout=0) == [2, 2, 2, 2]
+
+
+def test_no_block_takes_time(devices, monkeypatch):
+    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    model = linears().to(devices[0])
+    x = torch.rand(2, 4, device=devices[0])
+    message = r"device: virtual:0, times: 0 for all 8 blocks.*on the CPU.*costs="
+    with pytest.raises(ValueError, match=message):
+        map_by_time(devices[:4], model, x, timeout=0)
+    with pytest.raises(ValueError, match=message):
+        MappedGPipe(model, "auto", sample=x, devices=devices[:4], chunks=2)
+    with observe(costs={"addmm": 1.0}):
+        found = map_by_time(devices[:4], model, x, timeout=0)
+        pipe = MappedGPipe(model, "auto", sample=x, devices=devices[:4], chunks=2)
+    assert found == {"": devices[0], **{str(k): devices[k // 2] for k in range(8)}}
+    assert pipe.device_map == found
+
+
+@pytest.mark.parametrize("free", [0, 10**6])
+def test_times_are_exact(free, devices, monkeypatch):
+    """Copies are made anew for each round, or they stay."""
+    # Virtual accelerators do not say how much is free.
+    assert memory_free(devices[0]) == 0
+    monkeypatch.setattr("torchgpipe.balance.sandbox.memory_free", lambda device: free)
+    with observe(costs={"addmm": 1.0, "mm": 2.0}) as seen:
+        table = profile_layers(linears(), torch.rand(2, 4), timeout=0)
+    assert_no_races(seen)
+    assert [x.forward for x in table.layers] == [0.001] * 8
+    # The input of the first layer needs no gradient.
+    assert table.times() == ([0.003, *[0.005] * 7], [0.0] * 8)
+
+
+def test_several_profiles(devices):
+    """The times of micro-batches of several sizes, for a planner."""
+    with observe(costs={"addmm": 1.0, "mm": 2.0}):
+        for chunks in (1, 2, 4):
+            table = profile_layers(linears(), torch.rand(8, 4), chunks=chunks, timeout=0)
+            assert [x.output for x in table.layers] == [8 // chunks * 4 * 4] * 8

@@ -20,6 +20,7 @@ from torch import nn
 from torchgpipe.ambient.notes import add_note
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.device_map import map_by_size, map_by_time
+from torchgpipe.balance.evenest import evenest
 from torchgpipe.balance.profile import MISSING, profile_layers
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import positive_int
@@ -42,8 +43,9 @@ def balance_by_time(
     """Balance by the time that each layer takes for forward and backward.
 
     The slowest partition sets the pace of a pipeline. With this balance the slowest partition is as
-    fast as it can be. All layers are measured on one device, so the devices should be alike, and in
-    train mode, whatever the mode of the module.
+    fast as it can be, give or take the noise of the measurement. Among such balances it is the
+    evenest one. All layers are measured on one device, so the devices should be alike, and in train
+    mode, whatever the mode of the module.
 
     Args:
         partitions: how many partitions to make.
@@ -54,8 +56,8 @@ def balance_by_time(
     Keyword Args:
         args: the arguments of the first layer behind the sample, or all of them without a sample.
         kwargs: the keyword arguments of the first layer.
-        timeout: how many seconds to measure. A warm-up comes on top, and each layer is measured
-            once at least.
+        timeout: how many seconds to measure. A warm-up comes on top, and there are three rounds
+            over all layers at least.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 
@@ -77,15 +79,8 @@ def balance_by_time(
         device=device,
         progress=progress,
     )
-    times = [layer.forward + layer.backward for layer in found.layers]
-    if not any(times):
-        raise ValueError(
-            "layers must take time to be balanced by it, and on virtual accelerators only what has "
-            f"a cost does (device: {found.device}, times: 0 for all {len(times)} layers); measure "
-            "on another device, as with device='cpu', or within torchgpipe.testing.observe(costs={"
-            "'addmm': 1.0, ...})"
-        )
-    return _balance(times, partitions)
+    times, spreads = found.times()
+    return evenest(times, partitions, spreads)
 
 
 def balance_by_size(
@@ -142,7 +137,7 @@ def balance_by_size(
             args=args,
             kwargs=kwargs,
             chunks=chunks,
-            timeout=0,
+            timeout=None,
             device=device,
             progress=progress,
         )

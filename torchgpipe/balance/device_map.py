@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
-from time import perf_counter
+from math import hypot
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.ambient.random_numbers import generator_of, get_state, set_state
-from torchgpipe.balance.blockpartition import solve
+from torchgpipe.balance.alike import pooled
+from torchgpipe.balance.evenest import evenest
+from torchgpipe.balance.rounds import repeat, spread, undisturbed, verify_timed
 from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import CPU, Device
 
@@ -42,7 +43,9 @@ def map_by_time(
         device_map = map_by_time([0, 1, 2, 3], model, input_ids=rows_of_a_micro_batch)
         pipe = MappedGPipe(model, device_map, chunks=8)
 
-    Forwards are measured, where the model is; backwards are taken to be in proportion.
+    Forwards are measured, where the model is; backwards are taken to be in proportion. Of the maps
+    whose slowest device is as fast as can be, give or take the noise of the measurement, it is the
+    evenest one.
 
     Args:
         devices: the devices, which should be alike.
@@ -52,34 +55,42 @@ def map_by_time(
     Keyword Args:
         no_split: names of classes whose modules are kept whole. By default those that the model
             names itself, as models of Transformers do.
-        timeout: how many seconds to measure; the model runs twice at least.
+        timeout: how many seconds to measure. A warm-up comes on top, and the model runs three times
+            at least.
         **kwargs: the keyword arguments of the model.
 
     Returns:
         The devices by the names of modules, for ``MappedGPipe(model, device_map)``.
 
     Raises:
-        ValueError: there are fewer blocks than devices.
+        ValueError: there are fewer blocks than devices, or no block takes any time.
     """
     blocks = blocks_of(model, no_split)
     watches = {name: Stopwatch(next(block.parameters()).device) for name, block in blocks.items()}
-    found: dict[str, list[float]] = {}
+    #: For each round, how long each block took; a block may be called several times.
+    rounds: list[dict[str, float]] = []
 
     def before(name: str, *_: Any) -> None:
         watches[name].start()
 
     def behind(name: str, *_: Any) -> None:
-        found.setdefault(name, []).append(watches[name].stop())
+        rounds[-1][name] = rounds[-1].get(name, 0.0) + watches[name].stop()
+
+    def once() -> None:
+        rounds.append({})
+        model(*args, **kwargs)
 
     with unchanged(model), torch.no_grad(), hooked(blocks, before, behind):
-        model(*args, **kwargs)
-        calls = {name: len(times) for name, times in found.items()}
-        found = {name: [] for name in found}
-        end = perf_counter() + timeout
-        while not any(found.values()) or perf_counter() < end:
-            model(*args, **kwargs)
-    costs = {name: calls[name] * median(times) for name, times in found.items()}
-    return proposed(devices, blocks, costs)
+        once()
+        rounds.clear()
+        repeat(once, timeout)
+    # A model may call its blocks in one round and not in another, but the order stays.
+    names = [*dict.fromkeys(name for found in rounds for name in found)]
+    samples = [[found.get(name, 0.0) for found in rounds] for name in names]
+    kinds = [_kind(blocks[name]) for name in names]
+    times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
+    verify_timed(times, next(model.parameters()).device, "blocks")
+    return proposed(devices, blocks, dict(zip(names, times)), dict(zip(names, noise)))
 
 
 def map_by_size(
@@ -170,9 +181,13 @@ def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict
 
 
 def proposed(
-    devices: Sequence[Device], blocks: Mapping[str, nn.Module], costs: Mapping[str, float]
+    devices: Sequence[Device],
+    blocks: Mapping[str, nn.Module],
+    costs: Mapping[str, float],
+    spreads: Mapping[str, float] | None = None,
 ) -> dict[str, Device]:
     """Spread blocks over devices in the order of their costs, and keep tied ones together."""
+    spreads = spreads or {}
     # What was not called costs nothing, and goes with the last block.
     order = [*costs, *[name for name in blocks if name not in costs]]
     leaders: dict[Tensor, str] = {}
@@ -185,9 +200,10 @@ def proposed(
         )
         for name in order
     }
-    shares = dict.fromkeys(order, 0.0)
+    shares, noise = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0.0)
     for name in order:
         shares[leader[name]] += costs.get(name, 0.0)
+        noise[leader[name]] = hypot(noise[leader[name]], spreads.get(name, 0.0))
     own = [name for name in order if leader[name] == name]
     if len(own) < len(devices):
         raise ValueError(
@@ -195,11 +211,15 @@ def proposed(
             f"{len(own)}, devices: {len(devices)}); use fewer devices, or divide larger modules "
             "with a device map of your own"
         )
-    sizes = map(len, solve([shares[name] for name in own], len(devices)))
+    sizes = evenest([shares[x] for x in own], len(devices), [noise[x] for x in own])
     places = iter([device for device, size in zip(devices, sizes) for _ in range(size)])
     found = {name: next(places) for name in own}
     # Parameters of modules that have blocks themselves are on the first device.
     return {"": devices[0], **{name: found[leader[name]] for name in order}}
+
+
+def _kind(block: nn.Module) -> tuple[object, ...]:
+    return (type(block), *[(x.shape, x.dtype) for x in block.parameters()])
 
 
 @contextmanager

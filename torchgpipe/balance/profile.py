@@ -1,39 +1,35 @@
 """Profiling: the time and the memory that each layer of a sequential module takes.
 
-One layer at a time is copied to the device, put into train mode and run there, so the model may be
-larger than the device. The model itself, its modes, its buffers and its gradients stay as they are,
-and so do the random numbers that the caller draws next.
+Layers are copied to the device, put into train mode and run there, all of them once in each round.
+The model may be larger than the device, which then has one copy at a time. The model itself, its
+modes, its buffers and its gradients stay as they are, and so do the random numbers that the caller
+draws next.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
-from statistics import median
-from time import monotonic
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchgpipe.ambient.nesting import holding
-from torchgpipe.ambient.notes import noted
 from torchgpipe.ambient.random_numbers import FirstNumbers
-from torchgpipe.balance.storages import LiveStorages
-from torchgpipe.devices.measures import Stopwatch, memory_allocated
+from torchgpipe.balance.alike import pooled
+from torchgpipe.balance.progress import Progress
+from torchgpipe.balance.rounds import LEAST, repeat, spread, undisturbed, verify_timed
+from torchgpipe.balance.sandbox import Sandbox, Sandboxes, copied, leaves
 from torchgpipe.devices.streams import (
     Device,
     accelerators,
     canonical_device,
     use_device,
 )
-from torchgpipe.partition.placement import place
 from torchgpipe.partition.split import verify_module
 from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
 from torchgpipe.values.structure import arguments
 
@@ -50,15 +46,18 @@ class LayerProfile:
     name: str
     """The name of the layer in the module, and its class."""
     forward: float
-    """Seconds, the median of several runs."""
+    """Seconds, undisturbed: the lower quartile over rounds."""
     backward: float
-    """Seconds, the median of several runs; 0 if nothing in the layer needs a gradient."""
+    """Seconds, as of forward; 0 if nothing in the layer needs a gradient."""
     parameters: int
     """Bytes of the parameters."""
     activations: int
     """Bytes that the forward leaves behind: tensors kept for backward, and the output."""
     output: int
     """Bytes of the output alone."""
+    spread: float = 0.0
+    """Seconds by which forward and backward together vary between rounds: half the distance of the
+    quartiles. It says what differences of times mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,12 @@ class Profile:
     """A row for each layer."""
 
     def __str__(self) -> str:
-        titles = ["layer", "forward ms", "backward ms", "parameters", "activations", "output"]
+        titles = ["layer", "forward ms", "backward ms", "spread ms"]
+        titles += ["parameters", "activations", "output"]
         rows = [
             [
                 layer.name,
-                f"{1000 * layer.forward:.3f}",
-                f"{1000 * layer.backward:.3f}",
+                *[f"{1000 * x:.3f}" for x in (layer.forward, layer.backward, layer.spread)],
                 *map(_bytes, (layer.parameters, layer.activations, layer.output)),
             ]
             for layer in self.layers
@@ -86,6 +85,20 @@ class Profile:
             "  ".join([row[0].ljust(widths[0]), *[x.rjust(w) for x, w in zip(row[1:], widths[1:])]])
             for row in [titles, *rows]
         )
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """The time of each layer for forward and backward, and its spread, in seconds.
+
+        Layers that are alike (of one class, with as many bytes of parameters and of output) have
+        one time, unless their times differ by far more than they vary.
+
+        Raises:
+            ValueError: no layer takes any time.
+        """
+        times = [layer.forward + layer.backward for layer in self.layers]
+        verify_timed(times, self.device, "layers")
+        kinds = [(x.name.rpartition(" (")[2], x.parameters, x.output) for x in self.layers]
+        return pooled(kinds, times, [layer.spread for layer in self.layers])
 
     def to_json(self) -> str:
         """The table as JSON, times in seconds and sizes in bytes."""
@@ -103,12 +116,12 @@ def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[n
     for layer in module._modules.values():
         assert layer is not None
         # The copy is in no variable here, so that it is freed before the next one is made.
-        yield _sandbox(layer, device)
+        yield copied(layer, device)
 
 
 def detach(batch: Batch) -> None:
     """Detach the tensors of a micro-batch from what they were computed from."""
-    batch.parts = _leaves(batch).parts
+    batch.parts = leaves(batch).parts
 
 
 def profile_layers(
@@ -118,7 +131,7 @@ def profile_layers(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     chunks: int = 1,
-    timeout: float = 1.0,
+    timeout: float | None = 1.0,
     device: Device | None = None,
     progress: bool = False,
 ) -> Profile:
@@ -132,8 +145,8 @@ def profile_layers(
         args: the arguments of the first layer behind the sample, or all of them without a sample.
         kwargs: the keyword arguments of the first layer.
         chunks: the number of micro-batches to make of the sample; by default the sample is one.
-        timeout: the seconds to measure. A warm-up comes on top, and each layer is measured
-            once at least.
+        timeout: the seconds to measure. A warm-up comes on top, and there are three rounds over all
+            layers at least. None measures no times, which are 0 then, but only the memory.
         device: where to measure: by default the first accelerator, or the CPU if there is none.
         progress: whether to show a progress bar.
 
@@ -158,21 +171,38 @@ def profile_layers(
             "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
         )
     where = canonical_device(device) if device is not None else default_device()
-    end = monotonic() + timeout
     numbers = FirstNumbers(where)
 
     def rows() -> list[LayerProfile]:
-        found = []
         batch = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
-        batch = _leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
-        layers = module._modules.items()
-        for k, (name, layer) in enumerate(_with_bar(layers, len(module)) if progress else layers):
-            share = (end - monotonic()) / (len(module) - k)
-            title = f"{name} ({type(layer).__name__})"
-            with noted(f"raised while layer {title} was profiled"):
-                row, batch = _profile_layer(title, layer, batch, where, monotonic() + share)
-            found.append(row)
-        return found
+        batch = leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
+        sandboxes = Sandboxes(module, batch, where)
+        n, least = len(module), 0 if timeout is None else LEAST
+        with Progress(progress, "profile", "layer", n * (1 + least)) as bar:
+            memory: dict[str, tuple[int, int, int]] = {}
+            samples: dict[str, list[tuple[float, float]]] = {}
+
+            def look(title: str, sandbox: Sandbox) -> None:
+                memory[title] = (
+                    sum(x.nbytes for x in sandbox.layer.parameters()),
+                    sandbox.activations(),
+                    sum(x.nbytes for x in sandbox.output.parts[VALUE]),
+                )
+                samples[title] = []
+                bar.step()
+
+            def measure(title: str, sandbox: Sandbox) -> None:
+                samples[title].append(sandbox.sample())
+                bar.step()
+
+            sandboxes.each(look)
+            if timeout is not None:
+                repeat(
+                    lambda: sandboxes.each(measure),
+                    timeout,
+                    lambda rounds: bar.expect(n * (1 + rounds)),
+                )
+        return [_row(title, samples[title], memory[title]) for title in memory]
 
     def measure() -> Profile:
         with (
@@ -186,100 +216,14 @@ def profile_layers(
     return holding(numbers.locks, measure)
 
 
-def _profile_layer(
-    title: str, layer: Any, batch: Batch, device: torch.device, end: float
-) -> tuple[LayerProfile, Batch]:
-    # Nothing but this frame holds the copy, which is freed before another one is made.
-    sandbox = Sandbox(_sandbox(layer, device), batch, device)
-    # The warm-up may allocate memory that stays, such as the workspace of a library.
-    sandbox.run()
-    activations = sandbox.activations()
-    forward, backward = sandbox.times(end)
-    row = LayerProfile(
-        title,
-        forward,
-        backward,
-        sum(parameter.nbytes for parameter in layer.parameters()),
-        activations,
-        sum(tensor.nbytes for tensor in sandbox.output.parts[VALUE]),
-    )
-    return row, sandbox.output
-
-
-def _sandbox(layer: nn.Module, device: torch.device) -> nn.Module:
-    sandbox = deepcopy(layer)
-    sandbox.train()
-    place([sandbox], [device])
-    return sandbox
-
-
-class Sandbox:
-    """A copy of a layer that runs on one input, again and again.
-
-    Args:
-        layer: the copy.
-        batch: its input, and all skips that were stashed before and not popped.
-        device: the device of both.
-    """
-
-    def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
-        self.layer = layer
-        self.batch = batch
-        self.device = device
-        self.stopwatch = Stopwatch(device)
-        #: The input of the next layer.
-        self.output = batch
-
-    def activations(self) -> int:
-        """Run the layer, and return the bytes that its forward leaves behind."""
-        batch = self._input()
-        before = memory_allocated(self.device)
-        if before is not None:
-            output = self._forward(batch)
-            after = memory_allocated(self.device) or 0
-            del output
-            # The difference is negative if the garbage collector has freed older tensors.
-            return max(0, after - before)
-        with LiveStorages() as storages:
-            output = self._forward(batch)
-        size = sum(storages.sizes())
-        del output
-        return size
-
-    def times(self, end: float) -> tuple[float, float]:
-        """Run the layer until the time is over, at least once, and return the median times."""
-        runs = [self.run()]
-        while monotonic() < end:
-            runs.append(self.run())
-        forward, backward = zip(*runs)
-        return median(forward), median(backward)
-
-    def run(self) -> tuple[float, float]:
-        """Run the layer, and return the times of its forward and of its backward."""
-        batch = self._input()
-        self.stopwatch.start()
-        output = self._forward(batch)
-        forward, backward = self.stopwatch.stop(), 0.0
-        # Skips that pass by the layer have no backward here.
-        parts = [output.parts[key] for key in output.parts if key not in self.batch.skips]
-        outputs = [x for x in chain(*parts) if x.requires_grad]
-        if outputs:
-            gradients = [torch.ones_like(x) for x in outputs]
-            self.stopwatch.start()
-            torch.autograd.backward(outputs, gradients)
-            backward = self.stopwatch.stop()
-        self.layer.zero_grad()
-        self.output = _leaves(output)
-        return forward, backward
-
-    def _input(self) -> Batch:
-        # A layer may change its input in place, which autograd forbids for leaves, not clones.
-        return self.batch.replace([x.clone() for x in _leaves(self.batch)])
-
-    def _forward(self, batch: Batch) -> Batch:
-        tracker = SkipTracker.of(batch)
-        with use_skip_tracker(tracker):
-            return batch.call(self.layer).with_skips(tracker.parts())
+def _row(
+    title: str, samples: Sequence[tuple[float, float]], memory: tuple[int, int, int]
+) -> LayerProfile:
+    if not samples:
+        return LayerProfile(title, 0.0, 0.0, *memory)
+    forward, backward = zip(*samples)
+    noise = spread([*map(sum, samples)])
+    return LayerProfile(title, undisturbed(forward), undisturbed(backward), *memory, noise)
 
 
 def default_device() -> torch.device:
@@ -287,22 +231,6 @@ def default_device() -> torch.device:
     return [*accelerators(), torch.device("cpu")][0]
 
 
-def _leaves(batch: Batch) -> Batch:
-    """The same values without what they were computed from."""
-    return batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
-
-
 def _bytes(size: int) -> str:
     unit = max(0, (size.bit_length() - 1) // 10)
     return f"{size / 1024**unit:.{min(unit, 1)}f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][unit]}"
-
-
-def _with_bar(layers: Iterable[Any], total: int) -> Iterable[Any]:
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(
-            "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
-        ) from error
-    shown: Iterable[Any] = tqdm(layers, desc="profile", total=total, unit="layer")
-    return shown

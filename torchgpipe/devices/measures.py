@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from math import inf
+from time import get_clock_info, perf_counter
 
 import torch
 
@@ -19,6 +20,10 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = current_stream(device)
+        #: Seconds, the least difference that can be told. CUDA documents it for its events.
+        self.resolution = get_clock_info("perf_counter").resolution
+        if isinstance(self._stream, torch.Stream):
+            self.resolution = 0.5e-6
 
     def start(self) -> None:
         """Start, or start again."""
@@ -56,3 +61,14 @@ def peak_memory(device: torch.device) -> int | None:
     if not has_streams(device):
         return None
     return torch.accelerator.max_memory_allocated(device)
+
+
+def memory_free(device: torch.device) -> float:
+    """The bytes that are free on a device: infinity on the host, and 0 if a device does not say."""
+    if not has_streams(device):
+        return inf
+    # PyTorch 2.9 does not know, nor does each backend.
+    try:
+        return torch.accelerator.get_memory_info(device)[0]
+    except (AttributeError, RuntimeError):
+        return 0

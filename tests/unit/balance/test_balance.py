@@ -3,6 +3,7 @@
 import re
 import time
 from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -52,6 +53,22 @@ def test_by_time_finds_the_optimum(costs, expected):
     sample = torch.rand(2, 1, requires_grad=True)
     found = balance_by_time(len(expected), module, sample, timeout=0.2, device="cpu")
     assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_alike_layers_get_equal_shares(seed, monkeypatch):
+    """A busy neighbour slows half of the samples down, by up to three times."""
+    random = Random(seed)
+
+    def sample(self):
+        slow = random.choice([1.0, random.uniform(1, 3)])
+        return 0.001 * slow, 0.002 * slow
+
+    monkeypatch.setattr("torchgpipe.balance.sandbox.Sandbox.sample", sample)
+    monkeypatch.setattr("torchgpipe.balance.rounds.LEAST", 10)
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
+    found = balance_by_time(4, module, torch.rand(1, 2), timeout=0, device="cpu")
+    assert found == [2, 2, 2, 2]
 
 
 def test_by_size():

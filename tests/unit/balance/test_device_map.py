@@ -1,6 +1,8 @@
 """Device maps that are proposed keep blocks whole, and spread what they cost."""
 
 import time
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +59,58 @@ def test_by_time():
         "blocks.3": "b",
         "norm": "b",
     }
+
+
+class Watch:
+    """A stopwatch that a busy neighbour slows down in half of the rounds, by up to three times."""
+
+    random = Random(0)
+
+    def __init__(self, device):
+        self.seconds = 1.0
+
+    def start(self):
+        pass
+
+    def stop(self):
+        return self.seconds * self.random.choice([1.0, self.random.uniform(1, 3)])
+
+
+def test_alike_blocks_get_equal_shares(monkeypatch):
+    monkeypatch.setattr("torchgpipe.balance.device_map.Stopwatch", Watch)
+    monkeypatch.setattr("torchgpipe.balance.rounds.LEAST", 10)
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
+    for _ in range(20):
+        found = map_by_time([0, 1, 2, 3], model, torch.rand(1, 2), timeout=0)
+        assert found == {"": 0, **{str(k): k // 2 for k in range(8)}}
+
+
+def test_block_that_is_called_several_times(monkeypatch):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
+
+        def forward(self, x):
+            for k in (0, 1, 1, 1, 2, 3, 4):
+                x = self.blocks[k](x)
+            return x
+
+    monkeypatch.setattr("torchgpipe.balance.device_map.Stopwatch", Watch)
+    monkeypatch.setattr(Watch, "random", SimpleNamespace(choice=min, uniform=lambda a, b: a))
+    found = map_by_time(["a", "b", "c"], Again(), torch.rand(1, 2), timeout=0)
+    assert "".join(found[f"blocks.{k}"] for k in range(5)) == "abccc"
+
+
+def test_noise_leaves_the_choice_of_the_evenest_map():
+    blocks = {name: nn.Linear(2, 2) for name in "abcdef"}
+    costs = dict(zip("abcdef", [9, 9, 9, 9, 20, 10]))
+    for spreads, expected in [
+        ({}, [0, 0, 0, 1, 1, 2]),
+        (dict.fromkeys("ef", 1), [0, 0, 1, 1, 2, 2]),
+    ]:
+        found = proposed([0, 1, 2], blocks, costs, spreads)
+        assert [found[name] for name in "abcdef"] == expected
 
 
 def test_by_size():

@@ -1,6 +1,5 @@
 """Profiling: the measures, a model that is left as found, and the table."""
 
-import builtins
 import copy
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.helpers import note_of
-from torchgpipe.balance import profile
+from torchgpipe.balance import sandbox
 from torchgpipe.balance.profile import (
     LayerProfile,
     Profile,
@@ -193,8 +192,12 @@ def test_all_is_left_as_found(device):
         assert torch.equal(tensor, state[name]), name
 
 
-def test_one_layer_at_a_time_is_on_the_device():
+@pytest.mark.parametrize(
+    ("free", "most", "copies"), [(0, 1, 12), (4 * 24 + 8 * 8 - 1, 1, 12), (10**6, 3, 3)]
+)
+def test_copies_that_do_not_fit_are_on_the_device_one_at_a_time(free, most, copies, monkeypatch):
     """The model may therefore be larger than the device."""
+    monkeypatch.setattr(sandbox, "memory_free", lambda device: free)
     alive = []
 
     class Watched(nn.Linear):
@@ -210,8 +213,13 @@ def test_one_layer_at_a_time_is_on_the_device():
 
     module = nn.Sequential(*[Watched(2, 2) for _ in range(3)])
     Watched.count = 0
-    rows(module, torch.rand(1, 2))
-    assert max(alive) == 1
+    found = rows(module, torch.rand(1, 2))
+    assert [layer.parameters for layer in found] == [24] * 3
+    assert all(layer.forward > 0 for layer in found)
+    assert len(alive) == copies
+    assert alive[-1] == most
+    # Layers that turn out not to fit take away those that are there already.
+    assert max(alive) <= max(2, most)
     Watched.count = 3
 
 
@@ -240,7 +248,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("torchgpipe.balance.profile.monotonic", lambda: self.now)
+        monkeypatch.setattr("torchgpipe.balance.rounds.monotonic", lambda: self.now)
         monkeypatch.setattr("torchgpipe.devices.measures.perf_counter", lambda: self.now)
 
     def layer(self, *seconds):
@@ -276,60 +284,103 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock(monkeypatch)
     # Layers are copied, the clock is not.
-    monkeypatch.setattr(profile, "deepcopy", lambda layer: layer)
+    monkeypatch.setattr(sandbox, "deepcopy", lambda layer: layer)
     return clock
 
 
-def test_medians_after_a_warm_up(clock):
-    layer = clock.layer(100, 100, 5, 5, 7, 30, 5)
+def test_quartiles_after_a_warm_up(clock):
+    layer = clock.layer(100, 100, 5, 1, 6, 70, 7, 8, 9, 4)
     (found,) = profile_layers(
-        nn.Sequential(layer), torch.rand(1, requires_grad=True), timeout=1000, device="cpu"
+        nn.Sequential(layer), torch.rand(1, requires_grad=True), timeout=425, device="cpu"
     ).layers
-    assert (found.forward, found.backward) == (5, 15)
+    # Eight rounds, of 4 * (5, 1, 6, 70, 7, 8, 9, 4) seconds.
+    assert (found.forward, found.backward, found.spread) == (4, 12, 4 * (9 - 4) / 2)
+
+
+def test_rounds_interleave(clock):
+    """A neighbour that is busy in the first rounds falls on all layers."""
+    slow = [1.0, 1.0, *[30.0] * 3, *[1.0] * 200]
+    module = nn.Sequential(*[clock.layer(*slow) for _ in range(4)])
+    table = profile_layers(
+        module, torch.rand(1, requires_grad=True), timeout=4 * 4 * 200, device="cpu"
+    )
+    assert [x.forward for x in table.layers] == [1] * 4
+    assert table.times() == ([4] * 4, [0] * 4)
+
+
+def test_layers_that_the_clock_cannot_tell_run_several_times(clock, monkeypatch):
+    watch = sandbox.Stopwatch(torch.device("cpu"))
+    watch.resolution = 1.0
+    monkeypatch.setattr(sandbox, "Stopwatch", lambda device: watch)
+    runs = [3.0, 3.0, *[1.0, 2.0] * 8]
+    module = nn.Sequential(clock.layer(*runs, 200.0), clock.layer(200.0))
+    found = rows(module, torch.rand(1, requires_grad=True))
+    # Samples of 16 calls, 1 and 1.
+    assert (found[0].forward, found[0].spread) == (1.5, 4 * (200 - 1.5) / 2)
+    assert found[1].forward == 200
+
+
+def test_memory_alone(clock):
+    module = nn.Sequential(clock.layer(1.0), nn.Linear(3, 3))
+    found = profile_layers(module, torch.rand(2, 3), timeout=None, device="cpu").layers
+    assert [(x.forward, x.backward, x.spread) for x in found] == [(0, 0, 0)] * 2
+    assert [x.output for x in found] == [24] * 2
+    assert clock.now == 2
+
+
+def test_times_of_layers_that_are_alike():
+    sizes = {"parameters": 8, "activations": 4, "output": 4}
+    rows = [
+        LayerProfile("0 (Linear)", 1.0, 1.0, **sizes, spread=0.0),
+        LayerProfile("1 (Linear)", 1.0, 1.5, **sizes, spread=0.25),
+        LayerProfile("2 (Linear)", 1.0, 1.25, **sizes, spread=0.25),
+        LayerProfile("3 (Conv2d)", 1.0, 1.25, **sizes, spread=0.5),
+        LayerProfile("4 (Linear)", 1.0, 1.5, 9, 4, 4, 0.125),
+    ]
+    times, spreads = Profile("cpu", tuple(rows)).times()
+    assert times == [2.25, 2.25, 2.25, 2.25, 2.5]
+    assert spreads == [0.25, 0.25, 0.25, 0.5, 0.125]
 
 
 @pytest.mark.parametrize("timeout", [0, 10, 100])
 def test_timeout_is_kept(clock, timeout):
-    """The timeout holds, but for a warm-up, a look at memory and one measured run of each layer."""
+    """The timeout holds, but for a warm-up, a look at memory and a round, or three in all."""
     module = nn.Sequential(*[clock.layer(cost) for cost in (1.0, 0.25, 0.5)])
     found = profile_layers(module, torch.rand(1, requires_grad=True), timeout=timeout, device="cpu")
     assert [layer.forward for layer in found.layers] == [1, 0.25, 0.5]
     warm_up, memory, once = 4 * 1.75, 1.75, 4 * 1.75
-    assert timeout <= clock.now <= timeout + warm_up + memory + once
+    rounds = (clock.now - warm_up - memory) / once
+    assert rounds == max(3, -(-timeout // once))
 
 
 def test_table():
     table = Profile(
         "cpu",
         (
-            LayerProfile("0 (Linear)", 0.0012345, 0.002, 1536, 10, 0),
+            LayerProfile("0 (Linear)", 0.0012345, 0.002, 1536, 10, 0, 0.0001),
             LayerProfile("head", 1.0, 0.0, 3 * 1024**3, 5 * 1024**2, 1023),
         ),
     )
     assert str(table).split("\n") == [
-        "layer       forward ms  backward ms  parameters  activations  output",
-        "0 (Linear)       1.234        2.000     1.5 KiB         10 B     0 B",
-        "head          1000.000        0.000     3.0 GiB      5.0 MiB  1023 B",
+        "layer       forward ms  backward ms  spread ms  parameters  activations  output",
+        "0 (Linear)       1.234        2.000      0.100     1.5 KiB         10 B     0 B",
+        "head          1000.000        0.000      0.000     3.0 GiB      5.0 MiB  1023 B",
     ]
     assert Profile.from_json(table.to_json()) == table
 
 
-def test_progress(capsys, monkeypatch):
+@pytest.mark.parametrize("timeout", [0, 100, None])
+def test_progress(timeout, clock, capsys):
+    """One bar over the warm-up and the rounds."""
     pytest.importorskip("tqdm")
-    found = rows(nn.Sequential(nn.ReLU(), nn.Tanh()), torch.rand(1), progress=True)
-    assert len(found) == 2
-    assert "2/2" in capsys.readouterr().err
-
-    load = builtins.__import__
-
-    def without_tqdm(name, *args, **kwargs):
-        if name == "tqdm":
-            raise ImportError(name)
-        return load(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_tqdm)
-    with pytest.raises(ImportError, match="pip install tqdm"):
-        rows(nn.Sequential(nn.ReLU()), torch.rand(1), progress=True)
+    module = nn.Sequential(*[clock.layer(1.0) for _ in range(2)])
+    x = torch.rand(1, requires_grad=True)
+    profile_layers(module, x, timeout=timeout, device="cpu", progress=True)
+    shown = capsys.readouterr().err
+    assert {0: "8/8", 100: "28/28", None: "2/2"}[timeout] in shown
+    assert "\n" not in shown.rstrip("\n")
+    profile_layers(module, x, timeout=0, device="cpu")
+    assert capsys.readouterr().err == ""
 
 
 def test_sandbox(device):

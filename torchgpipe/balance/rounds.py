@@ -1,0 +1,88 @@
+"""Rounds: everything is measured once in each, so that noise falls on all alike.
+
+A busy neighbour, or a clock that slows down when it is warm, lasts for a while. Whatever is
+measured in that while, one after the other, seems slower than the rest. In rounds all are measured
+at nearly the same time, again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from time import monotonic
+
+__all__: list[str] = []
+
+#: As few rounds as tell how far a time varies.
+LEAST = 3
+
+#: As few rounds as have quartiles.
+MANY = 8
+
+
+def repeat(
+    once: Callable[[], None], timeout: float, expect: Callable[[int], None] | None = None
+) -> None:
+    """Run rounds until a time is over, and :data:`LEAST` of them at least.
+
+    Args:
+        once: a round.
+        timeout: the seconds. A round that has begun is finished.
+        expect: what is told after each round how many there will be, as far as can be seen.
+    """
+    start = monotonic()
+    rounds, seconds = 0, 0.0
+    while rounds < LEAST or seconds < timeout:
+        once()
+        rounds, seconds = rounds + 1, monotonic() - start
+        if expect is not None:
+            left = max(0.0, timeout - seconds)
+            expect(max(LEAST, rounds + (ceil(left * rounds / seconds) if seconds > 0 else 0)))
+
+
+def undisturbed(times: Sequence[float]) -> float:
+    """The time that something takes undisturbed: the lower quartile of its times over rounds.
+
+    Noise only adds time: another process takes the core, the cache or the link for a while, and
+    nothing makes work faster than it is. So low times are nearer to the truth than the median,
+    which is disturbed as soon as half of the rounds are. The minimum would be nearer yet for work
+    that is the same each time. But a layer may skip its work at random, as with stochastic depth or
+    experts that get no tokens, and its minimum says that it takes none. The lower quartile stands
+    three disturbed rounds of four, and one of four in which a layer does nothing. Of fewer than
+    :data:`MANY` rounds it is the minimum, since of so few, noise is the greater danger.
+    """
+    return sorted(times)[_quarter(times)]
+
+
+def spread(times: Sequence[float]) -> float:
+    """Half the distance of the quartiles of a time over rounds: how far it varies between them.
+
+    A single round that was disturbed for long does not change it, unless there are fewer than
+    :data:`MANY`, of which it is half the distance of the extremes.
+    """
+    ordered, quarter = sorted(times), _quarter(times)
+    return (ordered[-1 - quarter] - ordered[quarter]) / 2
+
+
+def _quarter(times: Sequence[float]) -> int:
+    return (len(times) - 1) // 4 if len(times) >= MANY else 0
+
+
+def verify_timed(times: Sequence[float], device: object, what: str) -> None:
+    """Check that anything takes time, before it is balanced by it.
+
+    Args:
+        times: the times of layers or blocks.
+        device: where they were measured.
+        what: the word for them, in the plural.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    if not any(times):
+        raise ValueError(
+            f"{what} must take time to be balanced by it, and on virtual accelerators only what "
+            f"has a cost does (device: {device}, times: 0 for all {len(times)} {what}); measure on "
+            "another device, as with device='cpu' or a model that is on the CPU, or within "
+            "torchgpipe.testing.observe(costs={'addmm': 1.0, ...})"
+        )
