@@ -101,16 +101,16 @@ class Sandbox:
 
     def activations(self) -> int:
         """Run the layer, and return the bytes that its forward leaves behind."""
-        batch = self._input()
+        batch = self.input()
         before = memory_allocated(self.device)
         if before is not None:
-            output = self._forward(batch)
+            output = self.forward(batch)
             after = memory_allocated(self.device) or 0
             del output
             # The difference is negative if the garbage collector has freed older tensors.
             return max(0, after - before)
         with LiveStorages() as storages:
-            output = self._forward(batch)
+            output = self.forward(batch)
         size = sum(storages.sizes())
         del output
         return size
@@ -128,9 +128,9 @@ class Sandbox:
         return fmean(forward), fmean(backward)
 
     def _run(self) -> tuple[tuple[float, float], Batch]:
-        batch = self._input()
+        batch = self.input()
         self.stopwatch.start()
-        output = self._forward(batch)
+        output = self.forward(batch)
         forward, backward = self.stopwatch.stop(), 0.0
         # Skips that pass by the layer have no backward here.
         parts = [output.parts[key] for key in output.parts if key not in self.batch.skips]
@@ -143,11 +143,13 @@ class Sandbox:
         self.layer.zero_grad()
         return (forward, backward), leaves(output)
 
-    def _input(self) -> Batch:
+    def input(self) -> Batch:
+        """A copy of the input, which nothing else refers to."""
         # A layer may change its input in place, which autograd forbids for leaves, not clones.
         return self.batch.replace([x.clone() for x in leaves(self.batch)])
 
-    def _forward(self, batch: Batch) -> Batch:
+    def forward(self, batch: Batch) -> Batch:
+        """Run the layer; the output has the skips, too."""
         tracker = SkipTracker.of(batch)
         with use_skip_tracker(tracker):
             return batch.call(self.layer).with_skips(tracker.parts())
