@@ -91,7 +91,8 @@ class Cell:
         run: Callable[..., Batch] = self.body.run
         if self.body.visited:
             run = partial(run, note=note.note)
-        checkpoint = self._new_checkpoint(run, note) if self.i < step.checkpointed else None
+        again = self.i < step.checkpointed[self.j]
+        checkpoint = self._new_checkpoint(run, note) if again else None
         if checkpoint:
             run = checkpoint.forward
         # guard: letting go of the input
