@@ -24,9 +24,9 @@ from torchgpipe.partition.arguments import (
     checked_balance,
     checked_chunks,
     checked_devices,
-    checked_mode,
 )
 from torchgpipe.partition.placement import place, verify_placement
+from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.sharding import verify_sharding
 from torchgpipe.partition.split import plain_module, split_module, verify_module
 from torchgpipe.partition.traps import Traps
@@ -37,7 +37,7 @@ from torchgpipe.values.structure import arguments
 __all__ = ["GPipe"]
 
 
-class GPipe(nn.Module):
+class GPipe(Settings, nn.Module):
     """Train an :class:`nn.Sequential` by pipeline parallelism.
 
     ::
@@ -60,8 +60,8 @@ class GPipe(nn.Module):
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
             split into its rows. The number may be changed between steps.
         checkpoint: which micro-batches are checkpointed: ``'always'``, ``'except_last'`` (all but
-            the last) or ``'never'``. In eval mode and without grad none is. The mode may be changed
-            between steps.
+            the last) or ``'never'``; or a list with one of these for each partition. In eval mode
+            and without grad none is. It may be changed between steps.
         deferred_batch_norm: whether batch normalisations update their running statistics once
             per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
             that are deferred already do so either way.
@@ -89,7 +89,7 @@ class GPipe(nn.Module):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: str | Sequence[str] = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
@@ -160,23 +160,11 @@ class GPipe(nn.Module):
         raise _read_only("devices", devices)
 
     @property
-    def chunks(self) -> int:
-        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
-        return self._chunks
+    def _parts(self) -> int:
+        return len(self._balance)
 
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._chunks = checked_chunks(chunks)
+    def _rechunked(self) -> None:
         self._traps.sequence_first(self.partitions, self._chunks)
-
-    @property
-    def checkpoint(self) -> str:
-        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``."""
-        return self._checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = checked_mode(checkpoint)
 
     @property
     def module(self) -> nn.Sequential:
@@ -329,9 +317,9 @@ class GPipe(nn.Module):
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
             self._traps.no_pipelining(len(self._devices), self.chunks)
-        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+        checkpointed = self._checkpointed(m if recorded else 0)
         whole = microbatch.in_all(batches)
-        pipeline = Pipeline(self._stages, batches, checkpointed if recorded else 0)
+        pipeline = Pipeline(self._stages, batches, checkpointed)
         self._run(pipeline.run, whole)
         return microbatch.gather(batches, rows)
 

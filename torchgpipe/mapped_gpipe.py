@@ -29,8 +29,9 @@ from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
-from torchgpipe.partition.arguments import checked_chunks, checked_mode, checked_threads
+from torchgpipe.partition.arguments import checked_chunks, checked_threads
 from torchgpipe.partition.placement import tables, tensors
+from torchgpipe.partition.settings import Settings
 from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import Arguments
@@ -38,7 +39,7 @@ from torchgpipe.values.structure import Arguments
 __all__ = ["MappedGPipe"]
 
 
-class MappedGPipe(nn.Module):
+class MappedGPipe(Settings, nn.Module):
     """Train any module by pipeline parallelism, by a map of its submodules to devices.
 
     ::
@@ -67,8 +68,9 @@ class MappedGPipe(nn.Module):
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
             split into its rows. The number may be changed between steps.
-        checkpoint: which micro-batches are checkpointed, as in :class:`GPipe`. Each module of the
-            map keeps its arguments then, and is computed again in backward.
+        checkpoint: which micro-batches are checkpointed, as in :class:`GPipe`, by one word for all
+            modules. Each module of the map keeps its arguments then, and is computed again in
+            backward.
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
@@ -164,22 +166,8 @@ class MappedGPipe(nn.Module):
         return dict(self._map)
 
     @property
-    def chunks(self) -> int:
-        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._chunks = checked_chunks(chunks)
-
-    @property
-    def checkpoint(self) -> str:
-        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``."""
-        return self._checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = checked_mode(checkpoint)
+    def _parts(self) -> None:
+        return None
 
     @property
     def threads(self) -> int:
@@ -258,7 +246,7 @@ class MappedGPipe(nn.Module):
         m = len(batches)
         rows = microbatch.sizes(input, m)
         recorded = self.training and torch.is_grad_enabled()
-        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint]
+        (checkpointed,) = self._checkpointed(m if recorded else 0)
         near = Near(next(iter(self._map.values())))
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             batches = [batch.map(near.all_of, [VALUE]) for batch in batches]
@@ -268,7 +256,7 @@ class MappedGPipe(nn.Module):
             own = partial(_own, {id(x) for x in whole})
             batches = [batch.map(own, [VALUE]) for batch in batches]
         devices = [*self._map.values()]
-        step = MappedStep(self._lasting, devices, m, checkpointed if recorded else 0)
+        step = MappedStep(self._lasting, devices, m, checkpointed)
         with Snapshot(devices), unchanged(whole):
             holding(step.numbers.locks, lambda: self._run(step, batches))
         return microbatch.gather(batches, rows)

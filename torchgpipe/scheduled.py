@@ -65,8 +65,8 @@ class ScheduledLoss(nn.Module):
 
     Args:
         model: the wrapped model. Its ``chunks`` and ``checkpoint`` hold here, too, and may be
-            changed between steps. Under ``checkpoint='except_last'`` a cell whose backward comes
-            right after its forward is not recomputed either, since that would free nothing.
+            changed between steps. Under ``'except_last'`` a cell whose backward comes right after
+            its forward is not recomputed either, since that would free nothing.
         loss: called as ``loss(output, *targets, **more)`` for each micro-batch, on the device of
             the last partition. It returns the mean over the rows of the micro-batch, a tensor of
             one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
@@ -289,12 +289,12 @@ class ScheduledLoss(nn.Module):
     def _plan(self, m: int, *, forward: bool) -> Plan:
         plans = self.__dict__["_plans"]
         model = self.model
-        key = id(self.schedule), id(model._stages), m, model.checkpoint, forward
+        key = id(self.schedule), id(model._stages), m, model._checkpoint, forward
         if key not in plans:
             layout = model._stages.skip_layout
             skips = {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
             made = plan(
-                self.schedule, model.devices, m, model.checkpoint, sorted(skips), forward=forward
+                self.schedule, model.devices, m, model._checkpoint, sorted(skips), forward=forward
             )
             # While these live, nothing else has their identities.
             plans[key] = made, self.schedule, model._stages

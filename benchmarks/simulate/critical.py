@@ -72,7 +72,7 @@ def recomputed(mode: str, m: int) -> int:
 
 
 def step_path(
-    mode: str,
+    mode: str | Sequence[str],
     m: int,
     forward: Sequence[float],
     again: Sequence[float],
@@ -85,7 +85,7 @@ def step_path(
     A recomputation needs nothing but its forward.
 
     Args:
-        mode: which micro-batches are checkpointed.
+        mode: which micro-batches are checkpointed, one mode for all partitions or one for each.
         m: number of micro-batches.
         forward: time of a forward in each partition.
         again: time of a recomputation in each partition.
@@ -98,7 +98,9 @@ def step_path(
     for a, b, time in [*zip(range(n), range(1, n), copies or [0.0] * n), *skips]:
         # A skip to the next partition comes beside the value.
         copy[a, b] = copy[b, a] = max(time, copy.get((a, b), 0.0))
-    schedule = fill_drain(n, m).recompute(microbatches=range(recomputed(mode, m)))
+    schedule = fill_drain(n, m)
+    for j, own in enumerate([mode] * n if isinstance(mode, str) else mode):
+        schedule = schedule.recompute(stages=[j], microbatches=range(recomputed(own, m)))
     schedule = replace(schedule, skips=tuple((a, b) for a, b, _ in skips))
     costs = Costs(F=forward, I=backward, W=0, R=again, copy=copy)
     return simulate(schedule, costs).makespan

@@ -11,6 +11,7 @@ from tests.support.schedules import (
     CASES,
     ONE,
     TWO,
+    linear,
     moved_input,
     reference,
     same,
@@ -18,7 +19,7 @@ from tests.support.schedules import (
     tensors,
 )
 from tests.support.size import SOAK
-from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe import GPipe, ScheduledLoss, is_recomputing
 
 MODES = ["except_last", "never", "always"]
 
@@ -153,3 +154,53 @@ TRAININGS = [
 def test_training(name, size, mode, processes):
     worst = max(processes.run(train, size, name, size * (1 if name in ONE else 2), mode))
     assert worst <= (0 if name == "fill_drain" else 1e-6)
+
+
+#: Stages, whichever process has them.
+MIXED = ["always", "never", "except_last", "never"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_mode_for_each_stage(name, processes):
+    assert max(processes.run(train, 2 if name in TWO else 4, name, 4, MIXED)) <= 1e-6
+
+
+def count_second_runs(group, modes):
+    layers = [Counted() for _ in range(2)]
+    pipe = pipe_of(layers, "fill_drain", group, chunks=3, checkpoint="never")
+    pipe.checkpoint = modes
+    pipe.step(torch.rand(6, 6), torch.rand(6, 6))
+    (own,) = pipe.stages
+    return layers[own].again, pipe.checkpoint
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.again = linear(), 0
+
+    def forward(self, x):
+        self.again += is_recomputing()
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("modes", "counts"), [(["always", "never"], [3, 0]), (["never", "always"], [0, 3])]
+)
+def test_second_runs_of_each_stage(modes, counts, processes):
+    assert processes.run(count_second_runs, 2, modes) == [(count, modes) for count in counts]
+
+
+def wrong_modes(group):
+    with pytest.raises(ValueError, match=r"one for each partition.*partitions: 2") as error:
+        pipe_of([linear(), linear()], "1f1b", group, checkpoint=["never"])
+    pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2)
+    pipe.checkpoint = ["never", "always"] if pipe.is_first else ["always", "never"]
+    with pytest.raises(ValueError, match=r"same settings.*'never', 'always'"):
+        pipe.step(torch.rand(4, 6), torch.rand(4, 6))
+    return str(error.value)
+
+
+def test_wrong_modes(processes):
+    processes.run(wrong_modes, 2)

@@ -72,7 +72,7 @@ def run_pipeline(partitions, devices, input, *, chunks=1, checkpointed=0, worker
     batches = scatter(input, chunks)
     stages = Stages(partitions, devices)
     stages.workers = workers or stages.workers
-    Pipeline(stages, batches, checkpointed).run()
+    Pipeline(stages, batches, [checkpointed] * len(partitions)).run()
     return gather(batches)
 
 

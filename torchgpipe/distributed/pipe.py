@@ -42,8 +42,9 @@ from torchgpipe.executor.draws import flags_of
 from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice
-from torchgpipe.partition.arguments import checked_balance, checked_chunks, checked_mode
+from torchgpipe.partition.arguments import checked_balance, checked_chunks
 from torchgpipe.partition.placement import place, verify_placement
+from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.split import Partition, split_module, verify_module
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.values import microbatch
@@ -52,7 +53,7 @@ from torchgpipe.values.structure import arguments
 __all__ = ["Pipe"]
 
 
-class Pipe(nn.Module):
+class Pipe(Settings, nn.Module):
     """Train an :class:`nn.Sequential` by pipeline parallelism over several processes.
 
     ::
@@ -81,7 +82,8 @@ class Pipe(nn.Module):
             are the ranks in the group. An R in it comes right before its backward.
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
             split into its rows. The number may be changed between steps, in all processes.
-        checkpoint: which micro-batches are checkpointed, as for :class:`~torchgpipe.GPipe`.
+        checkpoint: which micro-batches are checkpointed, as for :class:`~torchgpipe.GPipe`; a list
+            has a mode for each stage, in whatever process.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch: see :mod:`torchgpipe.batchnorm`.
         group: the processes of the pipeline; by default all.
@@ -112,7 +114,7 @@ class Pipe(nn.Module):
         loss: Callable[..., Any] | None = None,
         schedule: Choice = "1f1b",
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: str | Sequence[str] = "except_last",
         deferred_batch_norm: bool = False,
         group: Any = None,
         replicas: Any = None,
@@ -141,7 +143,7 @@ class Pipe(nn.Module):
                 )
             self.balance = checked_balance(balance, module)
             self._chunks = checked_chunks(chunks)
-            self._checkpoint = checked_mode(checkpoint)
+            self.checkpoint = checkpoint
             self.training = module.training
             fits = fitting(schedule, len(self.balance), self._peers.size, self._chunks)
             partitions = split_module(module, self.balance)
@@ -225,22 +227,8 @@ class Pipe(nn.Module):
         return self._routes.is_last
 
     @property
-    def chunks(self) -> int:
-        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._chunks = checked_chunks(chunks)
-
-    @property
-    def checkpoint(self) -> str:
-        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``."""
-        return self._checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = checked_mode(checkpoint)
+    def _parts(self) -> int:
+        return len(self.balance)
 
     @property
     def schedule(self) -> Choice:
@@ -348,7 +336,7 @@ class Pipe(nn.Module):
         m, batches = agreed.m, given.batches
         inputs = [[*batch] for batch in batches]
         rows = microbatch.divided(agreed.rows, m) if m > 1 else []
-        runtime, plan = self._programs.get(m, recorded, self.checkpoint)
+        runtime, plan = self._programs.get(m, recorded, self._checkpoint)
         criterion: Criterion = Collector(m)
         if with_loss:
             shares = [size / sum(rows) for size in rows] if rows else [1.0]

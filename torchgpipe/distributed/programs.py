@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.runtime import Runtime
 from torchgpipe.executor.plan import Choice, Plan, again_in, chosen, completed
+from torchgpipe.partition.arguments import Modes
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.skip.layout import SkipLayout
 
@@ -27,17 +28,17 @@ class Programs:
         self._skips = sorted(
             {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
         )
-        self._made: dict[tuple[int, bool, str], tuple[Runtime, Plan]] = {}
+        self._made: dict[tuple[int, bool, Modes], tuple[Runtime, Plan]] = {}
 
-    def get(self, m: int, recorded: bool, mode: str) -> tuple[Runtime, Plan]:
+    def get(self, m: int, recorded: bool, modes: Modes) -> tuple[Runtime, Plan]:
         """The program of steps.
 
         Args:
             m: the number of micro-batches.
             recorded: whether backward runs.
-            mode: which micro-batches are checkpointed.
+            modes: which micro-batches are checkpointed.
         """
-        key = m, recorded, mode if recorded else "never"
+        key = m, recorded, modes if recorded else "never"
         if key not in self._made:
             placement = self._mail.routes.placement
             found = fitting(self._choice, len(placement), max(placement) + 1, m)

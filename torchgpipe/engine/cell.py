@@ -98,7 +98,8 @@ class Cell:
         recording = step.stages.recording
         if recording is not None:
             run = recording.around(run, self._mark)
-        checkpoint = self._new_checkpoint(run, note) if self.i < step.checkpointed else None
+        again = self.i < step.checkpointed[self.j]
+        checkpoint = self._new_checkpoint(run, note) if again else None
         if checkpoint:
             run = checkpoint.forward
         # guard: letting go of the input

@@ -83,10 +83,11 @@ class Pipeline:
     Args:
         stages: the stages of the wrapper.
         batches: the micro-batches; each is replaced by its output.
-        checkpointed: how many micro-batches, from the first, are computed under checkpointing.
+        checkpointed: for each partition, how many micro-batches, from the first, are computed under
+            checkpointing.
     """
 
-    def __init__(self, stages: Stages, batches: list[Batch], checkpointed: int) -> None:
+    def __init__(self, stages: Stages, batches: list[Batch], checkpointed: Sequence[int]) -> None:
         self.stages = stages
         self.batches = batches
         self.step = PipelineStep(stages, len(batches), checkpointed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
@@ -57,11 +57,12 @@ class PipelineStep(Step):
     Args:
         stages: the stages of the wrapper.
         m: the number of micro-batches.
-        checkpointed: how many micro-batches, from the first, are computed under checkpointing.
+        checkpointed: for each partition, how many micro-batches, from the first, are computed under
+            checkpointing.
     """
 
-    def __init__(self, stages: Stages, m: int, checkpointed: int) -> None:
-        super().__init__(stages, m, range(len(stages.devices) if checkpointed else 0))
+    def __init__(self, stages: Stages, m: int, checkpointed: Sequence[int]) -> None:
+        super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count})
         self.checkpointed = checkpointed
         self.lanes = Lanes(stages)
         #: Whether forks and joins are needed. On the CPU alone autograd has one thread, which runs

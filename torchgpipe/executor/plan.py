@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torchgpipe.partition.arguments import Modes
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Edge, Instruction, Program, operations_of
 from torchgpipe.schedule.rewrite import checkpointed
@@ -44,7 +45,7 @@ def plan(
     choice: Choice,
     devices: Sequence[torch.device],
     m: int,
-    mode: str,
+    modes: Modes,
     skips: Sequence[tuple[int, int]],
     *,
     forward: bool,
@@ -55,7 +56,7 @@ def plan(
         choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
         devices: the device of each stage.
         m: the number of micro-batches.
-        mode: which micro-batches are checkpointed.
+        modes: which micro-batches are checkpointed.
         skips: the stages that each skip leads from and to.
         forward: whether only forward runs.
 
@@ -63,7 +64,7 @@ def plan(
         TypeError: the choice is none of these.
         ValueError: the schedule has faults, or does not fit the model.
     """
-    schedule = completed(_fitting(choice, devices, m), mode, skips, forward=forward)
+    schedule = completed(_fitting(choice, devices, m), modes, skips, forward=forward)
     of_worker = dict(zip(schedule.placement, devices))
     return Plan(
         schedule,
@@ -74,13 +75,13 @@ def plan(
 
 
 def completed(
-    schedule: Schedule, mode: str, skips: Sequence[tuple[int, int]], *, forward: bool
+    schedule: Schedule, modes: Modes, skips: Sequence[tuple[int, int]], *, forward: bool
 ) -> Schedule:
-    """Add a model's skips to a schedule, and the R of a mode, or leave all but forward out.
+    """Add a model's skips and the R of checkpoint modes, or leave all but forward out.
 
     Args:
         schedule: the schedule.
-        mode: which micro-batches are checkpointed.
+        modes: which micro-batches are checkpointed.
         skips: the stages that each skip leads from and to.
         forward: whether only forward runs.
 
@@ -98,7 +99,7 @@ def completed(
             for line in schedule.program
         )
     else:
-        program = checkpointed(schedule.program, mode, schedule.chunks)
+        program = checkpointed(schedule.program, modes, schedule.chunks)
     return replace(schedule, program=program)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ __all__: list[str] = []
 
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
+
+#: One checkpoint mode for all partitions, or one for each.
+Modes: TypeAlias = str | tuple[str, ...]
 
 
 def positive_int(value: Any) -> int | None:
@@ -72,6 +75,39 @@ def checked_mode(checkpoint: object) -> str:
             f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
         )
     return mode
+
+
+def checked_modes(checkpoint: object, partitions: int | None) -> Modes:
+    """Check one checkpoint mode for all partitions, or a sequence with one for each.
+
+    Args:
+        checkpoint: the mode or modes.
+        partitions: the number of partitions; None for a model that has no partitions.
+
+    Raises:
+        ValueError: there is no such mode, or there are not as many as partitions.
+    """
+    if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
+        return checked_mode(checkpoint)
+    if partitions is None:
+        raise ValueError(
+            "the modules of a device map must have one checkpoint mode for all of them "
+            f"(checkpoint: {[*checkpoint]}); pass one word, such as 'always', or wrap layers in a "
+            "GPipe, which takes a mode for each partition"
+        )
+    modes = tuple(map(checked_mode, checkpoint))
+    if len(modes) != partitions:
+        raise ValueError(
+            "a list of checkpoint modes must have one for each partition "
+            f"(checkpoint: {[*modes]}, partitions: {partitions}); pass one word for all, or "
+            f"['never'] + ['always'] * {max(0, partitions - 1)} or the like"
+        )
+    return modes
+
+
+def checkpointed(mode: str, m: int) -> int:
+    """The number of micro-batches, from the first, that a mode computes under checkpointing."""
+    return {"always": m, "except_last": max(0, m - 1), "never": 0}[mode]
 
 
 def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> list[int]:

@@ -124,21 +124,20 @@ def without_recomputation(program: Program) -> Program:
     return tuple(lines)
 
 
-def checkpointed(program: Program, mode: str, chunks: int) -> Program:
-    """Add the R of a mode of GPipe; a program with an R of its own stays as it is.
+def checkpointed(program: Program, modes: str | Sequence[str], chunks: int) -> Program:
+    """Add the R of GPipe's checkpoint modes; a program with an R of its own stays as it is.
 
     Args:
         program: the instructions of each worker.
-        mode: ``'always'`` recomputes all cells, and ``'never'`` none. ``'except_last'`` recomputes
-            all micro-batches but the last, and no cell whose backward comes right after its
-            forward, since that would free no memory.
+        modes: one mode for all stages, or one for each. ``'always'`` recomputes all cells, and
+            ``'never'`` none. ``'except_last'`` recomputes all micro-batches but the last, and no
+            cell whose backward comes right after its forward, since that would free no memory.
         chunks: the number of micro-batches.
     """
-    assert mode in ("never", "except_last", "always")
-    if mode == "never" or any(op.kind == "R" for op in operations_of(program)):
+    given = {modes} if isinstance(modes, str) else {*modes}
+    assert given <= {"never", "except_last", "always"}
+    if given == {"never"} or any(op.kind == "R" for op in operations_of(program)):
         return program
-    if mode == "always":
-        return recomputed(program, None, None)
     at_once = {
         (op.stage, op.microbatch)
         for line in program
@@ -147,14 +146,16 @@ def checkpointed(program: Program, mode: str, chunks: int) -> Program:
         if op.kind in "BI" and op._replace(kind="F") in operations(before)
     }
 
+    def is_again(op: Op) -> bool:
+        j, _, i = op
+        mode = modes if isinstance(modes, str) else modes[j]
+        if mode == "except_last":
+            return i < chunks - 1 and (j, i) not in at_once
+        return mode == "always"
+
     def again(instruction: Instruction) -> list[Instruction]:
         cells = [op._replace(kind="R") for op in operations(instruction) if op.kind in "BI"]
-        wanted = [
-            op
-            for op in cells
-            if op.microbatch < chunks - 1 and (op.stage, op.microbatch) not in at_once
-        ]
-        return [*wanted, instruction]
+        return [*filter(is_again, cells), instruction]
 
     return _replaced(program, again)
 

@@ -50,7 +50,7 @@ def make(layers, *, stream=None, lanes=None, arriving=None, departing=(), checkp
         context=Context(),
         numbers=SimpleNamespace(of=lambda i, device: nullcontext()),
         bodies=[None, None, Body(layers, nullcontext(), state, first=False)],
-        checkpointed=2 * checkpoint,
+        checkpointed=[0, 0, 2 * checkpoint],
     )
     return Cell(step, 1, 2)
 

@@ -1,0 +1,172 @@
+"""A checkpoint mode for each partition: no race, memory where it was asked for, and the time."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support.helpers import MODES, assert_no_races
+from tests.support.schedules import workers_of
+from tests.support.size import SOAK, some
+from tests.virtual.stages import SEEDS, Stage, limit, makespans
+from tests.virtual.test_memory import ACTIVATION, ROWS, WIDTH, allocated, promise, stage
+from tests.virtual.test_schedule_times import costs_of, expected, squares
+from tests.virtual.test_schedule_times import makespans as scheduled_makespans
+from tests.virtual.test_schedule_times import stage as busy
+from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.schedule import Costs, Op, named, simulate
+from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.testing import observe
+
+MIXED = [
+    ["never", "always", "except_last", "never"],
+    ["always", "never", "never", "always"],
+    ["never", "except_last", "always", "except_last"],
+    ["always", "always", "never", "except_last"],
+]
+NAMES = ["fill_drain", "1f1b", "zbh1", "zbv"]
+
+
+def wrap(layers, devices, modes, m=8):
+    return GPipe(
+        nn.Sequential(*layers), [1] * len(layers), devices=devices, chunks=m, checkpoint=modes
+    )
+
+
+@pytest.mark.parametrize("modes", MIXED, ids=" ".join)
+def test_peak(devices, modes):
+    """A partition keeps what its own mode says, whatever the others do."""
+    n, m, layers = 4, 8, 16
+    model = wrap([stage(layers) for _ in modes], devices[:n], modes, m)
+    x = torch.rand(ROWS * m, WIDTH, device=devices[0])
+    for seed in SEEDS[::2]:
+        model.zero_grad()
+        gc.collect()
+        before = allocated(devices[:n])
+        for device in devices[:n]:
+            torch.accelerator.reset_peak_memory_stats(device)
+        with observe(jitter=seed) as seen:
+            model(x).sum().backward()
+        assert_no_races(seen)
+        for j, (mode, start) in enumerate(zip(modes, before)):
+            peak = (torch.accelerator.max_memory_allocated(devices[j]) - start) / ACTIVATION
+            least = promise(mode, m, layers, first=j == 0)
+            # As in test_memory: on its way, sent early by the next device, and joined.
+            most = least + 3 + m * (j < n - 1) + 2 * m * (j == n - 1)
+            assert least <= peak <= most, f"partition {j}"
+
+
+@pytest.mark.parametrize("stages", ["eager", "graph"])
+@pytest.mark.parametrize("modes", MIXED, ids=" ".join)
+def test_peak_of_a_schedule(devices, modes, stages):
+    m, layers = 8, 24
+    model = wrap([stage(layers) for _ in modes], devices[:4], modes, m)
+    training = ScheduledLoss(model, squares, "fill_drain", stages=stages)
+    x = torch.rand(ROWS * m, WIDTH, device=devices[0], requires_grad=True)
+    y = torch.rand(ROWS * m, WIDTH, device=devices[3])
+    training(x, y).backward()
+    model.zero_grad()
+    x.grad = None
+    gc.collect()
+    before = allocated(devices[:4])
+    for device in devices[:4]:
+        torch.accelerator.reset_peak_memory_stats(device)
+    with observe() as seen:
+        training(x, y).backward()
+    assert_no_races(seen)
+    inputs = [0, 1, 1, 1]
+    kept = [x + layers - 1 for x in inputs]
+    costs = Costs(activation=kept, checkpoint=inputs)
+    least = simulate(training._plan(m, forward=False).schedule, costs).peak
+    for j, start in enumerate(before):
+        peak = (torch.accelerator.max_memory_allocated(devices[j]) - start) / ACTIVATION
+        # A stage that is not computed again sends its gradients early to one that is.
+        assert least[j] <= peak <= least[j] + 6 + m, f"partition {j}"
+
+
+@pytest.mark.parametrize("modes", MIXED, ids=" ".join)
+def test_makespan(devices, modes):
+    """A partition recomputes before the gradient comes, so a stage delays nobody by all its R."""
+    model = wrap([Stage() for _ in modes], devices[:4], modes)
+    for seed in SEEDS:
+        found = makespans(model, seed=seed, requires_grad=bool(seed % 2))
+        assert found == [limit(modes, 4, 8)] * 2, f"jitter {seed}"
+
+
+def test_limits_of_mixed_modes():
+    """The slowest partition decides: its m forwards, m backwards and recomputations, and the way
+    through the others before and behind it."""
+    n, m = 4, 8
+    for j in range(n):
+        modes = ["never"] * n
+        modes[j] = "always"
+        # Backward through the partitions behind gives it the time to recompute first.
+        hidden = min(1, 2 * (n - 1 - j))
+        assert limit(modes, n, m) == (m + n - 1) * (1 + 2) + m - hidden, j
+    assert limit(["always"] * n, n, m) == limit("always", n, m)
+
+
+def test_figures_of_the_guide():
+    schedule = named("1f1b", 4, 8)
+    found = {}
+    for modes in ("never", "always", ("always", "always", "never", "never")):
+        program = checkpointed(schedule.program, modes, 8)
+        result = simulate(replace(schedule, program=program), Costs(activation=1, checkpoint=0))
+        found[modes] = result.makespan, result.peak
+    assert [*found.values()] == [
+        (33, (4, 3, 2, 1)),
+        (41, (1, 1, 1, 1)),
+        (38, (1, 1, 2, 1)),
+    ]
+
+
+@settings(max_examples=some(50, 5))
+@given(st.lists(st.sampled_from(MODES), min_size=3, max_size=3), st.sampled_from([1, 2, 5]))
+def test_makespan_of_any_modes(devices, modes, m):
+    model = wrap([Stage() for _ in modes], devices[:3], modes, m)
+    assert makespans(model, seed=1) == [limit(modes, 3, m)] * 2
+
+
+@pytest.mark.parametrize("stages", ["eager", "graph"])
+@pytest.mark.parametrize("modes", MIXED if SOAK else MIXED[:2], ids=" ".join)
+@pytest.mark.parametrize("name", NAMES)
+def test_makespan_of_a_schedule(devices, name, modes, stages):
+    model = wrap([busy() for _ in modes], [devices[w] for w in workers_of(name)], modes)
+    training = ScheduledLoss(model, squares, name, stages=stages)
+    schedule = training._plan(8, forward=False).schedule
+    never = {j for j, mode in enumerate(modes) if mode == "never"}
+    again = {x for line in schedule.program for x in line if isinstance(x, Op) and x.kind == "R"}
+    assert {op.stage for op in again}.isdisjoint(never)
+    found = scheduled_makespans(training)
+    if stages == "graph":
+        # Layers are traced behind their first step.
+        found = found[1:]
+    assert found == pytest.approx([expected(training, costs_of())] * len(found))
+
+
+def test_changed_between_steps(devices):
+    model = wrap([Stage() for _ in range(4)], devices[:4], "never")
+    for modes in ("never", MIXED[0], "always", MIXED[1]):
+        model.checkpoint = modes
+        assert makespans(model, seed=0) == [limit(modes, 4, 8)] * 2
+
+
+@pytest.mark.parametrize("place", [[0, 0, 1, 1], [0, "cpu", 1, 1]], ids=str)
+def test_shared_devices(devices, place):
+    places = [k if k == "cpu" else devices[k] for k in place]
+    grads = []
+    for modes in ("never", *MIXED):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
+        model = wrap(layers, places, modes, 4)
+        torch.manual_seed(1)
+        x = torch.rand(8, 4).to(devices[0]).requires_grad_()
+        with observe(jitter=2) as seen:
+            model(x).square().mean().backward()
+        assert_no_races(seen)
+        grads.append([x.grad.cpu(), *(p.grad.cpu() for p in model.parameters())])
+    assert all(torch.equal(a, b) for own in grads for a, b in zip(own, grads[0]))

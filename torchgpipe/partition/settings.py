@@ -1,0 +1,62 @@
+"""The settings that all wrappers have, and that may be changed between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchgpipe.partition.arguments import (
+    Modes,
+    checked_chunks,
+    checked_modes,
+    checkpointed,
+)
+
+__all__: list[str] = []
+
+
+class Settings:
+    """A base of the wrappers, for the numbers and modes that they have in common."""
+
+    _chunks: int
+    _checkpoint: Modes
+
+    @property
+    def _parts(self) -> int | None:
+        """The number of partitions; None if all of the model has one checkpoint mode."""
+        raise NotImplementedError
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = checked_chunks(chunks)
+        self._rechunked()
+
+    def _rechunked(self) -> None:
+        """Take note of another number of micro-batches."""
+
+    @property
+    def checkpoint(self) -> str | list[str]:
+        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``.
+
+        A list has a mode for each partition. To change one, assign the list anew.
+        """
+        # A new list, so that nobody changes ours.
+        return self._checkpoint if isinstance(self._checkpoint, str) else [*self._checkpoint]
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
+        self._checkpoint = checked_modes(checkpoint, self._parts)
+
+    @property
+    def _modes(self) -> list[str]:
+        """The checkpoint mode of each partition."""
+        modes = self._checkpoint
+        return [modes] * (self._parts or 1) if isinstance(modes, str) else [*modes]
+
+    def _checkpointed(self, m: int) -> list[int]:
+        """For each partition the number of micro-batches, from the first, to be checkpointed."""
+        return [checkpointed(mode, m) for mode in self._modes]
