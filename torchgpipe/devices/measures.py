@@ -72,3 +72,21 @@ def memory_free(device: torch.device) -> float:
         return torch.accelerator.get_memory_info(device)[0]
     except (AttributeError, RuntimeError):
         return 0
+
+
+def memory_total(device: torch.device) -> float:
+    """The bytes that a device has: infinity on the host, and if a device does not say."""
+    if not has_streams(device):
+        return inf
+    try:
+        return torch.accelerator.get_memory_info(device)[1]
+    except (AttributeError, RuntimeError):
+        return inf
+
+
+def model_of(device: torch.device) -> str:
+    """The name of a device's model, by which devices are alike; its type if it has none."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if properties is None:
+        return device.type
+    return str(getattr(properties(device), "name", device.type))

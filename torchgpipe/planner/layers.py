@@ -71,7 +71,8 @@ class Layer:
         pending: memory that it keeps from I until W, its input aside.
         output: memory of its output.
         forward_peak: the most memory during its forward, above that before, with the output.
-        backward_peak: likewise during its backward, with the gradient of its output.
+        backward_peak: likewise during its backward, with the gradient of its output, and while its
+            weights have a gradient already.
         parameters: memory of its parameters and buffers.
         trainable: memory of the parameters that get a gradient.
         largest: memory of the largest of them.
@@ -96,6 +97,10 @@ class Layer:
     saves_input: bool
     saves_output: bool
     depends: bool = True
+
+    def time(self, rows: float) -> float:
+        """The time of forward and backward."""
+        return self.forward.at(rows) + self.input.at(rows) + self.weight.at(rows)
 
 
 def measured(

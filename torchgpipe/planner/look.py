@@ -68,9 +68,13 @@ def look(sandbox: Sandbox) -> Look:
     depends, size = bool(outputs), sum(outgoing.values())
     backward_peak = 0
     if depends:
-        # From here on only the graph holds what it has saved, as in a step.
-        root = Root.apply(*outputs)
+        Root.apply(*outputs).backward()
         del outputs, output
+        output = sandbox.forward(sandbox.input())
+        # From here on only the graph holds what it has saved, as in a step. And weights have a
+        # gradient, to which another one is added.
+        root = Root.apply(*own_outputs(sandbox, output))
+        del output
         backward_peak, _ = _peak(sandbox, root.backward)
     sandbox.layer.zero_grad()
     weights = {*sandbox.layer.parameters()}

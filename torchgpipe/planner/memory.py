@@ -27,6 +27,7 @@ def peaks(
     state: float,
     given: float,
     taken: float,
+    is_summed: bool,
 ) -> list[float]:
     """Find the most memory of each worker.
 
@@ -37,6 +38,7 @@ def peaks(
         state: memory of the optimizer, for each byte of a parameter that it changes.
         given: memory of what the caller gives to the first stage.
         taken: memory of what the caller has of the last stage.
+        is_summed: whether gradients are added up by a schedule, and not by autograd.
     """
     placement = schedule.placement
     again = {
@@ -74,26 +76,27 @@ def peaks(
                 now[w] += stage.kept - stage.checkpoint
                 during(w, 0.0)
             elif kind in "BI":
+                # The first gradient is autograd's own, so the sum of two is another tensor. Where
+                # autograd orders backward, a gradient may arrive before the one before it is used.
+                added = 2 * stage.output if not is_summed else stage.largest * (kind == "B")
+                arrived = stage.output if j < last else 0.0
                 new = 0.0 if has_gradient[j] or kind == "I" else stage.weights
-                # A gradient that was just computed is added to the sum of those before.
-                added = stage.largest if kind == "B" else 0.0
-                during(w, stage.backward - (stage.output if j < last else 0.0) + added)
-                during(w, new - stage.kept + 2 * stage.input)
+                first = stage.first + (0.0 if is_summed else added)
+                during(w, (first if new else stage.backward + added) - arrived)
                 if kind == "I":
-                    gone = stage.output if j < last else 0.0
-                    during(w, stage.noted + 2 * stage.input - gone)
+                    during(w, stage.noted + 2 * stage.input - arrived)
                 now[w] += new - stage.kept
                 has_gradient[j] += kind == "B"
                 if kind == "I":
                     now[w] += stage.pending
-                if j < last:
-                    now[w] -= stage.output
+                now[w] -= arrived
                 if j:
-                    during(w, 2 * stage.input)
                     now[placement[j - 1]] += stage.input
             else:
                 new = 0.0 if has_gradient[j] else stage.weights
-                during(w, stage.weights + stage.largest)
+                # What is pending goes while the gradients come.
+                during(w, max(stage.largest, stage.weights - stage.pending + stage.input))
+                during(w, stage.weights - stage.pending + (0.0 if new else stage.largest))
                 has_gradient[j] += 1
                 now[w] += new - stage.pending
     return peak

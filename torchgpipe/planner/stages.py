@@ -28,8 +28,8 @@ class Stage:
         noted: memory of the gradients that I notes for W.
         forward: the most memory during F, above that before, its input aside.
         forward_again: likewise of an F whose cell is computed again.
-        backward: the most memory during B or I, above that before, with the gradient of the output,
-            but without what gradients of weights take.
+        backward: the most memory during B or I, above that before, with the gradient of the output.
+        first: likewise during the first B, which leaves gradients of weights behind.
         weights: the memory of the gradients of its weights.
         largest: the largest gradient, which is there twice while it is added.
         parameters: the memory of its parameters and buffers.
@@ -48,6 +48,7 @@ class Stage:
     forward: float
     forward_again: float
     backward: float
+    first: float
     weights: float
     largest: float
     parameters: float
@@ -99,6 +100,7 @@ def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stag
         forward=_forward(layers, rows, edges, inner, is_kept),
         forward_again=_forward(layers, rows, edges, [0.0] * n, [True, *[False] * n]),
         backward=_backward(layers, rows, edges, inner, is_kept),
+        first=_backward(layers, rows, edges, inner, is_kept, first=True),
         weights=sum(x.trainable for x in layers),
         largest=max(x.largest for x in layers),
         parameters=sum(x.parameters for x in layers),
@@ -141,10 +143,18 @@ def _backward(
     edges: Sequence[float],
     inner: Sequence[float],
     is_kept: Sequence[bool],
+    *,
+    first: bool = False,
 ) -> float:
     """The most memory during a backward, above that before, with the gradient of the output.
 
-    What weights get is not counted here, but in ``backward_peak`` of the layers it is.
+    Args:
+        layers: the layers.
+        rows: the rows of a micro-batch.
+        edges: the memory in front of each layer, and behind the last one.
+        inner: the memory that each layer keeps.
+        is_kept: whether cells keep what is in front of each layer, and behind the last one.
+        first: whether the weights have no gradient yet. What was computed first stays then.
     """
     held = edges[-1]
     peak = held
@@ -152,11 +162,13 @@ def _backward(
         layer = layers[k]
         peak = max(peak, held - edges[k + 1] + layer.backward_peak.at(rows))
         # The gradient of the input takes the place of that of the output.
-        held += (edges[k] if k else edges[0]) - edges[k + 1]
-        held -= inner[k]
+        held += edges[k] - edges[k + 1] - inner[k]
+        if first:
+            held += layer.trainable
         # A tensor between two layers goes when the one in front of it is done, if that keeps it.
         if is_kept[k + 1] and layer.saves_output:
             held -= edges[k + 1]
         if is_kept[k] and not (k and layers[k - 1].saves_output):
             held -= edges[k]
-    return peak
+    # What goes back is there twice, until the copy is issued.
+    return max(peak, held + edges[0])

@@ -137,6 +137,16 @@ def best(
     return sorted(found, key=lambda x: (x.report.makespan, max(x.report.peak)))
 
 
+def built_in(workers: int, chunks: int) -> Iterator[tuple[str, Schedule]]:
+    """Yield the built-in schedules with one, two and four stages per worker.
+
+    Yields:
+        The name of the function, and the schedule.
+    """
+    for _, call, schedule in _all(workers, chunks, (1, 2, 4)):
+        yield call.partition("(")[0], schedule
+
+
 def _all(
     workers: int, chunks: int, stages_per_worker: Iterable[int]
 ) -> Iterator[tuple[int, str, Schedule]]:

@@ -1,0 +1,92 @@
+"""Random models whose layers take time, for plans."""
+
+import copy
+import gc
+import random
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchgpipe import GPipe, ScheduledLoss, trace
+from torchgpipe.testing import observe
+from torchgpipe.testing.busy import busy
+
+
+class Timed(nn.Module):
+    """Layer that takes a time for each row, and a constant one.
+
+    Args:
+        layer: the layer that computes.
+        per_row: the milliseconds of F, I and W for each row.
+        constant: the milliseconds of each besides.
+    """
+
+    def __init__(self, layer, per_row, constant=0.0):
+        super().__init__()
+        self.layer = layer
+        self.per_row, self.constant = per_row, constant
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, input):
+        costs = tuple([x * len(input) + self.constant for x in self.per_row])
+        return self.layer(busy(input, self.weight, costs, ""))
+
+
+def random_layers(seed, count, width):
+    """Layers of several kinds and costs, from ``width`` features to as many."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    layers = []
+    for _ in range(count):
+        inner = width * draw.choice([1, 2, 4])
+        kinds = [
+            lambda: nn.Linear(width, width),
+            lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh()),
+            lambda n=inner: nn.Sequential(nn.Linear(width, n), nn.ReLU(), nn.Linear(n, width)),
+            lambda: nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()),
+        ]
+        per_row = [draw.uniform(0.001, 0.02) for _ in range(3)]
+        layers.append(Timed(draw.choice(kinds)(), per_row, draw.choice([0.0, 0.1, 0.5])))
+    return nn.Sequential(*layers)
+
+
+def links(devices, speed=1e6):
+    """Bandwidths of all links, in bytes per millisecond."""
+    indices = range(len(devices))
+    return {(a, b): speed for a in indices for b in indices if a != b}
+
+
+def run(candidate, layers, x, y, devices):
+    """Train a copy of layers for two steps, as a candidate says, or a call that wraps them.
+
+    Returns:
+        The time of the second step, and the most memory of each device.
+    """
+    gc.collect()
+    before = {device: torch.accelerator.memory_allocated(device) for device in devices}
+    model = candidate(copy.deepcopy(layers))
+    inside = isinstance(model, ScheduledLoss)
+    gpipe = model.model if inside else model
+    x, y = x.to(gpipe.devices[0]), y.to(gpipe.devices[-1])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        with observe(bandwidth=links(devices)), trace(model) as timeline:
+            loss = model(x, y) if inside else F.mse_loss(model(x), y)
+            loss.backward()
+        if step == 0:
+            optimizer.step()
+        del loss
+    memory = {d: timeline.memory[str(d)] - before[d] for d in dict.fromkeys(gpipe.devices)}
+    return timeline.step().makespan, memory
+
+
+def by_hand(balance, devices, chunks, checkpoint, schedule):
+    """Return a call that wraps layers."""
+
+    def wrap(layers):
+        model = GPipe(layers, balance, devices=devices, chunks=chunks, checkpoint=checkpoint)
+        return model if schedule is None else ScheduledLoss(model, F.mse_loss, schedule)
+
+    return wrap

@@ -1,0 +1,138 @@
+"""Candidates: ways to train a model, what they are expected to take, and how to wrap it so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchgpipe.gpipe import GPipe
+from torchgpipe.planner.layers import Layer
+from torchgpipe.schedule.simulator import Report
+from torchgpipe.scheduled import ScheduledLoss
+
+__all__ = ["Candidate", "Plans"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train a model: how to wrap it, and what that is expected to take.
+
+    Args:
+        balance: how many layers each partition takes.
+        devices: the device of each partition.
+        chunks: the number of micro-batches.
+        checkpoint: the checkpoint mode of each partition, or the one of all.
+        schedule: the name of the schedule, for :class:`~torchgpipe.ScheduledLoss`; None for the
+            order of :class:`~torchgpipe.GPipe`.
+        time: milliseconds of a step, without the optimizer and, under ``GPipe``, without the loss.
+        memory: the most bytes of each device.
+        excess: by how many bytes the fullest device has too little; 0 if the plan fits.
+        report: the simulation.
+        gap: the excess of the time over the bound for this placement, as a share of the bound.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: str | list[str]
+    schedule: str | None
+    time: float
+    memory: dict[torch.device, int]
+    excess: int
+    report: Report = field(repr=False)
+    gap: float
+    _loss: Callable[..., Any] | None = field(repr=False)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step's time in which devices wait, on average."""
+        return float(
+            sum(self.report.bubble) / len(self.report.bubble) / (self.report.makespan or 1)
+        )
+
+    def wrap(self, layers: nn.Sequential, loss: Callable[..., Any] | None = None) -> nn.Module:
+        """Wrap a model as this candidate says.
+
+        Args:
+            layers: the layers that were planned, or others like them.
+            loss: the loss, if the candidate has a schedule; by default the one of the plan.
+
+        Returns:
+            A :class:`~torchgpipe.GPipe`, or a :class:`~torchgpipe.ScheduledLoss` around one.
+        """
+        model = GPipe(
+            layers,
+            self.balance,
+            devices=self.devices,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+        )
+        loss = loss or self._loss
+        if self.schedule is None or loss is None:
+            return model
+        return ScheduledLoss(model, loss, self.schedule)
+
+    def _row(self) -> list[str]:
+        fullest = max(self.memory.values())
+        modes = self.checkpoint
+        return [
+            self.schedule or "gpipe",
+            str(self.chunks),
+            str(self.balance),
+            modes if isinstance(modes, str) else " ".join(_SHORT[x] for x in modes),
+            f"{self.time:.4g}",
+            f"{fullest / 2**20:.1f}",
+            f"{self.bubble:.1%}",
+            f"{self.gap:.1%}",
+            "" if not self.excess else f"{self.excess / 2**20:.1f} MiB too much",
+        ]
+
+
+_SHORT = {"always": "a", "except_last": "e", "never": "n"}
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The candidates of :func:`plan`, the fastest first; print it for a table.
+
+    Args:
+        candidates: those that fit.
+        misfits: those that do not, the nearest to fit first.
+        layers: what was measured.
+    """
+
+    candidates: list[Candidate]
+    misfits: list[Candidate] = field(repr=False)
+    layers: list[Layer] = field(repr=False)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate.
+
+        Raises:
+            ValueError: none fits.
+        """
+        if not self.candidates:
+            nearest = self.misfits[0]
+            raise ValueError(
+                "a model must fit into the memory of its devices (nearest: "
+                f"{nearest.schedule or 'GPipe'} with chunks={nearest.chunks} and balance="
+                f"{nearest.balance}, too much by {nearest.excess} bytes); use more devices, "
+                "smaller mini-batches, or an optimizer with less state"
+            )
+        return self.candidates[0]
+
+    def __str__(self) -> str:
+        titles = ["schedule", "chunks", "balance", "checkpoint", "ms", "MiB", "bubble", "gap", ""]
+        shown = [*self.candidates[:10], *self.misfits[:3]]
+        rows = [titles, *(x._row() for x in shown)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in rows]
+        hidden = len(self.candidates) + len(self.misfits) - len(shown)
+        if any(not isinstance(x.checkpoint, str) for x in shown):
+            lines.append("checkpoint of each partition: a always, e except_last, n never")
+        return "\n".join([*lines, f"and {hidden} more"] if hidden else lines)

@@ -1,0 +1,178 @@
+"""What a user gives to plan for: devices, memory, optimizer, rows and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.measures import memory_total, model_of
+from torchgpipe.devices.streams import CPU, Device, accelerators
+from torchgpipe.partition.arguments import checked_devices
+from torchgpipe.values.microbatch import Batch, scatter
+
+__all__: list[str] = []
+
+#: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
+#: and what libraries take, need the rest.
+USABLE = 0.9
+
+#: The most micro-batches that are tried by default.
+MOST = 64
+
+#: Devices whose times differ by less than this share are taken to be alike.
+ALIKE = 0.05
+
+
+def places_of(devices: Iterable[Device] | None) -> list[torch.device]:
+    """The devices to plan for: by default all accelerators.
+
+    Raises:
+        ValueError: there are none, or a device comes twice.
+    """
+    given = accelerators() if devices is None else [*devices]
+    found = checked_devices(given, len(given))
+    if not found or (len({*found}) < len(found) and found[0] != CPU):
+        raise ValueError(
+            "a plan is for one or more devices, each of them once (devices: "
+            f"{[str(x) for x in given]}); pass such as devices=[0, 1, 2, 3], or ['cpu'] * 4"
+        )
+    return found
+
+
+def chunks_of(chunks: Iterable[int] | None, rows: int) -> list[int]:
+    """The numbers of micro-batches to try.
+
+    Raises:
+        ValueError: one of them is not positive, or more than the rows.
+    """
+    if chunks is None:
+        return [2**k for k in range(MOST.bit_length()) if 2**k <= min(rows, MOST)]
+    found = sorted({*chunks})
+    if not found or not all(isinstance(x, int) and 1 <= x <= rows for x in found):
+        raise ValueError(
+            "chunks must be numbers of micro-batches, from 1 to the rows of a mini-batch (chunks: "
+            f"{found}, rows: {rows}); leave them out to try 1, 2, 4 and so on"
+        )
+    return found
+
+
+def sizes_of(input: Any, have: int, rows: int) -> list[Batch]:
+    """The micro-batches to measure: a quarter and an eighth of a mini-batch, if there are so many.
+
+    Args:
+        input: the input.
+        have: its rows.
+        rows: the rows of a mini-batch.
+    """
+    first = min(have, max(1, -(-rows // 4)))
+    counts = dict.fromkeys([-(-have // first), -(-have // max(1, first // 2))])
+    return [scatter(input, count)[0] for count in counts]
+
+
+def limits_of(
+    memory: float | Sequence[float] | None, places: Sequence[torch.device]
+) -> list[float]:
+    """The bytes that each device may use.
+
+    Raises:
+        ValueError: there are not as many as devices, or one is not positive.
+    """
+    if memory is None:
+        return [USABLE * memory_total(x) for x in places]
+    found = [*memory] if isinstance(memory, Sequence) else [memory] * len(places)
+    if len(found) != len(places) or not all(x > 0 for x in found):
+        raise ValueError(
+            "memory must be the bytes that a device may use, one number for all or one for each "
+            f"(memory: {found}, devices: {len(places)}); leave it out to use what there is"
+        )
+    return [float(x) for x in found]
+
+
+def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:
+    """The bytes of state that an optimizer has for each byte of a parameter.
+
+    A large parameter is trained for one step, to see.
+
+    Raises:
+        TypeError: it is neither an optimizer nor a number.
+        ValueError: the number is negative.
+    """
+    if callable(optimizer):
+        weight = nn.Parameter(torch.zeros(64, 64))
+        made = optimizer([weight])
+        weight.grad = torch.zeros_like(weight)
+        made.step()
+        state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]
+        return sum(x.nbytes for x in state if x.dim()) / weight.nbytes
+    if not isinstance(optimizer, int | float):
+        raise TypeError(
+            "optimizer must be a function that makes one of parameters, or a number (optimizer: "
+            f"{type(optimizer).__name__}); pass such as torch.optim.AdamW, or 2 bytes of state per "
+            "byte of a parameter"
+        )
+    if not 0 <= optimizer < inf:
+        raise ValueError(
+            "an optimizer has no less than 0 bytes of state for each byte of a parameter "
+            f"(optimizer: {optimizer}); pass 0 for SGD, 1 with momentum, 2 for Adam"
+        )
+    return float(optimizer)
+
+
+def slowness_of(
+    places: Sequence[torch.device], measure: Callable[[torch.device], float]
+) -> list[float]:
+    """By which factor each device is slower than the first.
+
+    Args:
+        places: the devices.
+        measure: the time of the model on a device. One device of each model is measured.
+    """
+    first: dict[str, torch.device] = {}
+    for place in places:
+        first.setdefault(model_of(place), place)
+    if len(first) == 1:
+        return [1.0] * len(places)
+    times = {model: measure(place) for model, place in first.items()}
+    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
+    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
+
+
+def with_loss(
+    layers: nn.Sequential, loss: Callable[..., Any] | None, targets: Sequence[Any]
+) -> nn.Sequential:
+    """The layers, and behind them the loss, if there is one."""
+    if loss is None:
+        return layers
+    found = nn.Sequential()
+    for name, layer in layers.named_children():
+        found.add_module(name, layer)
+    found.add_module("loss", Loss(loss, targets))
+    return found
+
+
+class Loss(nn.Module):
+    """A loss as the last layer, whose targets are as many as the rows that come."""
+
+    def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
+        super().__init__()
+        self.loss = loss
+        self.others = [None if isinstance(x, Tensor) else x for x in targets]
+        for k, x in enumerate(targets):
+            if isinstance(x, Tensor):
+                self.register_buffer(f"target{k}", x)
+
+    def forward(self, output: Any) -> Tensor:
+        rows = len(next(iter(Batch(output))))
+        found = self.loss(
+            output,
+            *[
+                getattr(self, f"target{k}")[:rows] if x is None else x
+                for k, x in enumerate(self.others)
+            ],
+        )
+        total: Tensor = found[0] if isinstance(found, tuple) else found
+        return total

@@ -1,0 +1,257 @@
+"""The search: balances, chunks, checkpoints and schedules, simulated under each device's memory.
+
+There are too many to try all. So each schedule, at each number of micro-batches, begins with the
+balance whose slowest partition is fastest. Partitions that do not fit are computed again, those
+first that free the most memory for their time. The fastest few are then improved, by moving one
+layer at a time, as long as that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from math import inf
+
+from torchgpipe.planner.cuts import cut, neighbours
+from torchgpipe.planner.layers import Layer, Line
+from torchgpipe.planner.memory import peaks
+from torchgpipe.planner.stages import Stage, stage_of
+from torchgpipe.schedule.costs import Costs
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.looped import fill_drain
+from torchgpipe.schedule.program import Overlap
+from torchgpipe.schedule.rewrite import checkpointed
+from torchgpipe.schedule.search import built_in
+from torchgpipe.schedule.simulator import simulate
+
+__all__ = ["Problem", "Setting", "Trial", "search"]
+
+#: How many settings are improved by moving layers.
+IMPROVED = 24
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model to plan, and the devices to plan it for.
+
+    Args:
+        layers: its layers; behind them the loss, if the schedule has it inside.
+        has_loss: whether the last layer is the loss.
+        batch: the rows of a mini-batch.
+        memory: the bytes that each worker may use.
+        slowness: by which factor each worker is slower than the one that was measured.
+        links: the time of a copy between each pair of workers, by the bytes.
+        state: memory of the optimizer, for each byte of a parameter that it changes.
+        given: memory of the input of a mini-batch.
+        targets: memory of the targets of a mini-batch.
+    """
+
+    layers: Sequence[Layer]
+    has_loss: bool
+    batch: int
+    memory: Sequence[float]
+    slowness: Sequence[float]
+    links: dict[tuple[int, int], Line]
+    state: float
+    given: float
+    targets: float
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A schedule before it has modes of checkpointing.
+
+    Args:
+        name: its name; None for the order of :class:`~torchgpipe.GPipe`, under autograd.
+        schedule: the schedule.
+    """
+
+    name: str | None
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting with a balance and modes, as it was simulated.
+
+    Args:
+        setting: the setting.
+        balance: the number of layers of each partition, without the loss.
+        modes: the checkpoint mode of each partition.
+        schedule: the schedule, with its recomputations.
+        costs: the costs of its stages, in milliseconds.
+        time: the simulated time of a step, in milliseconds.
+        memory: the most memory of each worker, in bytes.
+        excess: by how many bytes the fullest worker has too little; 0 if all fit.
+    """
+
+    setting: Setting
+    balance: Sequence[int]
+    modes: Sequence[str]
+    schedule: Schedule = field(repr=False)
+    costs: Costs = field(repr=False)
+    time: float
+    memory: Sequence[float]
+    excess: float
+
+    @property
+    def key(self) -> tuple[float, float, float]:
+        """The place in a ranking: what fits, then what is fast, then what needs little."""
+        return self.excess, self.time, max(self.memory)
+
+
+def settings(
+    workers: int, chunks: Iterable[int], layers: int, is_inside: bool
+) -> Iterator[Setting]:
+    """Yield the schedules that layers can run under.
+
+    Args:
+        workers: the number of workers.
+        chunks: the numbers of micro-batches.
+        layers: the number of layers.
+        is_inside: whether the loss is computed for each micro-batch.
+    """
+    for m in chunks:
+        if not is_inside:
+            yield Setting(None, fill_drain(workers, m))
+            continue
+        for name, schedule in built_in(workers, m):
+            # What two computations of one device gain side by side, nobody can tell beforehand.
+            overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
+            if len(schedule.placement) <= layers and not overlaps:
+                yield Setting(name, schedule)
+
+
+class Search:
+    """The search for the best trials of a problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.stage = cache(self._stage)
+        self.trial = cache(self._trial)
+
+    def _stage(self, start: int, stop: int, m: int, is_last: bool) -> Stage:
+        layers = self.problem.layers
+        own = [*layers[start:stop], *(layers[-1:] if self.problem.has_loss and is_last else [])]
+        rows = -(-self.problem.batch // m)
+        return stage_of(own, rows, layers[start - 1] if start else None)
+
+    def _stages(self, balance: Sequence[int], m: int) -> list[Stage]:
+        ends = [sum(balance[:k]) for k in range(len(balance) + 1)]
+        last = len(balance) - 1
+        return [self.stage(a, b, m, j == last) for j, (a, b) in enumerate(pairwise(ends))]
+
+    def begun(self, setting: Setting) -> Trial:
+        """The first trial of a setting: the fastest slowest partition."""
+        problem, placement = self.problem, setting.schedule.placement
+        m, count = setting.schedule.chunks, len(placement)
+        n = len(problem.layers) - problem.has_loss
+
+        def cost(j: int, start: int, stop: int) -> float:
+            stage, w = self.stage(start, stop, m, j == count - 1), placement[j]
+            least = stage.parameters + (1 + problem.state) * stage.weights
+            if least > problem.memory[w]:
+                return inf
+            return (stage.F + stage.I + stage.W) * problem.slowness[w]
+
+        return self.fitted(setting, cut(n, count, cost))
+
+    def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
+        """Compute again what does not fit, and first what frees the most for its time."""
+        m = setting.schedule.chunks
+        stages = self._stages(balance, m)
+        modes = ["never"] * len(stages)
+        best = trial = self.trial(setting, tuple(balance), tuple(modes))
+        placement = setting.schedule.placement
+        while trial.excess:
+            over = [x > limit for x, limit in zip(trial.memory, self.problem.memory)]
+            left = [
+                (stages[j].R / (stages[j].kept - stages[j].checkpoint), j)
+                for j, mode in enumerate(modes)
+                if mode == "never" and over[placement[j]] and stages[j].kept > stages[j].checkpoint
+            ]
+            if not left:
+                break
+            modes[min(left)[1]] = "always"
+            trial = self.trial(setting, tuple(balance), tuple(modes))
+            best = min(best, trial, key=lambda x: x.key)
+        for j in range(len(modes)):
+            if best.modes[j] == "always":
+                less = [*best.modes]
+                less[j] = "except_last"
+                best = min(best, self.trial(setting, tuple(balance), tuple(less)), key=_key)
+        return best
+
+    def improved(self, trial: Trial) -> Trial:
+        """Move one layer at a time, as long as that helps."""
+        while True:
+            others = [self.fitted(trial.setting, x) for x in neighbours(trial.balance)]
+            found = min([trial, *others], key=_key)
+            if found is trial:
+                return trial
+            trial = found
+
+    def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
+        problem, base = self.problem, setting.schedule
+        stages = self._stages(balance, base.chunks)
+        costs = self._costs(stages, base.placement)
+        program = checkpointed(base.program, modes, base.chunks)
+        schedule = replace(base, program=program)
+        report = simulate(schedule, costs)
+        # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
+        # logarithms of a cross entropy, and they get a gradient.
+        joined = 0.0 if problem.has_loss else 3 * base.chunks * stages[-1].output
+        memory = peaks(
+            schedule,
+            stages,
+            costs,
+            state=problem.state,
+            given=problem.given,
+            taken=problem.targets + joined,
+            is_summed=problem.has_loss,
+        )
+        excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
+        return Trial(
+            setting, balance, modes, schedule, costs, float(report.makespan), memory, excess
+        )
+
+    def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
+        slow = [self.problem.slowness[w] for w in placement]
+        copy = {}
+        for j, (w, v) in enumerate(pairwise(placement)):
+            if w != v:
+                bytes = stages[j].output
+                copy[j, j + 1] = self.problem.links.get((w, v), Line()).at(bytes)
+                copy[j + 1, j] = self.problem.links.get((v, w), Line()).at(bytes)
+        return Costs(
+            F=[x.F * s for x, s in zip(stages, slow)],
+            I=[x.I * s for x, s in zip(stages, slow)],
+            W=[x.W * s for x, s in zip(stages, slow)],
+            R=[x.R * s for x, s in zip(stages, slow)],
+            copy=copy,
+        )
+
+
+def _key(trial: Trial) -> tuple[float, float, float]:
+    return trial.key
+
+
+def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
+    """Find the fastest trials that fit, one for each schedule and number of micro-batches.
+
+    Args:
+        problem: the problem.
+        chunks: the numbers of micro-batches to try.
+
+    Returns:
+        The trials: those that fit before those that do not, the fastest first.
+    """
+    n = len(problem.layers) - problem.has_loss
+    workers = min(len(problem.memory), n)
+    found = Search(problem)
+    begun = [found.begun(x) for x in settings(workers, chunks, n, problem.has_loss)]
+    begun.sort(key=_key)
+    better = [found.improved(x) for x in begun[:IMPROVED]]
+    return sorted([*better, *begun[IMPROVED:]], key=_key)
