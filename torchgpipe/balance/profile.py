@@ -23,6 +23,7 @@ from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.balance.storages import LiveStorages
+from torchgpipe.describe.tables import aligned, in_bytes
 from torchgpipe.devices.measures import Stopwatch, memory_allocated
 from torchgpipe.devices.streams import (
     Device,
@@ -77,15 +78,11 @@ class Profile:
                 layer.name,
                 f"{1000 * layer.forward:.3f}",
                 f"{1000 * layer.backward:.3f}",
-                *map(_bytes, (layer.parameters, layer.activations, layer.output)),
+                *map(in_bytes, (layer.parameters, layer.activations, layer.output)),
             ]
             for layer in self.layers
         ]
-        widths = [max(map(len, column)) for column in zip(titles, *rows)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *[x.rjust(w) for x, w in zip(row[1:], widths[1:])]])
-            for row in [titles, *rows]
-        )
+        return aligned([titles, *rows])
 
     def to_json(self) -> str:
         """The table as JSON, times in seconds and sizes in bytes."""
@@ -290,11 +287,6 @@ def default_device() -> torch.device:
 def _leaves(batch: Batch) -> Batch:
     """The same values without what they were computed from."""
     return batch.replace([x.detach().requires_grad_(x.requires_grad) for x in batch])
-
-
-def _bytes(size: int) -> str:
-    unit = max(0, (size.bit_length() - 1) // 10)
-    return f"{size / 1024**unit:.{min(unit, 1)}f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][unit]}"
 
 
 def _with_bar(layers: Iterable[Any], total: int) -> Iterable[Any]:
