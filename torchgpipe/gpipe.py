@@ -17,6 +17,7 @@ from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
+from torchgpipe.describe.description import Description, Part, part_of
 from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
@@ -160,7 +161,7 @@ class GPipe(Settings, nn.Module):
         raise _read_only("devices", devices)
 
     @property
-    def _parts(self) -> int:
+    def _partition_count(self) -> int:
         return len(self._balance)
 
     def _rechunked(self) -> None:
@@ -195,6 +196,24 @@ class GPipe(Settings, nn.Module):
             for j, (layers, device) in enumerate(zip(self.partitions, self._devices))
             for name in layers._modules
         }
+
+    def describe(self) -> Description:
+        """Describe the partitions: their layers, sizes, devices and checkpoint modes.
+
+        Returns:
+            A table, to be printed, whose rows have the figures.
+        """
+        return Description.of(self._parts(), self.chunks)
+
+    def _parts(self, loss: Any = None) -> list[Part]:
+        """The partitions to be described, with a loss behind the last one."""
+        each = enumerate(zip(self.partitions, self._devices, self._modes))
+        last = len(self._devices) - 1
+        return [part_of(j, *x, loss if j == last else None) for j, x in each]
+
+    def extra_repr(self) -> str:
+        devices = [str(device) for device in self._devices]
+        return f"devices={devices}, {super().extra_repr()}"
 
     def train(self, mode: bool = True) -> GPipe:
         super().train(mode)

@@ -20,11 +20,12 @@ from torchgpipe.ambient.nesting import holding, is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
+from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
 from torchgpipe.mapped.choice import chosen_map
 from torchgpipe.mapped.course import Course, current
-from torchgpipe.mapped.device_map import checked_map, mapped_modules, place
+from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
@@ -166,7 +167,7 @@ class MappedGPipe(Settings, nn.Module):
         return dict(self._map)
 
     @property
-    def _parts(self) -> None:
+    def _partition_count(self) -> None:
         return None
 
     @property
@@ -177,6 +178,29 @@ class MappedGPipe(Settings, nn.Module):
     @threads.setter
     def threads(self, threads: int) -> None:
         self._threads = checked_threads(threads)
+
+    def describe(self) -> Description:
+        """Describe the devices: their modules and sizes, and the checkpoint mode.
+
+        Returns:
+            A table, to be printed, with a row for each device that has the figures.
+        """
+        (mode,) = self._modes
+        first = next(iter(self._map.values()))
+        layers: dict[torch.device, list[str]] = {}
+        for name, _, device in (call.mapped for call in self._calls):
+            layers.setdefault(device, []).append(name or type(self.module).__name__)
+        held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
+        for _, module, key in owned(self.module, self._map):
+            own = held.setdefault(first if key is None else self._map[key], [])
+            own += module.parameters(recurse=False)
+            own += module.buffers(recurse=False)
+        parts = [Part(None, layers.get(x, ()), held[x], x, mode) for x in held]
+        return Description.of(parts, self.chunks)
+
+    def extra_repr(self) -> str:
+        devices = [str(device) for device in dict.fromkeys(self._map.values())]
+        return f"devices={devices}, {super().extra_repr()}"
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, such as its ``config``."""

@@ -13,11 +13,12 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
+from torchgpipe.describe.description import Description
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.hand_over import hand_over
-from torchgpipe.executor.plan import Choice, Plan, plan
+from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
@@ -270,6 +271,19 @@ class ScheduledLoss(nn.Module):
         except BaseException:
             self.__dict__["_schedule"] = before
             raise
+
+    def describe(self) -> Description:
+        """Describe the partitions, as :meth:`GPipe.describe` does, and the schedule.
+
+        Returns:
+            A table, to be printed, whose rows have the figures. The last one includes the loss, if
+            that is a module.
+        """
+        parts, text = self.model._parts(self.loss), text_of(self.schedule)
+        return Description.of(parts, self.model.chunks, schedule=text)
+
+    def extra_repr(self) -> str:
+        return f"schedule={title_of(self.schedule)!r}, stages={self.stages!r}"
 
     @property
     def graphs(self) -> Sequence[StageGraphs]:

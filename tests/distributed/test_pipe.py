@@ -143,7 +143,7 @@ def test_no_process_group():
         Pipe(nn.Sequential(linear()), [1])
 
 
-def describe(group):
+def descriptions(group):
     torch.manual_seed(torch.distributed.get_rank(group))
     layers = nn.Sequential()
     for name in ("balance", "body", "forward_", "head"):
@@ -154,7 +154,7 @@ def describe(group):
 
 
 def test_attributes(processes):
-    one, other = processes.run(describe, 2)
+    one, other = processes.run(descriptions, 2)
     assert one[:4] == ([0, 3], (0, 1, 1, 0), True, True)
     assert other[:4] == ([1, 2], (0, 1, 1, 0), False, False)
     assert one[4] == [f"{layer}.{x}" for layer in ("balance", "head") for x in ("bias", "weight")]
@@ -324,3 +324,32 @@ def traced(group):
 def test_trace(processes):
     for rank, found in enumerate(processes.run(traced, 2)):
         assert found == sorted(f"{rank}{kind}{i}" for kind in "FB" for i in range(2))
+
+
+def table_of(group):
+    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+    modes = ["always", "never", "never", "always"]
+    loss = nn.CrossEntropyLoss(torch.ones(3))
+    pipe = Pipe(module, [1] * 4, loss=loss, schedule="zbv", chunks=4, checkpoint=modes, group=group)
+    device = str(pipe.device)
+    assert [row.device for row in pipe.describe().rows] == [device] * 2
+    words = [" ".join(x.split()) for x in str(pipe.describe()).split("\n")]
+    return [x.replace(device, "here") for x in words], repr(pipe).split("\n")[1]
+
+
+def test_description(processes):
+    (first, line), (second, _) = processes.run(table_of, 2)
+    assert first == [
+        "stage layers parameters bytes device checkpoint",
+        "0 0 12 48 B here always",
+        "3 3, loss 12 60 B here always",
+        "total: 3 layers, 24 parameters, 108 B, chunks: 4, rank: 0, schedule: zbv",
+    ]
+    assert second[1:] == [
+        "1 1 12 48 B here never",
+        "2 2 12 48 B here never",
+        "total: 2 layers, 24 parameters, 96 B, chunks: 4, rank: 1, schedule: zbv",
+    ]
+    assert line == (
+        "  rank=0, schedule='zbv', chunks=4, checkpoint=['always', 'never', 'never', 'always']"
+    )

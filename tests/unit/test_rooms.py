@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The rooms from the lowest to the highest. A room imports itself and what is below it.
 LAYERS = [
-    {"_torch", "timeline"},
+    {"_torch", "timeline", "describe"},
     {"schedule"},
     {"devices"},
     {"values"},

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.schedules import workers_of
-from tests.support.size import SOAK, some
+from tests.support.size import some
 from tests.virtual.stages import SEEDS, Stage, limit, makespans
 from tests.virtual.test_memory import ACTIVATION, ROWS, WIDTH, allocated, promise, stage
 from tests.virtual.test_schedule_times import costs_of, expected, squares
@@ -28,6 +28,7 @@ MIXED = [
     ["never", "except_last", "always", "except_last"],
     ["always", "always", "never", "except_last"],
 ]
+MIXED = some(MIXED, MIXED[:2])
 NAMES = ["fill_drain", "1f1b", "zbh1", "zbv"]
 
 
@@ -132,7 +133,7 @@ def test_makespan_of_any_modes(devices, modes, m):
 
 
 @pytest.mark.parametrize("stages", ["eager", "graph"])
-@pytest.mark.parametrize("modes", MIXED if SOAK else MIXED[:2], ids=" ".join)
+@pytest.mark.parametrize("modes", MIXED, ids=" ".join)
 @pytest.mark.parametrize("name", NAMES)
 def test_makespan_of_a_schedule(devices, name, modes, stages):
     model = wrap([busy() for _ in modes], [devices[w] for w in workers_of(name)], modes)

@@ -22,6 +22,7 @@ from torchgpipe.balance.alike import pooled
 from torchgpipe.balance.progress import Progress
 from torchgpipe.balance.rounds import LEAST, repeat, spread, undisturbed, verify_timed
 from torchgpipe.balance.sandbox import Sandbox, Sandboxes, copied, leaves
+from torchgpipe.describe.tables import aligned, in_bytes
 from torchgpipe.devices.streams import (
     Device,
     accelerators,
@@ -76,15 +77,11 @@ class Profile:
             [
                 layer.name,
                 *[f"{1000 * x:.3f}" for x in (layer.forward, layer.backward, layer.spread)],
-                *map(_bytes, (layer.parameters, layer.activations, layer.output)),
+                *map(in_bytes, (layer.parameters, layer.activations, layer.output)),
             ]
             for layer in self.layers
         ]
-        widths = [max(map(len, column)) for column in zip(titles, *rows)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *[x.rjust(w) for x, w in zip(row[1:], widths[1:])]])
-            for row in [titles, *rows]
-        )
+        return aligned([titles, *rows])
 
     def times(self) -> tuple[list[float], list[float]]:
         """The time of each layer for forward and backward, and its spread, in seconds.
@@ -229,8 +226,3 @@ def _row(
 def default_device() -> torch.device:
     """The device to measure on by default: the first accelerator, or the CPU."""
     return [*accelerators(), torch.device("cpu")][0]
-
-
-def _bytes(size: int) -> str:
-    unit = max(0, (size.bit_length() - 1) // 10)
-    return f"{size / 1024**unit:.{min(unit, 1)}f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][unit]}"

@@ -17,6 +17,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
+from torchgpipe.describe.description import Description, part_of
 from torchgpipe.devices.streams import Device, canonical_device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described
 from torchgpipe.distributed.failures import shared_failures
@@ -41,7 +42,7 @@ from torchgpipe.executor.criterion import Collector, Criterion, no_loss
 from torchgpipe.executor.draws import flags_of
 from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
-from torchgpipe.executor.plan import Choice
+from torchgpipe.executor.plan import Choice, text_of, title_of
 from torchgpipe.partition.arguments import checked_balance, checked_chunks
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.settings import Settings
@@ -227,13 +228,32 @@ class Pipe(Settings, nn.Module):
         return self._routes.is_last
 
     @property
-    def _parts(self) -> int:
+    def _partition_count(self) -> int:
         return len(self.balance)
 
     @property
     def schedule(self) -> Choice:
         """The schedule, as it was given."""
         return self._schedule
+
+    def describe(self) -> Description:
+        """Describe the stages of this process: their layers, sizes and checkpoint modes.
+
+        Returns:
+            A table, to be printed, whose rows have the figures. The last stage includes the loss,
+            if that is a module.
+        """
+        layers, modes, last = self.__dict__["_layers"], self._modes, len(self.balance) - 1
+        parts = [
+            part_of(j, layers[j], self._device, modes[j], self.loss if j == last else None)
+            for j in self.stages
+        ]
+        text, rank = text_of(self._schedule), self._peers.rank
+        return Description.of(parts, self.chunks, "stage", text, rank)
+
+    def extra_repr(self) -> str:
+        schedule = title_of(self._schedule)
+        return f"rank={self._peers.rank}, schedule={schedule!r}, {super().extra_repr()}"
 
     def step(self, input: Any = None, *targets: Any, **more: Any) -> Any:
         """Compute the loss of a mini-batch, and add its gradients to those of the parameters.

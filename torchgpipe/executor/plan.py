@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,21 @@ __all__: list[str] = []
 
 #: What a user may give: a name, a function of the numbers of workers and micro-batches, or a value.
 Choice: TypeAlias = str | Callable[[int, int], Schedule] | Schedule
+
+
+def title_of(choice: Choice) -> str:
+    """A schedule in a few words: its name, or that of the function that makes it."""
+    if isinstance(choice, Schedule):
+        return f"{len(choice.program)} workers, {choice.chunks} micro-batches"
+    if isinstance(choice, partial):
+        return title_of(choice.func)
+    name = choice if isinstance(choice, str) else getattr(choice, "__name__", None)
+    return name or type(choice).__name__
+
+
+def text_of(choice: Choice) -> str:
+    """The text of a schedule, or the name of what makes it."""
+    return choice.text if isinstance(choice, Schedule) else title_of(choice)
 
 
 @dataclass(frozen=True)

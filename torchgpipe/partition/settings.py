@@ -21,7 +21,7 @@ class Settings:
     _checkpoint: Modes
 
     @property
-    def _parts(self) -> int | None:
+    def _partition_count(self) -> int | None:
         """The number of partitions; None if all of the model has one checkpoint mode."""
         raise NotImplementedError
 
@@ -49,13 +49,17 @@ class Settings:
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
-        self._checkpoint = checked_modes(checkpoint, self._parts)
+        self._checkpoint = checked_modes(checkpoint, self._partition_count)
+
+    def extra_repr(self) -> str:
+        """The settings, for the first line of ``repr()``."""
+        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}"
 
     @property
     def _modes(self) -> list[str]:
         """The checkpoint mode of each partition."""
         modes = self._checkpoint
-        return [modes] * (self._parts or 1) if isinstance(modes, str) else [*modes]
+        return [modes] * (self._partition_count or 1) if isinstance(modes, str) else [*modes]
 
     def _checkpointed(self, m: int) -> list[int]:
         """For each partition the number of micro-batches, from the first, to be checkpointed."""

@@ -1,0 +1,3 @@
+"""Descriptions of wrapped models, as tables."""
+
+__all__: list[str] = []

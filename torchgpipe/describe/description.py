@@ -1,0 +1,170 @@
+"""A description: the partitions of a wrapped model, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.describe.tables import aligned, in_bytes
+
+__all__ = ["Description", "Row"]
+
+#: How many names of layers a row shows: the first ones, and the last one.
+NAMES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One partition of a wrapped model, or one device of a device map."""
+
+    name: str | None
+    """The number of the partition; None for a device of a device map."""
+    layers: tuple[str, ...]
+    """The names of its layers, or of the modules that are computed on the device."""
+    parameters: int
+    """The number of elements of the parameters."""
+    bytes: int
+    """The size of parameters and buffers."""
+    device: str
+    """The device that computes them."""
+    checkpoint: str
+    """The checkpoint mode."""
+    forward: float | None = None
+    """Seconds, if they were measured."""
+    backward: float | None = None
+    """Seconds, if they were measured."""
+    memory: int | None = None
+    """Bytes at the peak, if they were measured."""
+
+
+class Part(NamedTuple):
+    """A partition to be described.
+
+    Args:
+        name: its number; None for a device of a device map.
+        layers: the names of its layers.
+        tensors: its parameters and buffers.
+        device: the device that computes them.
+        checkpoint: its checkpoint mode.
+    """
+
+    name: str | None
+    layers: Iterable[str]
+    tensors: Iterable[Tensor]
+    device: torch.device
+    checkpoint: str
+
+
+def part_of(
+    j: int, layers: nn.Module, device: torch.device, checkpoint: str, loss: Any = None
+) -> Part:
+    """A partition to be described.
+
+    Args:
+        j: its number.
+        layers: its layers.
+        device: its device.
+        checkpoint: its checkpoint mode.
+        loss: the loss behind the layers, which counts if it is a module.
+    """
+    behind = [loss] if isinstance(loss, nn.Module) else []
+    modules = nn.ModuleList([layers, *behind])
+    names = [*layers._modules, *["loss" for _ in behind]]
+    return Part(str(j), names, [*modules.parameters(), *modules.buffers()], device, checkpoint)
+
+
+@dataclass(frozen=True)
+class Description:
+    """The partitions of a wrapped model as a table, which ``str()`` and ``print()`` show."""
+
+    rows: tuple[Row, ...]
+    """A row for each partition."""
+    parameters: int
+    """The number of elements of all parameters, each counted once."""
+    bytes: int
+    """The size of all parameters and buffers, each counted once."""
+    chunks: int
+    """The number of micro-batches."""
+    title: str = "partition"
+    """The name of the first column."""
+    schedule: str | None = None
+    """The name or the text of the schedule, if there is one."""
+    rank: int | None = None
+    """The rank of this process, if the others have partitions of their own."""
+
+    @classmethod
+    def of(
+        cls,
+        parts: Iterable[Part],
+        chunks: int,
+        title: str = "partition",
+        schedule: str | None = None,
+        rank: int | None = None,
+    ) -> Description:
+        """Describe partitions; the other arguments are those of the class."""
+        rows, together = [], []
+        for name, layers, tensors, device, checkpoint in parts:
+            own = [*tensors]
+            rows.append(Row(name, tuple(layers), *_counted(own), str(device), checkpoint))
+            together += own
+        return cls(tuple(rows), *_counted(together), chunks, title, schedule, rank)
+
+    def __str__(self) -> str:
+        columns: list[tuple[str, bool, list[str | None]]] = [
+            (self.title, True, [row.name for row in self.rows]),
+            ("layers", True, [shortened(row.layers) for row in self.rows]),
+            ("parameters", False, [f"{row.parameters:,}" for row in self.rows]),
+            ("bytes", False, [in_bytes(row.bytes) for row in self.rows]),
+            ("device", True, [row.device for row in self.rows]),
+            ("checkpoint", True, [row.checkpoint for row in self.rows]),
+            ("forward ms", False, [_milliseconds(row.forward) for row in self.rows]),
+            ("backward ms", False, [_milliseconds(row.backward) for row in self.rows]),
+            ("memory", False, [_size(row.memory) for row in self.rows]),
+        ]
+        # A column of which nothing is known is left out.
+        known = [column for column in columns if any(x is not None for x in column[2])]
+        cells = [[title, *[x or "" for x in texts]] for title, _, texts in known]
+        left = {k for k, (_, is_left, _) in enumerate(known) if is_left}
+        table = [aligned([*zip(*cells)], left)] if self.rows else []
+        return "\n".join([*table, self._total()])
+
+    def _total(self) -> str:
+        count = sum(len(row.layers) for row in self.rows)
+        settings = {"chunks": self.chunks, "rank": self.rank, "schedule": self.schedule}
+        text = ", ".join(
+            # Instructions have a line for each worker.
+            f"{name}:\n{x}" if "\n" in str(x) else f"{name}: {x}"
+            for name, x in settings.items()
+            if x is not None
+        )
+        return (
+            f"total: {count} layer{'' if count == 1 else 's'}, {self.parameters:,} parameters, "
+            f"{in_bytes(self.bytes)}, {text}"
+        )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Names in one line; of many the ones in the middle are left out."""
+    kept = [*names] if len(names) <= NAMES else [*names[: NAMES - 2], "...", names[-1]]
+    return ", ".join(kept)
+
+
+def _counted(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """The number of elements of parameters, and the bytes of all tensors, each counted once."""
+    # A lazy layer has made none of its tensors.
+    each = [x for x in {id(x): x for x in tensors}.values() if not is_lazy(x)]
+    count = sum(x.numel() for x in each if isinstance(x, nn.Parameter))
+    return count, sum(x.nbytes for x in each)
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1000 * seconds:.3f}"
+
+
+def _size(count: int | None) -> str | None:
+    return None if count is None else in_bytes(count)
