@@ -94,9 +94,8 @@ def peaks(
                     now[placement[j - 1]] += stage.input
             else:
                 new = 0.0 if has_gradient[j] else stage.weights
-                # What is pending goes while the gradients come.
-                during(w, max(stage.largest, stage.weights - stage.pending + stage.input))
-                during(w, stage.weights - stage.pending + (0.0 if new else stage.largest))
+                # All gradients are there before they are added to the sums.
+                during(w, stage.weights + (0.0 if new else stage.largest) + stage.output)
                 has_gradient[j] += 1
                 now[w] += new - stage.pending
     return peak
