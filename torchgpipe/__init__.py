@@ -2,6 +2,7 @@
 
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.planner.plan import plan
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.scheduled import ScheduledLoss, arguments
@@ -19,6 +20,7 @@ __all__ = [
     "arguments",
     "is_checkpointing",
     "is_recomputing",
+    "plan",
     "trace",
     "verify_recomputation",
     "__version__",

@@ -28,7 +28,7 @@ LAYERS = [
     {"graphs"},
     {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed"},
-    {"tracing"},
+    {"tracing", "planner"},
     {""},
 ]
 
@@ -180,6 +180,7 @@ def test_exports():
         "arguments",
         "is_checkpointing",
         "is_recomputing",
+        "plan",
         "trace",
         "verify_recomputation",
     ]

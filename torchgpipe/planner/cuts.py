@@ -1,4 +1,4 @@
-"""Cuts: where to cut layers into partitions, so that the slowest one is as fast as can be.
+"""Layers cut into partitions, of which the slowest one is as fast as can be.
 
 Unlike :mod:`torchgpipe.balance.blockpartition`, each block may cost something else at another
 place, as on a slower device, and may not fit there at all.
@@ -45,12 +45,16 @@ def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int
     return list(best[n][2])
 
 
-def neighbours(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the sizes with one layer moved from a block to the one beside it."""
+def neighbours(sizes: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the sizes with one layer moved from a block to the one beside it.
+
+    Yields:
+        The block that has one layer less, and the sizes.
+    """
     for k in range(len(sizes) - 1):
         for give, take in ((k, k + 1), (k + 1, k)):
             if sizes[give] > 1:
                 moved = list(sizes)
                 moved[give] -= 1
                 moved[take] += 1
-                yield moved
+                yield give, moved

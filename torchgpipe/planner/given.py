@@ -1,4 +1,4 @@
-"""What a user gives to plan for: devices, memory, optimizer, rows and the loss."""
+"""Arguments of a plan: devices, memory, optimizer, rows and the loss."""
 
 from __future__ import annotations
 

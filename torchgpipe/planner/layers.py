@@ -1,4 +1,4 @@
-"""What each layer costs at any number of rows: times, and the memory that it keeps.
+"""Costs of each layer at any number of rows: times, and the memory that it keeps.
 
 Layers are measured at two sizes of micro-batch. In between, and beyond, time and memory are taken
 to be a constant part and a part per row, which is what kernels do: a launch, and work for each row.

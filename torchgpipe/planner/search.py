@@ -18,18 +18,18 @@ from torchgpipe.planner.cuts import cut, neighbours
 from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.stages import Stage, stage_of
-from torchgpipe.schedule.costs import Costs
+from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
-from torchgpipe.schedule.program import Overlap
+from torchgpipe.schedule.program import Overlap, timetable
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import built_in
-from torchgpipe.schedule.simulator import simulate
 
 __all__ = ["Problem", "Setting", "Trial", "search"]
 
-#: How many settings are improved by moving layers.
-IMPROVED = 24
+#: How many settings are improved by moving layers, at most, and how many times the time of the
+#: fastest one they take before.
+IMPROVED, NEAR = 24, 1.3
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Setting:
     schedule: Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trial:
     """A setting with a balance and modes, as it was simulated.
 
@@ -160,38 +160,66 @@ class Search:
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""
-        m = setting.schedule.chunks
-        stages = self._stages(balance, m)
+        stages = self._stages(balance, setting.schedule.chunks)
         modes = ["never"] * len(stages)
         best = trial = self.trial(setting, tuple(balance), tuple(modes))
-        placement = setting.schedule.placement
+        count = 1
         while trial.excess:
-            over = [x > limit for x, limit in zip(trial.memory, self.problem.memory)]
-            left = [
-                (stages[j].R / (stages[j].kept - stages[j].checkpoint), j)
-                for j, mode in enumerate(modes)
-                if mode == "never" and over[placement[j]] and stages[j].kept > stages[j].checkpoint
-            ]
-            if not left:
+            chosen = self._chosen(trial, stages, count)
+            if not chosen:
                 break
-            modes[min(left)[1]] = "always"
+            for j in chosen:
+                modes[j] = "always"
+            count *= 2
             trial = self.trial(setting, tuple(balance), tuple(modes))
-            best = min(best, trial, key=lambda x: x.key)
-        for j in range(len(modes)):
-            if best.modes[j] == "always":
-                less = [*best.modes]
-                less[j] = "except_last"
-                best = min(best, self.trial(setting, tuple(balance), tuple(less)), key=_key)
+            best = min(best, trial, key=_key)
         return best
 
+    def _chosen(self, trial: Trial, stages: Sequence[Stage], count: int) -> list[int]:
+        """The partitions to compute again next: some of each worker that has too little memory."""
+        found: dict[int, list[tuple[float, int]]] = {}
+        for j, w in enumerate(trial.schedule.placement):
+            less = stages[j].kept - stages[j].checkpoint
+            is_over = trial.memory[w] > self.problem.memory[w]
+            if trial.modes[j] == "never" and less > 0 and is_over:
+                found.setdefault(w, []).append((stages[j].R / less, j))
+        return [j for own in found.values() for _, j in sorted(own)[:count]]
+
     def improved(self, trial: Trial) -> Trial:
-        """Move one layer at a time, as long as that helps."""
-        while True:
-            others = [self.fitted(trial.setting, x) for x in neighbours(trial.balance)]
-            found = min([trial, *others], key=_key)
-            if found is trial:
-                return trial
+        """Move one layer at a time, as long as that helps, and compute less again at the end."""
+        found: Trial | None = trial
+        while found is not None:
             trial = found
+            found = next(self._better(trial), None)
+        for j, mode in enumerate(trial.modes):
+            if mode == "always" and not trial.excess:
+                for other in ("never", "except_last"):
+                    modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
+                    less = self.trial(trial.setting, tuple(trial.balance), modes)
+                    trial = min(trial, less, key=_key)
+        return trial
+
+    def _better(self, trial: Trial) -> Iterator[Trial]:
+        """Yield trials that are better, with a layer moved."""
+        setting, placement = trial.setting, trial.schedule.placement
+        fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
+        for give, balance in neighbours(trial.balance):
+            # Nothing is faster than without recomputation, and only the fullest worker's loss of a
+            # layer makes anything fit.
+            if (
+                placement[give] == fullest
+                if trial.excess
+                else self._fastest(setting, balance) < trial.time
+            ):
+                found = self.fitted(setting, balance)
+                if found.key < trial.key:
+                    yield found
+
+    def _fastest(self, setting: Setting, balance: Sequence[int]) -> float:
+        """The time of a setting if nothing is computed again."""
+        schedule = setting.schedule
+        costs = self._costs(self._stages(balance, schedule.chunks), schedule.placement)
+        return simulated(schedule, costs)
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
@@ -199,7 +227,6 @@ class Search:
         costs = self._costs(stages, base.placement)
         program = checkpointed(base.program, modes, base.chunks)
         schedule = replace(base, program=program)
-        report = simulate(schedule, costs)
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
         joined = 0.0 if problem.has_loss else 3 * base.chunks * stages[-1].output
@@ -213,9 +240,8 @@ class Search:
             is_summed=problem.has_loss,
         )
         excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
-        return Trial(
-            setting, balance, modes, schedule, costs, float(report.makespan), memory, excess
-        )
+        time = simulated(schedule, costs)
+        return Trial(setting, balance, modes, schedule, costs, time, memory, excess)
 
     def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
         slow = [self.problem.slowness[w] for w in placement]
@@ -232,6 +258,13 @@ class Search:
             R=[x.R * s for x, s in zip(stages, slow)],
             copy=copy,
         )
+
+
+def simulated(schedule: Schedule, costs: Costs) -> float:
+    """The time of a step. Unlike ``simulate``, this does not validate a schedule each time."""
+    table = Table(costs, schedule.placement)
+    _, end = timetable(schedule.program, table.duration, table.delay)
+    return float(max(end.values()))
 
 
 def _key(trial: Trial) -> tuple[float, float, float]:
@@ -253,5 +286,7 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     found = Search(problem)
     begun = [found.begun(x) for x in settings(workers, chunks, n, problem.has_loss)]
     begun.sort(key=_key)
-    better = [found.improved(x) for x in begun[:IMPROVED]]
-    return sorted([*better, *begun[IMPROVED:]], key=_key)
+    fastest = begun[0].time
+    near = [x for x in begun[:IMPROVED] if x.excess or x.time < NEAR * fastest]
+    rest = [x for x in begun if x not in near]
+    return sorted([*map(found.improved, near), *rest], key=_key)

@@ -1,4 +1,4 @@
-"""What a partition costs: the times of its cells, and their memory at each moment.
+"""Costs of a partition: the times of its cells, and their memory at each moment.
 
 The layers of a partition are gone through in the order in which they run, forward and backward, so
 that the memory of a cell is known where it is highest, and not only where it is kept.

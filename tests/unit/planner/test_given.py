@@ -1,0 +1,84 @@
+"""Arguments of a plan, and what is wrong with some."""
+
+from functools import partial
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe.planner import given
+from torchgpipe.planner.given import (
+    chunks_of,
+    limits_of,
+    places_of,
+    sizes_of,
+    slowness_of,
+    state_of,
+    with_loss,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (torch.optim.SGD, 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (torch.optim.AdamW, 2),
+        (1.5, 1.5),
+    ],
+)
+def test_state_of_an_optimizer(optimizer, expected):
+    assert state_of(optimizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kind", "words"),
+    [
+        (state_of, ("adam",), TypeError, "such as torch.optim.AdamW"),
+        (state_of, (-1,), ValueError, "optimizer: -1"),
+        (chunks_of, ([0], 8), ValueError, "from 1 to the rows"),
+        (chunks_of, ([16], 8), ValueError, r"chunks: \[16\], rows: 8"),
+        (limits_of, ([1.0], [CPU, CPU]), ValueError, "devices: 2"),
+        (limits_of, (0, [CPU]), ValueError, "memory"),
+        (places_of, ([],), ValueError, "one or more devices"),
+    ],
+)
+def test_errors(function, args, kind, words):
+    with pytest.raises(kind, match=words):
+        function(*args)
+
+
+def test_defaults():
+    assert chunks_of(None, 20) == [1, 2, 4, 8, 16]
+    assert chunks_of(None, 1000)[-1] == 64
+    assert limits_of(None, [CPU]) == [inf]
+    assert limits_of(7, [CPU, CPU]) == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("have", "rows", "expected"), [(64, 64, [16, 8]), (16, 64, [16, 8]), (1, 64, [1]), (3, 3, [1])]
+)
+def test_sizes_of_micro_batches_to_measure(have, rows, expected):
+    sizes = sizes_of(torch.zeros(have, 2), have, rows)
+    assert [len(next(iter(x))) for x in sizes] == expected
+
+
+def test_slowness(monkeypatch):
+    places = [torch.device("meta", k) for k in range(4)]
+    monkeypatch.setattr(given, "model_of", lambda x: "new" if x.index < 2 else "old")
+    times = {0: 2.0, 2: 5.0}
+    assert slowness_of(places, lambda x: times[x.index]) == [1, 1, 2.5, 2.5]
+    times[2] = 2.05
+    assert slowness_of(places, lambda x: times[x.index]) == [1, 1, 1, 1]
+    monkeypatch.setattr(given, "model_of", lambda x: "same")
+    assert slowness_of(places, lambda x: 1 / 0) == [1, 1, 1, 1]
+
+
+def test_loss_takes_the_rows_that_come():
+    layers = nn.Sequential(nn.Identity())
+    module = with_loss(layers, lambda y, t, scale: (y - t).sum() * scale, (torch.ones(8, 2), 3))
+    assert module(torch.zeros(4, 2)) == -24
+    assert with_loss(layers, None, ()) is layers

@@ -1,0 +1,140 @@
+"""Plans on virtual accelerators: exact times, honest memory, and nothing by hand that is better."""
+
+import importlib
+import itertools
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.planning import Timed, by_hand, links, random_layers, run
+from tests.support.size import SOAK
+from torchgpipe import GPipe, ScheduledLoss, plan
+from torchgpipe.planner.links import measured_links
+from torchgpipe.planner.search import Search, search, settings
+from torchgpipe.testing import observe
+
+#: The module, whose function has its name.
+module = importlib.import_module("torchgpipe.planner.plan")
+
+CHUNKS = [1, 2, 4, 8, 16]
+
+
+def random_case(seed, devices):
+    """Layers, input, target and the arguments of a plan."""
+    draw = random.Random(seed)
+    workers, count = draw.choice([2, 3, 4]), draw.choice([5, 6, 7])
+    width, rows = draw.choice([64, 128, 256]), draw.choice([256, 512, 1024])
+    layers = random_layers(seed, count, width)
+    x, y = torch.rand(rows, width), torch.rand(rows, width)
+    options = {"devices": devices[:workers], "timeout": 0, "chunks": CHUNKS}
+    if seed % 4:
+        options |= {"loss": F.mse_loss, "targets": (y,)}
+    return layers, x, y, options, draw.uniform(0.7, 1.0)
+
+
+def planned(layers, x, options, **more):
+    with observe(bandwidth=links(range(8))):
+        return plan(layers, x, **options, **more)
+
+
+@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+@pytest.mark.parametrize("seed", range(40) if SOAK else [9, 12, 23])
+def test_prediction_is_what_is_measured(devices, seed):
+    layers, x, y, options, share = random_case(seed, devices)
+    free = planned(layers, x, options).best
+    plans = planned(layers, x, options, memory=share * max(free.memory.values()))
+    if not plans.candidates:
+        with pytest.raises(ValueError, match="too much by"):
+            assert plans.best
+        return
+    best = plans.best
+    time, memory = run(best.wrap, layers, x, y, options["devices"])
+    assert best.time == pytest.approx(time)
+    assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=0.1)
+
+
+@pytest.mark.skipif(not SOAK, reason="thousands of simulations")
+@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_by_hand_is_better_without_limits(devices, seed, monkeypatch):
+    layers, x, _, options, _ = random_case(seed, devices)
+    problems = []
+    monkeypatch.setattr(module, "search", lambda *a: problems.append(a[0]) or search(*a))
+    best = planned(layers, x, options).best
+    (problem,) = problems
+    found, n = Search(problem), len(layers)
+    for setting in settings(len(options["devices"]), CHUNKS, n, problem.has_loss):
+        count = len(setting.schedule.placement)
+        for cuts in itertools.combinations(range(1, n), count - 1):
+            sizes = tuple([b - a for a, b in pairwise((0, *cuts, n))])
+            assert found.trial(setting, sizes, ("never",) * count).time > 0.97 * best.time
+
+
+def test_wrapped(devices):
+    layers, x, y, options, _ = random_case(9, devices)
+    plans = planned(layers, x, options)
+    best = plans.best
+    training = best.wrap(layers)
+    assert isinstance(training, ScheduledLoss)
+    assert training.model.balance == best.balance
+    assert training.model.devices == best.devices
+    places = best.devices[0], best.devices[-1]
+    training(x.to(places[0]), y.to(places[1])).backward()
+    text = str(plans)
+    assert text.splitlines()[1].startswith(best.schedule)
+    assert "and" in text.splitlines()[-1]
+    without = planned(layers, x, {"devices": options["devices"], "timeout": 0, "chunks": [4]})
+    assert isinstance(without.best.wrap(layers), GPipe)
+    assert without.best.schedule is None
+    assert 0 < without.best.bubble < 1
+
+
+def test_what_does_not_fit_is_computed_again(devices):
+    """The fullest partitions alone are computed again, so the step takes as little as can be."""
+    layers = nn.Sequential()
+    for _ in range(6):
+        layers.append(Timed(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), (0.01,) * 3))
+    x, y = torch.rand(2048, 64), torch.rand(2048, 64)
+    options = {"devices": devices[:3], "timeout": 0, "chunks": [8]}
+    options |= {"loss": F.mse_loss, "targets": (y,)}
+    free = planned(layers, x, options).candidates
+    one = next(c for c in free if c.schedule == "one_f_one_b")
+    tight = planned(layers, x, options, memory=0.8 * max(one.memory.values()))
+    again = [c for c in tight.candidates if not isinstance(c.checkpoint, str)]
+    assert again
+    assert all("never" in c.checkpoint for c in again)
+
+
+def test_links(devices):
+    with observe(bandwidth={(0, 1): 2e6, (1, 0): 1e6}):
+        found = measured_links(devices[:2])
+    assert found[devices[0], devices[1]].at(4e6) == pytest.approx(2)
+    assert found[devices[1], devices[0]].at(4e6) == pytest.approx(4)
+
+
+def test_layers_without_a_time(devices):
+    with pytest.raises(ValueError, match="layers must take time"):
+        plan(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2), devices=devices[:1], timeout=0)
+    with pytest.raises(TypeError, match="pass a sample"):
+        plan(nn.Sequential(nn.Linear(2, 2)), devices=devices[:1])
+    with pytest.raises(ValueError, match="batch: 0"):
+        plan(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2), devices=devices[:1], batch=0)
+
+
+@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+def test_by_hand_is_what_the_search_has_simulated(devices):
+    layers, x, y, options, _ = random_case(23, devices)
+    candidate = planned(layers, x, options).candidates[3]
+    hand = by_hand(
+        candidate.balance,
+        candidate.devices,
+        candidate.chunks,
+        candidate.checkpoint,
+        candidate.schedule,
+    )
+    time, _ = run(hand, layers, x, y, options["devices"])
+    assert candidate.time == pytest.approx(time)
