@@ -19,7 +19,7 @@ class LiveStorages:
     def __init__(self) -> None:
         self._made: dict[StorageWeakRef, int] = {}
         #: The most bytes that lived at the same time.
-        self.peak = 0
+        self.highest = 0
         add = self.add
 
         class Mode(_torch.DispatchMode):  # type: ignore[misc]
@@ -46,7 +46,7 @@ class LiveStorages:
             reference = StorageWeakRef(storage)
             if reference not in known:
                 self._made[reference] = storage.nbytes()
-        self.peak = max(self.peak, sum(self.sizes()))
+        self.highest = max(self.highest, sum(self.sizes()))
 
     def sizes(self) -> list[int]:
         """The bytes of each storage that still lives."""

@@ -75,7 +75,6 @@ class Criterion:
         """Take note of the loss of micro-batch ``i``, and of the output of the layers."""
         # Kernels such as mse_loss return a number in the memory of all the numbers that they added.
         spacious = loss.untyped_storage().nbytes() > loss.nbytes
-        # guard: losses keep no more than a number
         self.found[i] = loss.detach().clone() if spacious else loss.detach(), weight
         self.depends |= loss.requires_grad
         if self.outputs is not None and output is not None:

@@ -200,7 +200,7 @@ def _peak(sandbox: Sandbox, run: Callable[[], T]) -> tuple[int, T]:
     if before is None:
         with LiveStorages() as storages:
             result = run()
-        return storages.peak, result
+        return storages.highest, result
     forget_peak(sandbox.device)
     result = run()
     return max(0, (peak_memory(sandbox.device) or 0) - before), result

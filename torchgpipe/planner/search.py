@@ -131,6 +131,7 @@ class Search:
         self.problem = problem
         self.stage = cache(self._stage)
         self.trial = cache(self._trial)
+        self.even = cache(self._even)
 
     def _stage(self, start: int, stop: int, m: int, is_last: bool) -> Stage:
         layers = self.problem.layers
@@ -145,9 +146,11 @@ class Search:
 
     def begun(self, setting: Setting) -> Trial:
         """The first trial of a setting: the fastest slowest partition."""
-        problem, placement = self.problem, setting.schedule.placement
-        m, count = setting.schedule.chunks, len(placement)
-        n = len(problem.layers) - problem.has_loss
+        return self.fitted(setting, self.even(setting.schedule.chunks, setting.schedule.placement))
+
+    def _even(self, m: int, placement: tuple[int, ...]) -> Sequence[int]:
+        """The balance whose slowest partition is fastest."""
+        problem, count = self.problem, len(placement)
 
         def cost(j: int, start: int, stop: int) -> float:
             stage, w = self.stage(start, stop, m, j == count - 1), placement[j]
@@ -156,7 +159,7 @@ class Search:
                 return inf
             return (stage.F + stage.I + stage.W) * problem.slowness[w]
 
-        return self.fitted(setting, cut(n, count, cost))
+        return cut(len(problem.layers) - problem.has_loss, count, cost)
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""

@@ -1,4 +1,4 @@
-"""Balances under costs that differ from place to place, beside brute force."""
+"""Cut under costs that differ from place to place, beside brute force."""
 
 from itertools import combinations, pairwise
 from math import inf
