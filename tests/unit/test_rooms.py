@@ -25,10 +25,10 @@ LAYERS = [
     {"skip", "recompute"},
     {"engine", "batchnorm", "balance"},
     {"executor", "mapped"},
-    {"graphs"},
+    {"graphs", "planner"},
     {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed"},
-    {"tracing", "planner"},
+    {"tracing", "plans"},
     {""},
 ]
 

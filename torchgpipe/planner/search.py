@@ -14,6 +14,7 @@ from functools import cache
 from itertools import pairwise
 from math import inf
 
+from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, neighbours
 from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import peaks
@@ -46,6 +47,8 @@ class Problem:
         state: memory of the optimizer, for each byte of a parameter that it changes.
         given: memory of the input of a mini-batch.
         targets: memory of the targets of a mini-batch.
+        modes: the checkpoint modes, one for all partitions or one for each, if they are given; None
+            to search them.
     """
 
     layers: Sequence[Layer]
@@ -57,6 +60,7 @@ class Problem:
     state: float
     given: float
     targets: float
+    modes: Modes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +104,11 @@ class Trial:
     def key(self) -> tuple[float, float, float]:
         """The place in a ranking: what fits, then what is fast, then what needs little."""
         return self.excess, self.time, max(self.memory)
+
+    @property
+    def checkpoint(self) -> str | list[str]:
+        """The mode of all partitions, or a list with one for each."""
+        return self.modes[0] if len({*self.modes}) == 1 else [*self.modes]
 
 
 def settings(
@@ -157,13 +166,17 @@ class Search:
             least = stage.parameters + (1 + problem.state) * stage.weights
             if least > problem.memory[w]:
                 return inf
-            return (stage.F + stage.I + stage.W) * problem.slowness[w]
+            again = stage.R if self._given(count) and self._given(count)[j] != "never" else 0.0
+            return (stage.F + again + stage.I + stage.W) * problem.slowness[w]
 
         return cut(len(problem.layers) - problem.has_loss, count, cost)
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""
         stages = self._stages(balance, setting.schedule.chunks)
+        given = self._given(len(stages))
+        if given:
+            return self.trial(setting, tuple(balance), given)
         modes = ["never"] * len(stages)
         best = trial = self.trial(setting, tuple(balance), tuple(modes))
         count = 1
@@ -177,6 +190,11 @@ class Search:
             trial = self.trial(setting, tuple(balance), tuple(modes))
             best = min(best, trial, key=_key)
         return best
+
+    def _given(self, count: int) -> tuple[str, ...]:
+        """The modes of so many partitions, if they are not to be searched."""
+        modes = self.problem.modes
+        return (modes,) * count if isinstance(modes, str) else modes or ()
 
     def _chosen(self, trial: Trial, stages: Sequence[Stage], count: int) -> list[int]:
         """The partitions to compute again next: some of each worker that has too little memory."""
@@ -194,7 +212,7 @@ class Search:
         while found is not None:
             trial = found
             found = next(self._better(trial), None)
-        for j, mode in enumerate(trial.modes):
+        for j, mode in enumerate(trial.modes if self.problem.modes is None else ()):
             if mode == "always" and not trial.excess:
                 for other in ("never", "except_last"):
                     modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
