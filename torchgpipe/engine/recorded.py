@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchgpipe.autograd.sequence import number_of
+from torchgpipe.describe.figures import Figures
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.recompute.phase import is_recomputing
@@ -31,6 +32,8 @@ class Holder(Protocol):
     """An object that lasts from step to step, and is asked in each whether to record it."""
 
     recording: Recording | None
+    #: The figures of the last step that was recorded.
+    figures: Figures | None
 
 
 @runtime_checkable
