@@ -19,7 +19,7 @@ from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
 from torchgpipe.describe.description import Description, Part, part_of
 from torchgpipe.describe.figures import Prediction
-from torchgpipe.devices.streams import Device
+from torchgpipe.devices.streams import CPU, Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import (
@@ -246,6 +246,9 @@ class GPipe(Settings, nn.Module):
         self, time: float, memory: Mapping[torch.device, int], schedule: str | None = None
     ) -> None:
         """Take note of what a plan has predicted for the settings as they are now."""
+        if self._devices.count(CPU) > 1:
+            # No plan knows that partitions on the CPU compute one after another.
+            return
         sizes = {str(device): size for device, size in memory.items()}
         found = Prediction(time, sizes, self.chunks, self._modes, schedule)
         self._stages.prediction = found

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -227,6 +228,19 @@ def test_a_step_that_fails(devices):
         model(torch.rand(2, 1, device=devices[0]))
     assert {x.kind for x in timeline.spans} <= {"F", "copy"}
     assert model._stages.recording is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cells_on_the_cpu_come_one_after_another(mode):
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+    with trace(model) as timeline:
+        model(torch.rand(8, 8)).sum().backward()
+    spans = sorted((x.start, x.end) for x in timeline.spans)
+    assert all(before[1] <= behind[0] for before, behind in pairwise(spans))
+    found = {(x.stage, x.microbatch) for x in timeline.spans if x.kind == "B"}
+    assert len(found) == 12
+    assert len({x.stream for x in timeline.spans}) == 3
 
 
 def test_only_wrapped_models():

@@ -130,7 +130,7 @@ def test_device_map_after_a_trace():
 
 
 def test_a_prediction_is_shown_for_its_settings():
-    model = wrap(chunks=2)
+    model = GPipe(linears(3, 4, 5, 2), [2, 1], devices=["cpu", "meta"], chunks=2)
     model._predict(2.0, {torch.device("cpu"): 4096})
     assert lines(model)[-1] == "step: 2.000 ms predicted"
     assert lines(model)[1].endswith("except_last  4.0 KiB")
@@ -141,6 +141,10 @@ def test_a_prediction_is_shown_for_its_settings():
     assert training.describe().predicted is None
     model._predict(1.0, {}, "1f1b")
     assert training.describe().predicted == 0.001
+    assert model.describe().predicted is None
+    # Partitions on the CPU compute one after another, as no plan knows.
+    model = wrap()
+    model._predict(2.0, {})
     assert model.describe().predicted is None
 
 
