@@ -185,8 +185,8 @@ def observe(
     Args:
         costs: the milliseconds that operators take, by the names that PyTorch's dispatcher has for
             them, such as ``"addmm"`` for a linear layer. ``"add"`` stands for ``"add_"``, too. Or
-            ``"measured"``: each operator takes the time that the CPU takes to compute it, so that
-            any model has a timeline. These times vary from run to run.
+            ``"measured"``: each operator takes the time that its thread takes of the CPU to compute
+            it, so that any model has a timeline. These times vary from run to run.
         host: the milliseconds that the host takes to issue a piece of work. Each of the host's
             threads issues its own.
         bandwidth: the bytes per millisecond that links carry, by source and target, each the index

@@ -11,7 +11,7 @@ from torchgpipe.timeline import perfetto
 from torchgpipe.timeline.picture import panel, png
 from torchgpipe.timeline.shares import Shares, shares, table
 from torchgpipe.timeline.span import Span
-from torchgpipe.timeline.svg import svg
+from torchgpipe.timeline.svg import Panel, svg
 from torchgpipe.timeline.text import characters
 
 __all__ = ["Timeline"]
@@ -29,12 +29,14 @@ class Timeline:
         advice: a sentence that says what to change, and what that is expected to gain.
         memory: the most bytes that tensors occupied on each device, by its name.
         unit: the unit of time.
+        title: a line above its picture.
     """
 
     spans: Sequence[Span] = field(repr=False)
     advice: str = field(default="", repr=False)
     memory: Mapping[str, int] = field(default_factory=dict)
     unit: str = "ms"
+    title: str = ""
 
     @property
     def makespan(self) -> float:
@@ -103,7 +105,7 @@ class Timeline:
             *others: further timelines, such as a simulated one, ``report.timeline``.
             scale: pixels per unit of time; chosen to fit the numbers if None.
         """
-        panels = [panel(x.step().spans, x.unit) for x in (self, *others) if x.spans]
+        panels = [x._panel() for x in (self, *others) if x.spans]
         Path(path).write_text(svg(panels, scale), encoding="utf-8")
 
     def png(self, path: str | PathLike[str], *others: Timeline) -> None:
@@ -112,7 +114,10 @@ class Timeline:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        png(path, [panel(x.step().spans, x.unit) for x in (self, *others) if x.spans])
+        png(path, [x._panel() for x in (self, *others) if x.spans])
+
+    def _panel(self) -> Panel:
+        return panel(self.step().spans, self.unit)._replace(title=self.title)
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write all steps as a file that https://ui.perfetto.dev and chrome://tracing open."""

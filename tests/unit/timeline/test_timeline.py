@@ -63,3 +63,10 @@ def test_simulated():
     assert len(copies) == 6
     assert {(x.stage, x.target, x.time) for x in copies} == {(0, 1, 0.5), (1, 0, 0.25)}
     assert all(x.start == cells[f"{x.stage}{'FB'[x.stage]}{x.microbatch}"][1] for x in copies)
+
+
+def test_title(tmp_path):
+    first, second = Timeline(step(), title="before"), Timeline(step(), title="behind")
+    first.svg(tmp_path / "both.svg", second)
+    text = (tmp_path / "both.svg").read_text("utf-8")
+    assert 0 < text.index(">before<") < text.index(">behind<")
