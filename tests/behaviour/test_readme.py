@@ -39,7 +39,7 @@ def test_readme(run, tmp_path):
     names = run(
         README,
         layers=layers,
-        sample=torch.rand(2, 4),
+        sample=torch.rand(16, 4),
         path=tmp_path / "model.pt",
         loader=[(torch.rand(16, 4), torch.randint(4, (16,)))] * 2,
         **dict(zip("abcd", layers)),

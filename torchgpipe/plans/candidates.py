@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.describe.tables import in_bytes
 from torchgpipe.gpipe import GPipe
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.plan import too_large
@@ -90,7 +91,7 @@ class Candidate:
             f"{fullest / 2**20:.1f}",
             f"{self.bubble:.1%}",
             f"{self.gap:.1%}",
-            "" if not self.excess else f"{self.excess / 2**20:.1f} MiB too much",
+            "" if not self.excess else f"{in_bytes(self.excess)} too much",
         ]
 
 
