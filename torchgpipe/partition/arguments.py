@@ -13,8 +13,15 @@ from torchgpipe.devices.streams import Device, accelerators, canonical_device
 __all__: list[str] = []
 
 
-#: Stands for an argument that is not given, since None is a value.
-MISSING: Any = object()
+class Missing:
+    """A default that is no value, since None is one."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+#: Stands for an argument that is not given.
+MISSING: Any = Missing()
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
