@@ -318,6 +318,9 @@ def traced(group):
         for _ in range(2):
             pipe.step(torch.rand(4, 6), torch.rand(4, 6))
     assert len(timeline.steps) == 2
+    found = pipe.describe()
+    assert found.measured > 0
+    assert all(row.forward > 0 and row.backward > 0 for row in found.rows)
     return sorted(x.name for x in timeline.step().spans)
 
 
