@@ -215,17 +215,16 @@ class Cell:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
+#: Makes a cell; the arguments are those of :class:`Cell`.
+NewCell = Callable[[Step, int, int, AbstractStream, Sequence[Tensor]], Cell]
+
+
 class Cells:
-    """A step's way to make its cells: these are the eager ones."""
+    """The kind of cells that steps have: these are the eager ones."""
 
-    def begin(self, step: Step) -> None:
-        """Prepare for a step."""
-
-    def new(
-        self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
-    ) -> Cell:
-        """Make a cell; the arguments are those of :class:`Cell`."""
-        return Cell(step, i, j, stream, weights)
+    def begin(self) -> NewCell:
+        """Begin a step, and return what makes its cells."""
+        return Cell
 
 
 def _by_part(

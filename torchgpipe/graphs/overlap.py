@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
@@ -34,6 +35,9 @@ __all__ = ["communicates"]
 
 #: A function of the arguments of two parts, which it empties, and the streams.
 Interleaved = Callable[[list[Any], list[Any], Lanes], tuple[Sequence[Any], Sequence[Any]]]
+
+#: The functions of pairs of parts, or None.
+Pairs = WeakKeyDictionary[Part, WeakKeyDictionary[Part, Interleaved | None]]
 
 #: Operators that move data and compute little.
 _communicating: set[Any] = set()
@@ -55,21 +59,18 @@ def is_communication(node: Node) -> bool:
 
 
 class Overlaps:
-    """The interleaved functions of pairs of parts, each made once."""
+    """The interleaved functions of pairs of parts, each made once, and let go with the parts."""
 
     def __init__(self) -> None:
-        # With the parts, whose identities nothing else has then.
-        self._known: dict[tuple[int, int], tuple[Part, Part, Interleaved | None]] = {}
+        self._known: Pairs = WeakKeyDictionary()
 
     def get(self, a: Part, b: Part) -> Interleaved | None:
         """The function of two parts; None if neither communicates."""
-        key = id(a), id(b)
-        if key not in self._known:
-            found = None
-            if any(map(is_communication, [*a.slice.nodes, *b.slice.nodes])):
-                found = overlapped(a, b)
-            self._known[key] = a, b, found
-        return self._known[key][2]
+        known = self._known.setdefault(a, WeakKeyDictionary())
+        if b not in known:
+            communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
+            known[b] = overlapped(a, b) if communicate else None
+        return known[b]
 
 
 def overlapped(a: Part, b: Part) -> Interleaved:
@@ -90,6 +91,15 @@ def overlapped(a: Part, b: Part) -> Interleaved:
             known[k][node] = graph.call_method("receive", (lanes, waiting[k].pop(node)))
         return known[k][node]
 
+    def settle(k: int, node: Node) -> None:
+        """Receive messages that a node must come after, though it does not take them."""
+        effects = (a, b)[k].effects
+        written, touched = effects.written_by(node), effects.touched_by(node)
+        for message in [*waiting[k]]:
+            if written & effects.touched_by(message) or touched & effects.written_by(message):
+                # guard: changes in place around a message
+                use(k, message)
+
     turns = zip_longest(*even(pieces_of(a), pieces_of(b)), fillvalue=list[Node]())
     for number, turn in enumerate(turns):
         for k, piece in enumerate(turn):
@@ -98,6 +108,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
             for node in piece:
                 for x in node.all_input_nodes:
                     use(k, x)
+                settle(k, node)
                 if is_communication(node):
                     args, kwargs = map_arg((node.args, node.kwargs), known[k].__getitem__)
                     target: Any = node.target

@@ -1,5 +1,7 @@
 """Two parts in one function compute what each computes alone."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +88,16 @@ def test_parts_without_messages_are_left_alone():
     quiet, loud = stage_of(1, 0).parts.forward, stage_of(1, 1).parts.forward
     assert overlaps.get(quiet, quiet) is None
     assert overlaps.get(quiet, loud) is overlaps.get(quiet, loud) is not None
+
+
+def test_functions_are_let_go_of_with_their_parts():
+    overlaps = Overlaps()
+    one, two = stage_of(1, 1), stage_of(1, 1)
+    function = weakref.ref(overlaps.get(one.parts.forward, two.parts.forward))
+    assert function() is not None
+    del two
+    gc.collect()
+    assert function() is None
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 3), (2, 1), (1, 1)])
