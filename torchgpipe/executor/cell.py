@@ -30,7 +30,7 @@ from torchgpipe.autograd.phony import get_phony
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.criterion import Criterion
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import Batch
@@ -60,12 +60,12 @@ class Work:
         """Compute it."""
         raise NotImplementedError
 
-    def beside(self, other: Work, lanes: Lanes) -> tuple[Any, Any] | None:
+    def beside(self, other: Work, streams: Interleaving) -> tuple[Any, Any] | None:
         """Compute it and another one, interleaved; None if there is nothing to be gained.
 
         Args:
             other: the other one.
-            lanes: the streams of both.
+            streams: the streams of both.
         """
         raise NotImplementedError
 

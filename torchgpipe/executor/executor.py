@@ -266,8 +266,8 @@ class Executor:
                 waiting[k] = work
         found: Sequence[Any] | None = None
         if len(waiting) == 2:
-            lanes = self.links.lanes(w, (streams[0], streams[1]))
-            found = go_on(0, partial(waiting[0].beside, waiting[1], lanes))
+            both = self.links.interleaving(w, (streams[0], streams[1]))
+            found = go_on(0, partial(waiting[0].beside, waiting[1], both))
         results = dict(zip(waiting, found)) if found is not None else {}
         # In reverse, so that the blocks that both have entered are left in order.
         for k in reversed(waiting):

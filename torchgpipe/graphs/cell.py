@@ -22,7 +22,7 @@ from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work
 from torchgpipe.executor.criterion import Criterion
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.parts import Given, Part, Parts
 from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
@@ -276,14 +276,14 @@ class GraphWork(Work):
         with torch.no_grad(), self._without_casts():
             return self.part.function(self.values)
 
-    def beside(self, other: Work, lanes: Lanes) -> tuple[Any, Any] | None:
+    def beside(self, other: Work, streams: Interleaving) -> tuple[Any, Any] | None:
         if not isinstance(other, GraphWork):
             return None
         function = self.graphs.graphs.overlaps.get(self.part, other.part)
         if function is None:
             return None
         with torch.no_grad(), self._without_casts():
-            return function(self.values, other.values, lanes)
+            return function(self.values, other.values, streams)
 
     def _without_casts(self) -> AbstractContextManager[None]:
         # The graph has the casts of autocast in it.

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.calls import call_directly
 from torchgpipe.graphs.effects import is_view
 from torchgpipe.graphs.joint import tensors_of
@@ -34,7 +34,7 @@ from torchgpipe.graphs.parts import Part
 __all__ = ["communicates"]
 
 #: A function of the arguments of two parts, which it empties, and the streams.
-Interleaved = Callable[[list[Any], list[Any], Lanes], tuple[Sequence[Any], Sequence[Any]]]
+Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
 
 #: The functions of pairs of parts, or None.
 Pairs = WeakKeyDictionary[Part, WeakKeyDictionary[Part, Interleaved | None]]
@@ -77,7 +77,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     """Make one function of two parts."""
     graph = Graph()
     boxes = [graph.placeholder("values_a"), graph.placeholder("values_b")]
-    lanes = graph.placeholder("lanes")
+    streams = graph.placeholder("streams")
     # For each part, since both may be the same one, of two micro-batches.
     known: list[dict[Node, Node]] = [{}, {}]
     #: Messages that nobody has received so far.
@@ -88,7 +88,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
 
     def use(k: int, node: Node) -> Node:
         if node in waiting[k]:
-            known[k][node] = graph.call_method("receive", (lanes, waiting[k].pop(node)))
+            known[k][node] = graph.call_method("receive", (streams, waiting[k].pop(node)))
         return known[k][node]
 
     def settle(k: int, node: Node) -> None:
@@ -104,7 +104,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     for number, turn in enumerate(turns):
         for k, piece in enumerate(turn):
             if piece or not number:
-                graph.call_method("turn", (lanes, k))
+                graph.call_method("turn", (streams, k))
             for node in piece:
                 for x in node.all_input_nodes:
                     use(k, x)
@@ -112,7 +112,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
                 if is_communication(node):
                     args, kwargs = map_arg((node.args, node.kwargs), known[k].__getitem__)
                     target: Any = node.target
-                    waiting[k][node] = graph.call_method("send", (lanes, target, args, kwargs))
+                    waiting[k][node] = graph.call_method("send", (streams, target, args, kwargs))
                     continue
                 known[k][node] = graph.node_copy(node, known[k].__getitem__)
                 if node.op == "get_attr":

@@ -156,7 +156,7 @@ def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
     return [own[id(x)] for x in weights]
 
 
-class Enter(torch.autograd.Function):
+class NoLeaves(torch.autograd.Function):
     """Make tensors something else than leaves, which layers may change in place."""
 
     @staticmethod
@@ -172,7 +172,7 @@ class Enter(torch.autograd.Function):
 
 def _entered(inputs: Sequence[Tensor]) -> list[Tensor]:
     needing = [x for x in inputs if x.requires_grad]
-    found = iter(Enter.apply(*needing) if needing and torch.is_grad_enabled() else needing)
+    found = iter(NoLeaves.apply(*needing) if needing and torch.is_grad_enabled() else needing)
     return [next(found) if x.requires_grad else x for x in inputs]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.graphs import Exchange, Program, Stage
 from tests.support.size import some
 from torchgpipe.devices.streams import current_stream
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.overlap import Overlaps, cut, even, is_communication, overlapped, pieces_of
 
 CPU = current_stream(torch.device("cpu"))
@@ -58,7 +58,7 @@ def test_random_programs(seed, other, m, n, backward, again):
         arguments[1] = [x + 1 if x is one.x else x for x in arguments[1]]
     with torch.no_grad():
         expected = [part.function([*x]) for part, x in zip(parts, arguments)]
-        found = overlapped(*parts)(*arguments, Lanes((CPU, CPU), CPU))
+        found = overlapped(*parts)(*arguments, Interleaving((CPU, CPU), CPU))
     for x, y in zip(found, expected):
         same(x, y)
     assert arguments == [[], []]
