@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import pairwise
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from math import inf
 
 from torchgpipe.planner.cuts import cut, neighbours
@@ -21,7 +21,8 @@ from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
-from torchgpipe.schedule.program import Overlap, timetable
+from torchgpipe.schedule.program import Overlap
+from torchgpipe.schedule.rehearsal import Rehearsal
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import built_in
 
@@ -29,7 +30,13 @@ __all__ = ["Problem", "Setting", "Trial", "search"]
 
 #: How many settings are improved by moving layers, at most, and how many times the time of the
 #: fastest one they take before.
-IMPROVED, NEAR = 24, 1.3
+IMPROVED, NEAR = 16, 1.3
+#: How many times the time of the fastest one a setting may take, with the first balance and nothing
+#: computed again, to be improved.
+HOPE = 1.05
+
+#: How many schedules with their modes of checkpointing are kept, with what waits for what in them.
+REHEARSALS = 256
 
 
 @dataclass(frozen=True)
@@ -132,12 +139,17 @@ class Search:
         self.stage = cache(self._stage)
         self.trial = cache(self._trial)
         self.even = cache(self._even)
+        # Each has thousands of instructions.
+        self.rehearsal = lru_cache(REHEARSALS)(self._rehearsal)
 
     def _stage(self, start: int, stop: int, m: int, is_last: bool) -> Stage:
         layers = self.problem.layers
         own = [*layers[start:stop], *(layers[-1:] if self.problem.has_loss and is_last else [])]
-        rows = -(-self.problem.batch // m)
-        return stage_of(own, rows, layers[start - 1] if start else None)
+        return stage_of(own, self._rows(m), layers[start - 1] if start else None)
+
+    def _rows(self, m: int) -> int:
+        """The rows of the largest micro-batch."""
+        return -(-self.problem.batch // m)
 
     def _stages(self, balance: Sequence[int], m: int) -> list[Stage]:
         ends = [sum(balance[:k]) for k in range(len(balance) + 1)]
@@ -151,15 +163,19 @@ class Search:
     def _even(self, m: int, placement: tuple[int, ...]) -> Sequence[int]:
         """The balance whose slowest partition is fastest."""
         problem, count = self.problem, len(placement)
+        n, rows = len(problem.layers) - problem.has_loss, self._rows(m)
+        #: The time of all layers before each, and the memory of their weights.
+        times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
+        each = [x.parameters + (1 + problem.state) * x.trainable for x in problem.layers]
+        sizes = [*accumulate(each, initial=0.0)]
 
         def cost(j: int, start: int, stop: int) -> float:
-            stage, w = self.stage(start, stop, m, j == count - 1), placement[j]
-            least = stage.parameters + (1 + problem.state) * stage.weights
-            if least > problem.memory[w]:
+            end = stop + (problem.has_loss and j == count - 1)
+            if sizes[end] - sizes[start] > problem.memory[placement[j]]:
                 return inf
-            return (stage.F + stage.I + stage.W) * problem.slowness[w]
+            return (times[end] - times[start]) * problem.slowness[placement[j]]
 
-        return cut(len(problem.layers) - problem.has_loss, count, cost)
+        return cut(n, count, cost)
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""
@@ -212,39 +228,45 @@ class Search:
             if (
                 placement[give] == fullest
                 if trial.excess
-                else self._fastest(setting, balance) < trial.time
+                else self.fastest(setting, balance) < trial.time
             ):
                 found = self.fitted(setting, balance)
                 if found.key < trial.key:
                     yield found
 
-    def _fastest(self, setting: Setting, balance: Sequence[int]) -> float:
+    def fastest(self, setting: Setting, balance: Sequence[int]) -> float:
         """The time of a setting if nothing is computed again."""
-        schedule = setting.schedule
-        costs = self._costs(self._stages(balance, schedule.chunks), schedule.placement)
-        return simulated(schedule, costs)
+        placement = setting.schedule.placement
+        stages = self._stages(balance, setting.schedule.chunks)
+        _, rehearsal = self.rehearsal(setting, ("never",) * len(stages))
+        return rehearsal.makespan(Table(self._costs(stages, placement), placement))
+
+    def _rehearsal(self, setting: Setting, modes: tuple[str, ...]) -> tuple[Schedule, Rehearsal]:
+        """The schedule of a setting with modes of checkpointing, ready to be timed."""
+        base = setting.schedule
+        program = checkpointed(base.program, modes, base.chunks)
+        return replace(base, program=program), Rehearsal(program)
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
         stages = self._stages(balance, base.chunks)
         costs = self._costs(stages, base.placement)
-        program = checkpointed(base.program, modes, base.chunks)
-        schedule = replace(base, program=program)
+        schedule, rehearsal = self.rehearsal(setting, modes)
+        start, end = rehearsal.times(Table(costs, base.placement))
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
         joined = 0.0 if problem.has_loss else 3 * base.chunks * stages[-1].output
         memory = peaks(
-            schedule,
+            rehearsal.order(start),
+            base.placement,
             stages,
-            costs,
             state=problem.state,
             given=problem.given,
             taken=problem.targets + joined,
             is_summed=problem.has_loss,
         )
         excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
-        time = simulated(schedule, costs)
-        return Trial(setting, balance, modes, schedule, costs, time, memory, excess)
+        return Trial(setting, balance, modes, schedule, costs, max(end), memory, excess)
 
     def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
         slow = [self.problem.slowness[w] for w in placement]
@@ -261,13 +283,6 @@ class Search:
             R=[x.R * s for x, s in zip(stages, slow)],
             copy=copy,
         )
-
-
-def simulated(schedule: Schedule, costs: Costs) -> float:
-    """The time of a step. Unlike ``simulate``, this does not validate a schedule each time."""
-    table = Table(costs, schedule.placement)
-    _, end = timetable(schedule.program, table.duration, table.delay)
-    return float(max(end.values()))
 
 
 def _key(trial: Trial) -> tuple[float, float, float]:
@@ -291,5 +306,12 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     begun.sort(key=_key)
     fastest = begun[0].time
     near = [x for x in begun[:IMPROVED] if x.excess or x.time < NEAR * fastest]
-    rest = [x for x in begun if x not in near]
-    return sorted([*map(found.improved, near), *rest], key=_key)
+    ranked = [x for x in begun if x not in near]
+    best = begun[0]
+    for trial in near:
+        # A setting that is slower though nothing is computed again will not become the fastest.
+        if best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time:
+            trial = found.improved(trial)
+            best = min(best, trial, key=_key)
+        ranked.append(trial)
+    return sorted(ranked, key=_key)
