@@ -3,7 +3,7 @@
 There are too many to try all. So each schedule, at each number of micro-batches, begins with the
 balance whose slowest partition is fastest. Partitions that do not fit are computed again, those
 first that free the most memory for their time. The fastest few are then improved, by moving one
-layer at a time, as long as that helps.
+layer at a time, as long as that helps, or by all balances if these are few.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
-from torchgpipe.planner.cuts import cut, neighbours
+from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.stages import Stage, stage_of
@@ -28,12 +28,12 @@ from torchgpipe.schedule.search import built_in
 
 __all__ = ["Problem", "Setting", "Trial", "search"]
 
-#: How many settings are improved by moving layers, at most, and how many times the time of the
-#: fastest one they take before.
-IMPROVED, NEAR = 16, 1.3
+#: How many instructions are timed, in all trials together, before no further setting is improved. A
+#: million take some ten seconds.
+EFFORT = 6_000_000
 #: How many times the time of the fastest one a setting may take, with the first balance and nothing
 #: computed again, to be improved.
-HOPE = 1.05
+HOPE = 1.5
 
 #: How many schedules with their modes of checkpointing are kept, with what waits for what in them.
 REHEARSALS = 256
@@ -95,7 +95,7 @@ class Trial:
     """
 
     setting: Setting
-    balance: Sequence[int]
+    balance: tuple[int, ...]
     modes: Sequence[str]
     schedule: Schedule = field(repr=False)
     costs: Costs = field(repr=False)
@@ -141,6 +141,9 @@ class Search:
         self.even = cache(self._even)
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(REHEARSALS)(self._rehearsal)
+        self.fastest = cache(self._fastest)
+        #: The number of instructions that were timed.
+        self.effort = 0
 
     def _stage(self, start: int, stop: int, m: int, is_last: bool) -> Stage:
         layers = self.problem.layers
@@ -160,7 +163,7 @@ class Search:
         """The first trial of a setting: the fastest slowest partition."""
         return self.fitted(setting, self.even(setting.schedule.chunks, setting.schedule.placement))
 
-    def _even(self, m: int, placement: tuple[int, ...]) -> Sequence[int]:
+    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
         """The balance whose slowest partition is fastest."""
         problem, count = self.problem, len(placement)
         n, rows = len(problem.layers) - problem.has_loss, self._rows(m)
@@ -175,7 +178,7 @@ class Search:
                 return inf
             return (times[end] - times[start]) * problem.slowness[placement[j]]
 
-        return cut(n, count, cost)
+        return tuple(cut(n, count, cost))
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""
@@ -205,7 +208,7 @@ class Search:
         return [j for own in found.values() for _, j in sorted(own)[:count]]
 
     def improved(self, trial: Trial) -> Trial:
-        """Move one layer at a time, as long as that helps, and compute less again at the end."""
+        """Change the balance as long as that helps, and compute less again at the end."""
         found: Trial | None = trial
         while found is not None:
             trial = found
@@ -219,26 +222,28 @@ class Search:
         return trial
 
     def _better(self, trial: Trial) -> Iterator[Trial]:
-        """Yield trials that are better, with a layer moved."""
+        """Yield trials that are better, with another balance."""
         setting, placement = trial.setting, trial.schedule.placement
         fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
-        for give, balance in neighbours(trial.balance):
+        for balance in others(trial.balance):
             # Nothing is faster than without recomputation, and only the fullest worker's loss of a
             # layer makes anything fit.
+            pairs = zip(trial.balance, balance, placement)
             if (
-                placement[give] == fullest
+                any(y < x for x, y, w in pairs if w == fullest)
                 if trial.excess
-                else self.fastest(setting, balance) < trial.time
+                else self.fastest(setting, tuple(balance)) < trial.time
             ):
                 found = self.fitted(setting, balance)
                 if found.key < trial.key:
                     yield found
 
-    def fastest(self, setting: Setting, balance: Sequence[int]) -> float:
+    def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
         placement = setting.schedule.placement
         stages = self._stages(balance, setting.schedule.chunks)
         _, rehearsal = self.rehearsal(setting, ("never",) * len(stages))
+        self.effort += len(rehearsal.steps)
         return rehearsal.makespan(Table(self._costs(stages, placement), placement))
 
     def _rehearsal(self, setting: Setting, modes: tuple[str, ...]) -> tuple[Schedule, Rehearsal]:
@@ -252,6 +257,7 @@ class Search:
         stages = self._stages(balance, base.chunks)
         costs = self._costs(stages, base.placement)
         schedule, rehearsal = self.rehearsal(setting, modes)
+        self.effort += 2 * len(rehearsal.steps)
         start, end = rehearsal.times(Table(costs, base.placement))
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
@@ -303,14 +309,11 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     workers = min(len(problem.memory), n)
     found = Search(problem)
     begun = [found.begun(x) for x in settings(workers, chunks, n, problem.has_loss)]
-    begun.sort(key=_key)
-    fastest = begun[0].time
-    near = [x for x in begun[:IMPROVED] if x.excess or x.time < NEAR * fastest]
-    ranked = [x for x in begun if x not in near]
-    best = begun[0]
-    for trial in near:
-        # A setting that is slower though nothing is computed again will not become the fastest.
-        if best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time:
+    best = min(begun, key=_key)
+    ranked = []
+    for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
+        hope = best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time
+        if hope and found.effort < EFFORT:
             trial = found.improved(trial)
             best = min(best, trial, key=_key)
         ranked.append(trial)
