@@ -28,7 +28,9 @@ LAYERS = [
     {"graphs"},
     {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed"},
-    {"tracing", "planner"},
+    {"planner"},
+    {"advice"},
+    {"tracing"},
     {""},
 ]
 
