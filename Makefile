@@ -7,8 +7,9 @@ installed := $(venv)/.all
 
 .PHONY: demo test soak matrix coverage check lint format types hooks dist clean
 
-demo: $(venv)/.demo  ## Train two models on handwritten digits, wrapped and unwrapped.
+demo: $(venv)/.demo  ## Train two models on handwritten digits, wrapped and unwrapped, and draw timelines.
 	$(python) -m examples.digits
+	$(python) -m examples.pictures
 
 test: $(installed)  ## Run the tests, in processes side by side.
 	@$(python) tools/run_tests.py

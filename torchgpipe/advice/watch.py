@@ -64,8 +64,8 @@ class Watch:
             # Without a backward there are other settings to think of.
             return None
         shares = last.shares
-        if not any(map(_computing, shares)):
-            # Without costs, virtual accelerators take no time.
+        if not any(map(_computing, shares)) or any(x.host is None for x in shares):
+            # Without costs, virtual accelerators take no time. The CPU is the host and the device.
             return None
         late = mean(x.host or 0.0 for x in shares)
         rows = 0 if self._layers is None else self._layers.rows
