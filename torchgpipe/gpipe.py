@@ -22,6 +22,7 @@ from torchgpipe.devices.streams import Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import (
+    MISSING,
     checked_balance,
     checked_chunks,
     checked_devices,
@@ -31,6 +32,7 @@ from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.sharding import verify_sharding
 from torchgpipe.partition.split import plain_module, split_module, verify_module
 from torchgpipe.partition.traps import Traps
+from torchgpipe.planner.choice import chosen
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
@@ -53,26 +55,39 @@ class GPipe(Settings, nn.Module):
 
     Args:
         module: the layers. They are moved to the devices, not copied.
-        balance: how many layers each partition takes, in order.
+        balance: how many layers each partition takes, in order. ``"auto"`` measures the layers with
+            the sample, and takes the fastest balance that fits into the memory of the devices.
+            Unless they are given, ``chunks`` and ``checkpoint`` are chosen, too. Not chosen are the
+            devices, each of which gets a partition, and the schedule. It is
+            ``torchgpipe.plan(module, sample, devices=devices).best``, for AdamW and nine tenths of
+            each device's memory: see :func:`torchgpipe.plan` for other optimizers and limits.
 
     Keyword Args:
         devices: a device for each partition; further devices are not used. By default all
-            accelerators, and the CPU for all partitions if there are none.
+            accelerators, and the CPU for all partitions if there are none. ``"auto"`` needs
+            accelerators, or devices, and uses each of them.
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
-            split into its rows. The number may be changed between steps.
+            split into its rows. The number may be changed between steps. The default is 1.
         checkpoint: which micro-batches are checkpointed: ``'always'``, ``'except_last'`` (all but
             the last) or ``'never'``; or a list with one of these for each partition. In eval mode
-            and without grad none is. It may be changed between steps.
+            and without grad none is. It may be changed between steps. The default is
+            ``'except_last'``.
         deferred_batch_norm: whether batch normalisations update their running statistics once
             per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
             that are deferred already do so either way.
+        sample: for ``"auto"`` only: the arguments of a call, with as many rows as a mini-batch. A
+            mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
+            one. The layers compute it in copies; they do not change.
 
     Raises:
         TypeError: the module is not an :class:`nn.Sequential`, or has more than its layers; skips
             are not stashed and popped in pairs; a layer yields and is not skippable; devices is
-            not a sequence; or a batch normalisation cannot be deferred.
+            not a sequence; a batch normalisation cannot be deferred; or ``"auto"`` has no sample,
+            or one of another kind.
         ValueError: balance, chunks or checkpoint are out of range, a parameter would be needed on
-            two devices, or layers are sharded by FSDP2 while the devices are several.
+            two devices, or layers are sharded by FSDP2 while the devices are several. The balance
+            is a word other than ``"auto"``, or it is, and there is no device, the layers take no
+            time there, or they do not fit. A sample is given beside a balance.
         IndexError: there are fewer devices than partitions.
 
     Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
@@ -86,21 +101,23 @@ class GPipe(Settings, nn.Module):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Iterable[int] | None = None,
+        balance: Iterable[int] | str | None = None,
         *,
         devices: Iterable[Device] | None = None,
-        chunks: int = 1,
-        checkpoint: str | Sequence[str] = "except_last",
+        chunks: int = MISSING,
+        checkpoint: str | Sequence[str] = MISSING,
         deferred_batch_norm: bool = False,
+        sample: Any = None,
     ) -> None:
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        self._balance = checked_balance(balance, module)
-        self._devices = checked_devices(devices, len(self._balance))
+        choice = chosen(module, balance, sample, devices, chunks, checkpoint)
+        self._balance = checked_balance(choice.balance, module)
+        self._devices = checked_devices(choice.devices, len(self._balance))
         verify_sharding(module, self._devices)
-        self._chunks = checked_chunks(chunks)
-        self.checkpoint = checkpoint
+        self._chunks = checked_chunks(choice.chunks)
+        self.checkpoint = choice.checkpoint
         self.training = module.training
         partitions = split_module(module, self._balance)
         place(partitions, self._devices)

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchgpipe._torch.dynamo import VERSION
 from torchgpipe.balance import map_by_time
+from torchgpipe.planner.plan import ranked
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.rst"
@@ -22,12 +23,18 @@ NEWER = {"across_machines": (2, 13)}
 
 @pytest.fixture(autouse=True)
 def no_accelerators(monkeypatch):
-    """Hide all accelerators, which may be fewer than the partitions of the examples."""
+    """Hide all accelerators, which may be fewer than the partitions of the examples.
+
+    A plan is for two CPUs then, since there is nothing to plan for one device.
+    """
     monkeypatch.setattr("torchgpipe.partition.arguments.accelerators", list)
+    monkeypatch.setattr("torchgpipe.planner.given.accelerators", lambda: [torch.device("cpu")] * 2)
 
 
 def test_readme(run, tmp_path):
-    assert "GPipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)" in README.read_text("utf-8")
+    assert 'GPipe(nn.Sequential(a, b, c, d), "auto", sample=sample, chunks=8)' in README.read_text(
+        "utf-8"
+    )
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     names = run(
         README,
@@ -45,6 +52,7 @@ def test_readme(run, tmp_path):
 def at_once(monkeypatch):
     """Measure models twice, and not for a second."""
     monkeypatch.setattr("torchgpipe.mapped.choice.map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,10 @@ LAYERS = [
     {"skip", "recompute"},
     {"engine", "batchnorm", "balance"},
     {"executor", "mapped"},
-    {"graphs"},
+    {"graphs", "planner"},
     {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed"},
-    {"planner"},
-    {"advice"},
+    {"plans", "advice"},
     {"tracing"},
     {""},
 ]

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import random
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.planning import Timed, by_hand, links, random_layers, run
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss, plan
 from torchgpipe.planner.links import measured_links
+from torchgpipe.planner.plan import ranked
 from torchgpipe.planner.search import Search, search, settings
 from torchgpipe.testing import observe
 
@@ -21,6 +23,12 @@ from torchgpipe.testing import observe
 module = importlib.import_module("torchgpipe.planner.plan")
 
 CHUNKS = [1, 2, 4, 8, 16]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Measure once: virtual time does not vary."""
+    monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
 
 
 def random_case(seed, devices):
@@ -138,3 +146,33 @@ def test_by_hand_is_what_the_search_has_simulated(devices):
     )
     time, _ = run(hand, layers, x, y, options["devices"])
     assert candidate.time == pytest.approx(time)
+
+
+@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+@pytest.mark.parametrize("seed", range(20) if SOAK else [1, 2])
+def test_auto_finds_the_optimum_of_planted_costs(devices, seed):
+    """No balance is faster, under the chunks and modes that are given."""
+    draw = random.Random(seed)
+    count, workers, m = draw.choice([5, 6, 7]), draw.choice([2, 3, 4]), draw.choice([4, 8])
+    mode = draw.choice(["always", "never"])
+    layers = nn.Sequential()
+    for _ in range(count):
+        costs = [draw.uniform(0.001, 0.02) for _ in range(3)]
+        layers.append(Timed(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), costs))
+    x, y = torch.rand(64, 64), torch.rand(64, 64)
+    options = {"devices": devices[:workers], "chunks": m, "checkpoint": mode}
+    wraps = []
+
+    def auto(copied):
+        with observe(bandwidth=links(range(8))):
+            wraps.append(GPipe(copied, "auto", sample=x, **options))
+        return wraps[0]
+
+    time, _ = run(auto, layers, x, y, options["devices"])
+    assert (wraps[0].chunks, wraps[0].checkpoint) == (m, mode)
+    for cuts in itertools.combinations(range(1, count), workers - 1):
+        sizes = [b - a for a, b in pairwise((0, *cuts, count))]
+        if sizes != wraps[0].balance:
+            hand = by_hand(sizes, options["devices"], m, mode, None)
+            other, _ = run(hand, layers, x, y, options["devices"])
+            assert other > 0.999 * time

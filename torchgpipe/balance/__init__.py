@@ -21,9 +21,9 @@ from torchgpipe.ambient.notes import add_note
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.device_map import map_by_size, map_by_time
 from torchgpipe.balance.evenest import evenest
-from torchgpipe.balance.profile import MISSING, profile_layers
+from torchgpipe.balance.profile import profile_layers
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import positive_int
+from torchgpipe.partition.arguments import MISSING, positive_int
 from torchgpipe.partition.split import verify_module
 
 __all__ = ["balance_by_time", "balance_by_size", "map_by_time", "map_by_size"]

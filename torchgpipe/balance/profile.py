@@ -29,15 +29,13 @@ from torchgpipe.devices.streams import (
     canonical_device,
     use_device,
 )
+from torchgpipe.partition.arguments import MISSING
 from torchgpipe.partition.split import verify_module
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
 from torchgpipe.values.structure import arguments
 
 __all__ = ["LayerProfile", "Profile", "detach", "layerwise_sandbox", "profile_layers"]
-
-#: Stands for a sample that is not given, since None is a value.
-MISSING: Any = object()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torchgpipe.balance.device_map import map_by_time
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.mapped.dispatched import map_of_accelerate, release, verify_all_there
 from torchgpipe.partition.arguments import checked_devices
+from torchgpipe.partition.sample import arguments_of
 from torchgpipe.values.microbatch import scatter
-from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
@@ -76,7 +76,12 @@ def measured_map(
             "the device map 'auto' needs accelerators, or other devices (devices: []); pass such "
             "as devices=['cpu', 'cpu'], or a device map of your own"
         )
-    arguments = _arguments(sample)
+    if sample is None:
+        raise ValueError(
+            "the device map 'auto' needs a sample to measure the model with (sample: None); pass "
+            "the arguments of a call with as many rows as a micro-batch"
+        )
+    arguments = arguments_of(sample)
     absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
     if absent is not None:
         raise ValueError(
@@ -92,21 +97,3 @@ def measured_map(
     args, kwargs = batch.replace(near(*batch)).value
     with noted("raised by the sample of the device map 'auto'"):
         return map_by_time(places, model, *args, **kwargs)
-
-
-def _arguments(sample: Any) -> Arguments:
-    if isinstance(sample, Mapping):
-        return Arguments((), {**sample})
-    if isinstance(sample, Tensor):
-        return Arguments((sample,), {})
-    if isinstance(sample, tuple):
-        return Arguments(sample, {})
-    if sample is None:
-        raise ValueError(
-            "the device map 'auto' needs a sample to measure the model with (sample: None); pass "
-            "the arguments of a call with as many rows as a micro-batch"
-        )
-    raise TypeError(
-        "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
-        f"{type(sample).__name__}); pass a single argument of another kind as (argument,)"
-    )

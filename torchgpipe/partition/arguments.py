@@ -13,6 +13,9 @@ from torchgpipe.devices.streams import Device, accelerators, canonical_device
 __all__: list[str] = []
 
 
+#: Stands for an argument that is not given, since None is a value.
+MISSING: Any = object()
+
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 #: One checkpoint mode for all partitions, or one for each.
@@ -121,7 +124,7 @@ def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> lis
     if balance is None:
         raise ValueError(
             "balance must be given, the number of layers of each partition (balance: None); for "
-            f"one partition, pass [{len(module)}], and for several ask "
+            f"one partition, pass [{len(module)}], and for several 'auto' and a sample, or ask "
             "torchgpipe.balance.balance_by_time"
         )
     try:

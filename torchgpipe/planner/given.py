@@ -31,10 +31,14 @@ def places_of(devices: Iterable[Device] | None) -> list[torch.device]:
     """The devices to plan for: by default all accelerators.
 
     Raises:
+        TypeError: the devices are no sequence.
         ValueError: there are none, or a device comes twice.
     """
-    given = accelerators() if devices is None else [*devices]
-    found = checked_devices(given, len(given))
+    given: Any = accelerators() if devices is None else devices
+    if not isinstance(given, str) and isinstance(given, Iterable):
+        given = [*given]
+    # The message about something else proposes one device.
+    found = checked_devices(given, len(given) if isinstance(given, list) else 1)
     if not found or (len({*found}) < len(found) and found[0] != CPU):
         raise ValueError(
             "a plan is for one or more devices, each of them once (devices: "
@@ -63,14 +67,20 @@ def chunks_of(chunks: Iterable[int] | None, rows: int) -> list[int]:
 def sizes_of(input: Any, have: int, rows: int) -> list[Batch]:
     """The micro-batches to measure: a quarter and an eighth of a mini-batch, if there are so many.
 
+    They have two rows at least, if the input does.
+
     Args:
         input: the input.
         have: its rows.
         rows: the rows of a mini-batch.
     """
-    first = min(have, max(1, -(-rows // 4)))
-    counts = dict.fromkeys([-(-have // first), -(-have // max(1, first // 2))])
-    return [scatter(input, count)[0] for count in counts]
+    # A batch normalisation takes no single row.
+    first = min(have, max(4, -(-rows // 4)))
+    found: dict[int, Batch] = {}
+    for count in (-(-have // first), max(1, have // max(2, first // 2))):
+        batch = scatter(input, count)[0]
+        found.setdefault(max((len(x) for x in batch if x.dim()), default=1), batch)
+    return [*found.values()]
 
 
 def limits_of(

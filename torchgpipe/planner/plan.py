@@ -1,20 +1,18 @@
-"""The plan of a model: measured once, searched, and ranked."""
+"""The ranking of a model: measured once, searched, and the fastest first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.profile import MISSING
 from torchgpipe.balance.rounds import verify_timed
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import positive_int
+from torchgpipe.partition.arguments import Modes, positive_int
 from torchgpipe.partition.split import verify_module
-from torchgpipe.planner.candidates import Candidate, Plans
 from torchgpipe.planner.given import (
     chunks_of,
     limits_of,
@@ -27,21 +25,65 @@ from torchgpipe.planner.given import (
 from torchgpipe.planner.layers import measured
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.search import Problem, Trial, search
-from torchgpipe.schedule.limits import bounds
-from torchgpipe.schedule.simulator import simulate
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.microbatch import scatter
-from torchgpipe.values.structure import arguments
 
-__all__ = ["plan"]
+__all__ = ["Ranking", "ranked", "too_large"]
 
 
-def plan(
+@dataclass(frozen=True)
+class Ranking:
+    """The trials of a model, ranked.
+
+    Args:
+        problem: what was measured.
+        places: the device of each worker.
+        trials: those that fit before those that do not, the fastest first.
+    """
+
+    problem: Problem
+    places: Sequence[torch.device]
+    trials: Sequence[Trial]
+
+    @property
+    def best(self) -> Trial:
+        """The fastest trial.
+
+        Raises:
+            ValueError: none fits.
+        """
+        best = self.trials[0]
+        if best.excess:
+            raise too_large(
+                best.setting.name, best.schedule.chunks, [*best.balance], round(best.excess)
+            )
+        return best
+
+    def devices(self, trial: Trial) -> list[torch.device]:
+        """The device of each partition."""
+        return [self.places[w] for w in trial.schedule.placement]
+
+    def memory(self, trial: Trial) -> dict[torch.device, int]:
+        """The most bytes of each device; workers of one device add up."""
+        found = dict.fromkeys(self.places[: len(trial.memory)], 0)
+        for place, size in zip(self.places, trial.memory):
+            found[place] += round(size)
+        return found
+
+
+def too_large(name: str | None, chunks: int, balance: list[int], excess: int) -> ValueError:
+    """The error that nothing fits, with what comes nearest to it."""
+    return ValueError(
+        "a model must fit into the memory of its devices (nearest: "
+        f"{name or 'GPipe'} with chunks={chunks} and balance={balance}, too much by {excess} "
+        "bytes); use more devices, smaller mini-batches, or an optimizer with less state"
+    )
+
+
+def ranked(
     layers: nn.Sequential,
-    sample: Any = MISSING,
+    input: Any,
     *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     devices: Iterable[Device] | None = None,
     memory: float | Sequence[float] | None = None,
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
@@ -51,58 +93,34 @@ def plan(
     chunks: Iterable[int] | None = None,
     timeout: float = 1.0,
     progress: bool = False,
-) -> Plans:
-    """Find the balance, chunks, checkpoints and schedule that are fastest, and fit into memory.
-
-    ::
-
-        plans = torchgpipe.plan(layers, input, loss=F.cross_entropy, targets=(target,))
-        print(plans)
-        training = plans.best.wrap(layers)
-
-    The layers are measured once, with micro-batches of two sizes. Everything else is simulated:
-    times exactly, and memory in the order in which the host issues work. Not counted are what a
-    library takes for itself, and skips on their way.
+    modes: Modes | None = None,
+) -> Ranking:
+    """Measure layers, search, and rank what was found.
 
     Args:
         layers: the model. It is not changed.
-        sample: the argument of the first layer, with as many rows as a mini-batch, or fewer.
+        input: the input of the first layer, as one value.
 
     Keyword Args:
-        args: the arguments of the first layer behind the sample, or all of them without a sample.
-        kwargs: the keyword arguments of the first layer.
-        devices: the devices, one for each worker; by default all accelerators. Slower ones among
-            them get less to do.
-        memory: the bytes that each device may use, or one number for all. By default nine tenths of
-            what the device has, where it says so, and no limit for the CPU.
-        optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
-            each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
-        batch: the rows of a mini-batch; by default those of the sample.
-        loss: the loss of a micro-batch, as for :class:`~torchgpipe.ScheduledLoss`. Without it only
-            the order of :class:`~torchgpipe.GPipe` is planned, whose loss is outside.
-        targets: the arguments of the loss behind the output, with the rows of the sample.
-        chunks: the numbers of micro-batches to try; by default 1, 2, 4 and so on, up to the rows.
-        timeout: the seconds to measure. A warm-up comes on top.
-        progress: whether to show a progress bar.
-
-    Returns:
-        The candidates: for each schedule and number of micro-batches the best one found.
+        devices: as for :func:`torchgpipe.plan`, which passes on all but ``modes``.
+        memory: likewise.
+        optimizer: likewise.
+        batch: likewise.
+        loss: likewise.
+        targets: likewise.
+        chunks: likewise.
+        timeout: likewise.
+        progress: likewise.
+        modes: the checkpoint modes, if they are not to be searched.
 
     Raises:
-        TypeError: the layers could not be wrapped, or there is no input.
+        TypeError: the layers could not be wrapped.
         ValueError: no layer takes any time, or an argument is out of range.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
     verify_module(layers)
     verify_skippables(layers)
-    given = args if sample is MISSING else (sample, *args)
-    if not (given or kwargs):
-        raise TypeError(
-            "there must be an input of the first layer to measure with (sample: missing, args: (), "
-            "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
-        )
     places = places_of(devices)
-    input = arguments((*given,), dict(kwargs or {}))
     (whole,) = scatter(input, 1)
     have = max((len(x) for x in whole if x.dim()), default=1)
     rows = have if batch is None else positive_int(batch)
@@ -137,31 +155,6 @@ def plan(
         state_of(optimizer),
         scale * sum(x.nbytes for x in whole),
         scale * sum(x.nbytes for x in targets if isinstance(x, Tensor)),
+        modes,
     )
-    ranked = [_candidate(x, problem, places, loss) for x in search(problem, tried)]
-    fits = [x for x in ranked if not x.excess]
-    return Plans(fits, [x for x in ranked if x.excess], found)
-
-
-def _candidate(
-    trial: Trial,
-    problem: Problem,
-    places: Sequence[torch.device],
-    loss: Callable[..., Any] | None,
-) -> Candidate:
-    schedule, costs = trial.schedule, trial.costs
-    report = simulate(schedule, costs)
-    modes = set(trial.modes)
-    return Candidate(
-        [*trial.balance],
-        [places[w] for w in schedule.placement],
-        schedule.chunks,
-        modes.pop() if len(modes) == 1 else [*trial.modes],
-        trial.setting.name,
-        trial.time,
-        {places[w]: round(x) for w, x in enumerate(trial.memory)},
-        round(trial.excess),
-        report,
-        bounds(schedule.placement, schedule.chunks, costs).gap(report),
-        loss,
-    )
+    return Ranking(problem, places, search(problem, tried))

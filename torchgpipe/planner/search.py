@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
+from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import peaks
@@ -53,6 +54,8 @@ class Problem:
         state: memory of the optimizer, for each byte of a parameter that it changes.
         given: memory of the input of a mini-batch.
         targets: memory of the targets of a mini-batch.
+        modes: the checkpoint modes, one for all partitions or one for each, if they are given; None
+            to search them.
     """
 
     layers: Sequence[Layer]
@@ -64,6 +67,7 @@ class Problem:
     state: float
     given: float
     targets: float
+    modes: Modes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +111,11 @@ class Trial:
     def key(self) -> tuple[float, float, float]:
         """The place in a ranking: what fits, then what is fast, then what needs little."""
         return self.excess, self.time, max(self.memory)
+
+    @property
+    def checkpoint(self) -> str | list[str]:
+        """The mode of all partitions, or a list with one for each."""
+        return self.modes[0] if len({*self.modes}) == 1 else [*self.modes]
 
 
 def settings(
@@ -167,8 +176,10 @@ class Search:
         """The balance whose slowest partition is fastest."""
         problem, count = self.problem, len(placement)
         n, rows = len(problem.layers) - problem.has_loss, self._rows(m)
-        #: The time of all layers before each, and the memory of their weights.
+        #: The time of all layers before each, that of their forwards, and their weights' memory.
         times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
+        again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
+        given = self._given(count)
         each = [x.parameters + (1 + problem.state) * x.trainable for x in problem.layers]
         sizes = [*accumulate(each, initial=0.0)]
 
@@ -176,13 +187,19 @@ class Search:
             end = stop + (problem.has_loss and j == count - 1)
             if sizes[end] - sizes[start] > problem.memory[placement[j]]:
                 return inf
-            return (times[end] - times[start]) * problem.slowness[placement[j]]
+            own = times[end] - times[start]
+            if given and given[j] != "never":
+                own += again[end] - again[start]
+            return own * problem.slowness[placement[j]]
 
         return tuple(cut(n, count, cost))
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""
         stages = self._stages(balance, setting.schedule.chunks)
+        given = self._given(len(stages))
+        if given:
+            return self.trial(setting, tuple(balance), given)
         modes = ["never"] * len(stages)
         best = trial = self.trial(setting, tuple(balance), tuple(modes))
         count = 1
@@ -196,6 +213,11 @@ class Search:
             trial = self.trial(setting, tuple(balance), tuple(modes))
             best = min(best, trial, key=_key)
         return best
+
+    def _given(self, count: int) -> tuple[str, ...]:
+        """The modes of so many partitions, if they are not to be searched."""
+        modes = self.problem.modes
+        return (modes,) * count if isinstance(modes, str) else modes or ()
 
     def _chosen(self, trial: Trial, stages: Sequence[Stage], count: int) -> list[int]:
         """The partitions to compute again next: some of each worker that has too little memory."""
@@ -213,7 +235,7 @@ class Search:
         while found is not None:
             trial = found
             found = next(self._better(trial), None)
-        for j, mode in enumerate(trial.modes):
+        for j, mode in enumerate(trial.modes if self.problem.modes is None else ()):
             if mode == "always" and not trial.excess:
                 for other in ("never", "except_last"):
                     modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])

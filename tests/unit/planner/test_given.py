@@ -59,7 +59,16 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("have", "rows", "expected"), [(64, 64, [16, 8]), (16, 64, [16, 8]), (1, 64, [1]), (3, 3, [1])]
+    ("have", "rows", "expected"),
+    [
+        (64, 64, [16, 8]),
+        (16, 64, [16, 8]),
+        (8, 8, [4, 2]),
+        (9, 9, [3]),
+        (3, 3, [3]),
+        (2, 2, [2]),
+        (1, 64, [1]),
+    ],
 )
 def test_sizes_of_micro_batches_to_measure(have, rows, expected):
     sizes = sizes_of(torch.zeros(have, 2), have, rows)

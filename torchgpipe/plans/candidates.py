@@ -11,6 +11,7 @@ from torch import nn
 
 from torchgpipe.gpipe import GPipe
 from torchgpipe.planner.layers import Layer
+from torchgpipe.planner.plan import too_large
 from torchgpipe.schedule.simulator import Report
 from torchgpipe.scheduled import ScheduledLoss
 
@@ -117,13 +118,8 @@ class Plans:
             ValueError: none fits.
         """
         if not self.candidates:
-            nearest = self.misfits[0]
-            raise ValueError(
-                "a model must fit into the memory of its devices (nearest: "
-                f"{nearest.schedule or 'GPipe'} with chunks={nearest.chunks} and balance="
-                f"{nearest.balance}, too much by {nearest.excess} bytes); use more devices, "
-                "smaller mini-batches, or an optimizer with less state"
-            )
+            near = self.misfits[0]
+            raise too_large(near.schedule, near.chunks, near.balance, near.excess)
         return self.candidates[0]
 
     def __str__(self) -> str:

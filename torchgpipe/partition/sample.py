@@ -1,0 +1,36 @@
+"""Samples: the arguments of a call, which ``"auto"`` measures a model with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from torchgpipe.values.structure import Arguments
+
+__all__: list[str] = []
+
+
+def arguments_of(sample: Any) -> Arguments:
+    """Return the arguments of a sample.
+
+    Args:
+        sample: a mapping of keyword arguments, a tuple of positional ones, a tensor that is the
+            only one, or what :func:`torchgpipe.arguments` returns.
+
+    Raises:
+        TypeError: the sample is of another kind.
+    """
+    if isinstance(sample, Arguments):
+        return sample
+    if isinstance(sample, Mapping):
+        return Arguments((), {**sample})
+    if isinstance(sample, Tensor):
+        return Arguments((sample,), {})
+    if isinstance(sample, tuple):
+        return Arguments(sample, {})
+    raise TypeError(
+        "a sample is a dict of keyword arguments, a tuple of arguments, or a tensor (sample: "
+        f"{type(sample).__name__}); pass a single argument of another kind as (argument,)"
+    )
