@@ -18,7 +18,8 @@ from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transfor
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
 from torchgpipe.describe.description import Description, Part, part_of
-from torchgpipe.devices.streams import Device
+from torchgpipe.describe.figures import Prediction
+from torchgpipe.devices.streams import CPU, Device
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import (
@@ -129,6 +130,8 @@ class GPipe(Settings, nn.Module):
         self._traps = Traps()
         self._traps.sequence_first(partitions, self._chunks)
         self._prepare()
+        if choice.time is not None:
+            self._predict(choice.time, choice.memory or {})
 
     def _prepare(self) -> None:
         """Make the attributes that belong to this object alone: nobody copies or pickles them."""
@@ -217,10 +220,38 @@ class GPipe(Settings, nn.Module):
     def describe(self) -> Description:
         """Describe the partitions: their layers, sizes, devices and checkpoint modes.
 
+        After a :func:`~torchgpipe.trace` also the times of a micro-batch, and the memory of the
+        device. What a plan had predicted is beside it, as long as the settings are those of the
+        plan.
+
         Returns:
             A table, to be printed, whose rows have the figures.
         """
-        return Description.of(self._parts(), self.chunks)
+        return self._described()
+
+    def _described(self, loss: Any = None, schedule: str | None = None) -> Description:
+        stages = self._stages
+        prediction = stages.prediction
+        if prediction and not prediction.holds(self.chunks, self._modes, schedule):
+            prediction = None
+        return Description.of(
+            self._parts(loss),
+            self.chunks,
+            schedule=schedule,
+            figures=stages.figures,
+            prediction=prediction,
+        )
+
+    def _predict(
+        self, time: float, memory: Mapping[torch.device, int], schedule: str | None = None
+    ) -> None:
+        """Take note of what a plan has predicted for the settings as they are now."""
+        if self._devices.count(CPU) > 1:
+            # No plan knows that partitions on the CPU compute one after another.
+            return
+        sizes = {str(device): size for device, size in memory.items()}
+        found = Prediction(time, sizes, self.chunks, self._modes, schedule)
+        self._stages.prediction = found
 
     def _parts(self, loss: Any = None) -> list[Part]:
         """The partitions to be described, with a loss behind the last one."""

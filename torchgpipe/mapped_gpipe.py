@@ -196,7 +196,7 @@ class MappedGPipe(Settings, nn.Module):
             own += module.parameters(recurse=False)
             own += module.buffers(recurse=False)
         parts = [Part(None, layers.get(x, ()), held[x], x, mode) for x in held]
-        return Description.of(parts, self.chunks)
+        return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
         devices = [str(device) for device in dict.fromkeys(self._map.values())]

@@ -268,8 +268,7 @@ class ScheduledLoss(nn.Module):
             A table, to be printed, whose rows have the figures. The last one includes the loss, if
             that is a module.
         """
-        parts, text = self.model._parts(self.loss), text_of(self.schedule)
-        return Description.of(parts, self.model.chunks, schedule=text)
+        return self.model._described(self.loss, text_of(self.schedule))
 
     def extra_repr(self) -> str:
         return f"schedule={title_of(self.schedule)!r}, stages={self.stages!r}"

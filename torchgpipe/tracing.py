@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.advice.watch import Watch
+from torchgpipe.describe.figures import Figures
 from torchgpipe.devices.measures import forget_peak, peak_memory
 from torchgpipe.devices.recorder import Recorder
 from torchgpipe.engine.recorded import Recording, Traceable
@@ -32,7 +33,8 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
     Run a step before the block: the first one is slower, as memory is allocated and kernels are
     loaded. On accelerators events take the times, which the host waits for at the end of the block.
     Peaks of memory count from the beginning of the block, so
-    :func:`torch.accelerator.max_memory_allocated` does, too.
+    :func:`torch.accelerator.max_memory_allocated` does, too. Afterwards ``model.describe()`` has
+    times and memory, and beside them what a plan had predicted.
 
     Args:
         model: a :class:`~torchgpipe.GPipe`, :class:`~torchgpipe.ScheduledLoss`,
@@ -67,6 +69,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
         found = {str(device): peak_memory(device) for device in devices}
         timeline.memory = {name: size for name, size in found.items() if size is not None}
         timeline.advisor = watch.end(timeline)
+        holder.figures = Figures.of(timeline) or holder.figures
 
 
 def _found(model: nn.Module) -> Any:

@@ -16,8 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The rooms from the lowest to the highest. A room imports itself and what is below it.
 LAYERS = [
-    {"_torch", "timeline", "describe"},
-    {"schedule"},
+    {"_torch", "timeline"},
+    {"schedule", "describe"},
     {"devices"},
     {"values"},
     {"autograd", "ambient"},

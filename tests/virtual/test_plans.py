@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.support.planning import Timed, by_hand, links, random_layers, run
 from tests.support.size import SOAK
-from torchgpipe import GPipe, ScheduledLoss, plan
+from torchgpipe import GPipe, ScheduledLoss, plan, trace
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.plan import ranked
 from torchgpipe.planner.search import Search, search, settings
@@ -146,6 +146,40 @@ def test_by_hand_is_what_the_search_has_simulated(devices):
     )
     time, _ = run(hand, layers, x, y, options["devices"])
     assert candidate.time == pytest.approx(time)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_prediction_beside_measurement(devices, auto):
+    """A table of the model has both, after a trace."""
+    layers, x, y, options, _ = random_case(9, devices)
+    with observe(bandwidth=links(range(8))):
+        if auto:
+            own = {"devices": options["devices"], "chunks": 4}
+            model = GPipe(layers, "auto", sample=x, **own)
+        else:
+            model = plan(layers, x, **options).best.wrap(layers)
+    gpipe = model if auto else model.model
+    found = model.describe()
+    assert found.measured is None
+    assert found.predicted > 0
+    x, y = x.to(gpipe.devices[0]), y.to(gpipe.devices[-1])
+    for _ in range(2):
+        optimizer = torch.optim.AdamW(model.parameters())
+        with observe(bandwidth=links(range(8))), trace(model):
+            loss = F.mse_loss(model(x), y) if auto else model(x, y)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    found = model.describe()
+    assert found.measured == pytest.approx(found.predicted)
+    for row in found.rows:
+        assert row.planned > 0
+        assert row.memory > 0
+    assert str(found).splitlines()[-1].startswith("step: ")
+    assert "predicted" in str(found).splitlines()[-1]
+    gpipe.chunks += 1
+    assert model.describe().predicted is None
 
 
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -170,6 +171,33 @@ def test_memory(devices):
     assert "peak MiB" in str(timeline)
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_description_after_a_trace(devices, scheduled):
+    """Times of each partition, and the memory of its device."""
+    layers = nn.Sequential(*[Kept(k + 1) for k in range(3)])
+    model = GPipe(layers, [1, 1, 1], devices=devices[:3], chunks=4, checkpoint="always")
+    wrapper = ScheduledLoss(model, lambda y: y.mean(), "zbh1") if scheduled else model
+    x = torch.rand(4, 1, device=devices[0])
+    with observe(jitter=0), trace(wrapper) as timeline:
+        for _ in range(2):
+            loss = wrapper(x) if scheduled else model(x).sum()
+            loss.backward()
+    found = wrapper.describe()
+    assert found.measured == pytest.approx(timeline.step().makespan / 1000)
+    assert [row.forward for row in found.rows] == pytest.approx([0.001, 0.002, 0.003])
+    again = [0.001, 0.002, 0.003]
+    if scheduled:
+        # The loss's stage computes nothing again that is kept anyway.
+        assert found.rows[0].recompute == pytest.approx(0.001)
+    else:
+        assert [row.recompute for row in found.rows] == pytest.approx(again)
+    # The first partition has no gradient of its input to compute.
+    assert [row.backward for row in found.rows] == pytest.approx([0.001, 0.002, 0.002])
+    memory = [timeline.memory[str(device)] for device in devices[:3]]
+    assert [row.memory for row in found.rows] == memory
+    assert "recompute ms" in str(found)
+
+
 def test_nothing_is_left_behind(devices):
     layers = nn.Sequential(Kept(1), Kept(1))
     model = GPipe(layers, [1, 1], devices=devices[:2], chunks=2)
@@ -200,6 +228,19 @@ def test_a_step_that_fails(devices):
         model(torch.rand(2, 1, device=devices[0]))
     assert {x.kind for x in timeline.spans} <= {"F", "copy"}
     assert model._stages.recording is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cells_on_the_cpu_come_one_after_another(mode):
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
+    with trace(model) as timeline:
+        model(torch.rand(8, 8)).sum().backward()
+    spans = sorted((x.start, x.end) for x in timeline.spans)
+    assert all(before[1] <= behind[0] for before, behind in pairwise(spans))
+    found = {(x.stage, x.microbatch) for x in timeline.spans if x.kind == "B"}
+    assert len(found) == 12
+    assert len({x.stream for x in timeline.spans}) == 3
 
 
 def test_only_wrapped_models():

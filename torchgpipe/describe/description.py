@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.describe.figures import Figures, Prediction, Times
 from torchgpipe.describe.tables import aligned, in_bytes
 
 __all__ = ["Description", "Row"]
@@ -35,11 +36,15 @@ class Row:
     checkpoint: str
     """The checkpoint mode."""
     forward: float | None = None
-    """Seconds, if they were measured."""
+    """Seconds of a micro-batch, after a trace."""
     backward: float | None = None
-    """Seconds, if they were measured."""
+    """Seconds of a micro-batch without its recomputation, after a trace."""
     memory: int | None = None
-    """Bytes at the peak, if they were measured."""
+    """Bytes of the device at its peak, after a trace."""
+    recompute: float | None = None
+    """Seconds of a micro-batch, after a trace, if it was computed again."""
+    planned: int | None = None
+    """Bytes of the device at its peak, as a plan had predicted."""
 
 
 class Part(NamedTuple):
@@ -96,6 +101,10 @@ class Description:
     """The name or the text of the schedule, if there is one."""
     rank: int | None = None
     """The rank of this process, if the others have partitions of their own."""
+    measured: float | None = None
+    """Seconds of the last step of a trace, if there was one."""
+    predicted: float | None = None
+    """Seconds of a step as a plan had predicted, if one has these settings."""
 
     @classmethod
     def of(
@@ -105,14 +114,36 @@ class Description:
         title: str = "partition",
         schedule: str | None = None,
         rank: int | None = None,
+        figures: Figures | None = None,
+        prediction: Prediction | None = None,
     ) -> Description:
-        """Describe partitions; the other arguments are those of the class."""
+        """Describe partitions.
+
+        Args:
+            parts: the partitions.
+            chunks: as in the class, as are the following ones.
+            title: likewise.
+            schedule: likewise.
+            rank: likewise.
+            figures: what a trace has measured.
+            prediction: what a plan had predicted for these settings.
+        """
         rows, together = [], []
         for name, layers, tensors, device, checkpoint in parts:
             own = [*tensors]
-            rows.append(Row(name, tuple(layers), *_counted(own), str(device), checkpoint))
+            row = Row(name, tuple(layers), *_counted(own), str(device), checkpoint)
+            rows.append(_with(row, figures, prediction))
             together += own
-        return cls(tuple(rows), *_counted(together), chunks, title, schedule, rank)
+        return cls(
+            tuple(rows),
+            *_counted(together),
+            chunks,
+            title,
+            schedule,
+            rank,
+            None if figures is None else figures.time / 1000,
+            None if prediction is None else prediction.time / 1000,
+        )
 
     def __str__(self) -> str:
         columns: list[tuple[str, bool, list[str | None]]] = [
@@ -123,15 +154,24 @@ class Description:
             ("device", True, [row.device for row in self.rows]),
             ("checkpoint", True, [row.checkpoint for row in self.rows]),
             ("forward ms", False, [_milliseconds(row.forward) for row in self.rows]),
+            ("recompute ms", False, [_milliseconds(row.recompute) for row in self.rows]),
             ("backward ms", False, [_milliseconds(row.backward) for row in self.rows]),
             ("memory", False, [_size(row.memory) for row in self.rows]),
+            ("planned", False, [_size(row.planned) for row in self.rows]),
         ]
         # A column of which nothing is known is left out.
         known = [column for column in columns if any(x is not None for x in column[2])]
         cells = [[title, *[x or "" for x in texts]] for title, _, texts in known]
         left = {k for k, (_, is_left, _) in enumerate(known) if is_left}
         table = [aligned([*zip(*cells)], left)] if self.rows else []
-        return "\n".join([*table, self._total()])
+        return "\n".join([*table, self._total(), *self._step()])
+
+    def _step(self) -> Iterator[str]:
+        """A line about the time of a step, if anything is known about it."""
+        known = {"measured": self.measured, "predicted": self.predicted}
+        words = [f"{_milliseconds(x)} ms {name}" for name, x in known.items() if x is not None]
+        if words:
+            yield f"step: {', '.join(words)}"
 
     def _total(self) -> str:
         count = sum(len(row.layers) for row in self.rows)
@@ -146,6 +186,23 @@ class Description:
             f"total: {count} layer{'' if count == 1 else 's'}, {self.parameters:,} parameters, "
             f"{in_bytes(self.bytes)}, {text}"
         )
+
+
+def _with(row: Row, figures: Figures | None, prediction: Prediction | None) -> Row:
+    """A row with the figures of its partition, or of its device if it has no number."""
+    if prediction is not None:
+        row = replace(row, planned=prediction.memory.get(row.device))
+    if figures is None:
+        return row
+    times = (
+        figures.places.get(row.device) if row.name is None else figures.stages.get(int(row.name))
+    )
+    found = times or Times()
+    forward, recompute, backward = (
+        None if x is None else x / 1000 for x in (found.forward, found.recompute, found.backward)
+    )
+    memory = figures.memory.get(row.device)
+    return replace(row, forward=forward, recompute=recompute, backward=backward, memory=memory)
 
 
 def shortened(names: Sequence[str]) -> str:

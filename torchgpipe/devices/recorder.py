@@ -54,6 +54,8 @@ class Mark:
     starts: list[tuple[AbstractStream, torch.Event | float]] = field(default_factory=list)
     end: torch.Event | float | None = None
     issued: torch.Event | None = None
+    #: Whether no later end counts.
+    is_over: bool = False
 
 
 class Times:

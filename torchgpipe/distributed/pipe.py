@@ -249,7 +249,7 @@ class Pipe(Settings, nn.Module):
             for j in self.stages
         ]
         text, rank = text_of(self._schedule), self._peers.rank
-        return Description.of(parts, self.chunks, "stage", text, rank)
+        return Description.of(parts, self.chunks, "stage", text, rank, self._crew.stages.figures)
 
     def extra_repr(self) -> str:
         schedule = title_of(self._schedule)

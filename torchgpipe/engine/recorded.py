@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchgpipe.autograd.sequence import number_of
+from torchgpipe.describe.figures import Figures
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
-from torchgpipe.devices.streams import AbstractStream
+from torchgpipe.devices.streams import AbstractStream, has_streams
 from torchgpipe.recompute.phase import is_recomputing
 
 __all__: list[str] = []
@@ -31,6 +32,8 @@ class Holder(Protocol):
     """An object that lasts from step to step, and is asked in each whether to record it."""
 
     recording: Recording | None
+    #: The figures of the last step that was recorded.
+    figures: Figures | None
 
 
 @runtime_checkable
@@ -50,6 +53,8 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        #: The backward that is under way where there are no streams.
+        self._running: Mark | None = None
 
     def begin_step(self) -> None:
         """Take note that another step begins."""
@@ -79,7 +84,9 @@ class Recording:
         **more: Any,
     ) -> Any:
         if is_recomputing():
-            again = self.recorder.begin(mark("R"))
+            again = mark("R")
+            self._leave(again)
+            self.recorder.begin(again)
             try:
                 # The second run may be cut short, by an exception.
                 return run(value, **more)
@@ -141,11 +148,28 @@ class Recording:
         # A cell with several outputs begins with the first gradient. Another backward of the same
         # graph is not recorded.
         if not mark.starts:
+            self._leave(mark)
             self.recorder.begin(mark, *others)
+            if not has_streams(mark.stream.device):
+                self._running = mark
 
     def _end(self, mark: Mark, *_: Any) -> None:
-        if mark.starts:
+        if mark.starts and not mark.is_over:
             self.recorder.end(mark)
+
+    def _leave(self, mark: Mark) -> None:
+        """End the backward that was under way when another cell begins.
+
+        On the CPU, autograd computes one cell after another, and comes to the node before the input
+        of a cell much later.
+        """
+        running = self._running
+        if running is None or (running.stage, running.microbatch) == (mark.stage, mark.microbatch):
+            return
+        self._running = None
+        if not has_streams(mark.stream.device):
+            self.recorder.end(running)
+            running.is_over = True
 
 
 def _nodes(tensors: Iterable[Tensor]) -> set[Node]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.copy import copy
+from torchgpipe.describe.figures import Figures, Prediction
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.recorded import Recording
@@ -78,3 +79,7 @@ class Stages:
         self.learned: Learned = WeakKeyDictionary()
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
+        #: The figures of the last step that was traced.
+        self.figures: Figures | None = None
+        #: The figures that a plan had for a step.
+        self.prediction: Prediction | None = None

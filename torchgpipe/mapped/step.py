@@ -18,6 +18,7 @@ from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.autograd.ends import between
 from torchgpipe.autograd.fork_join import needs_backward
+from torchgpipe.describe.figures import Figures
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import (
     AbstractStream,
@@ -69,6 +70,8 @@ class Lasting:
         self.learned: Learned = WeakKeyDictionary()
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
+        #: The figures of the last step that was traced.
+        self.figures: Figures | None = None
 
 
 class MappedStep:

@@ -73,9 +73,10 @@ class Candidate:
             checkpoint=self.checkpoint,
         )
         loss = loss or self._loss
-        if self.schedule is None or loss is None:
-            return model
-        return ScheduledLoss(model, loss, self.schedule)
+        name = self.schedule if loss is not None else None
+        if name == self.schedule:
+            model._predict(self.time, self.memory, name)
+        return model if name is None or loss is None else ScheduledLoss(model, loss, name)
 
     def _row(self) -> list[str]:
         fullest = max(self.memory.values())

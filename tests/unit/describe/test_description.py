@@ -1,5 +1,6 @@
 """A wrapped model as a table, and the first line of its repr()."""
 
+import copy
 import dataclasses
 from collections import OrderedDict
 from functools import partial
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support.helpers import linears
-from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, trace
 from torchgpipe.describe.description import Description, Row, shortened
 from torchgpipe.schedule import interleaved, one_f_one_b
 
@@ -88,6 +89,63 @@ def test_times_and_memory_make_columns():
         "  8 B  cpu     never          500.000",
         "16 B, chunks: 2",
     ]
+    row = Row("0", ("a",), 2, 8, "cpu", "always", 0.001, 0.002, 2048, 0.001, 1024)
+    shown = Description((row,), 2, 8, 2, measured=0.004, predicted=0.003)
+    assert str(shown).split("\n")[0].endswith("  recompute ms  backward ms   memory  planned")
+    assert str(shown).split("\n")[1].endswith("         1.000        2.000  2.0 KiB  1.0 KiB")
+    assert str(shown).split("\n")[-1] == "step: 4.000 ms measured, 3.000 ms predicted"
+
+
+def test_after_a_trace():
+    x = torch.rand(8, 3)
+    model = wrap(chunks=4, checkpoint=["always", "never"])
+    before = model.describe()
+    with trace(model):
+        model(x).sum().backward()
+    found = model.describe()
+    assert before.measured is None
+    assert found.measured > 0
+    assert all(row.forward > 0 and row.backward > 0 for row in found.rows)
+    assert [row.recompute is not None for row in found.rows] == [True, False]
+    # Nobody counts the memory of the CPU.
+    assert [row.memory for row in found.rows] == [None] * 2
+    with trace(model):
+        pass
+    assert model.describe() == found
+    with trace(model), torch.no_grad():
+        model(x)
+    assert [row.backward for row in model.describe().rows] == [None] * 2
+    # Copies have no figures.
+    assert copy.deepcopy(model).describe().measured is None
+
+
+def test_device_map_after_a_trace():
+    module = nn.Sequential(linears(3, 3, 3), nn.Linear(3, 1))
+    model = MappedGPipe(module, {"0": "cpu", "1": "cpu"}, chunks=4)
+    with trace(model):
+        model(torch.rand(8, 3)).sum().backward()
+    (row,) = model.describe().rows
+    assert row.forward > 0
+    assert row.backward > 0
+
+
+def test_a_prediction_is_shown_for_its_settings():
+    model = GPipe(linears(3, 4, 5, 2), [2, 1], devices=["cpu", "meta"], chunks=2)
+    model._predict(2.0, {torch.device("cpu"): 4096})
+    assert lines(model)[-1] == "step: 2.000 ms predicted"
+    assert lines(model)[1].endswith("except_last  4.0 KiB")
+    model.chunks = 4
+    assert model.describe().predicted is None
+    model.chunks = 2
+    training = ScheduledLoss(model, F.mse_loss, "1f1b")
+    assert training.describe().predicted is None
+    model._predict(1.0, {}, "1f1b")
+    assert training.describe().predicted == 0.001
+    assert model.describe().predicted is None
+    # Partitions on the CPU compute one after another, as no plan knows.
+    model = wrap()
+    model._predict(2.0, {})
+    assert model.describe().predicted is None
 
 
 def test_scheduled_loss():
