@@ -11,7 +11,7 @@ TESTS = UNIT.parent
 PACKAGE = Path(torchgpipe.__file__).parent
 
 #: About the package as a whole.
-OF_ALL = {"test_documents", "test_layout", "test_prose", "test_rooms"}
+OF_ALL = {"test_documents", "test_layout", "test_prose", "test_reference", "test_rooms"}
 
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
