@@ -25,6 +25,7 @@ NAMES = (
     "render",
     "schedules",
     "speed",
+    "tracing",
     "transparency",
     "varying",
 )

@@ -11,6 +11,8 @@ runs last, so the graph of the cell is searched for it.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchgpipe.autograd.sequence import number_of
+from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.describe.figures import Figures
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
 from torchgpipe.devices.streams import AbstractStream, has_streams
@@ -95,6 +97,7 @@ class Recording:
         # The layers let go of their input, so it is not kept here.
         before = {x.grad_fn for x in tensors(value) if x.requires_grad}
         forward = self.recorder.begin(mark("F"))
+        number = next_number()
         output = run(value, **more)
         self.recorder.end(forward)
         behind = _nodes(tensors(output))
@@ -107,7 +110,7 @@ class Recording:
                 if entrance is not None:
                     entrance.register_prehook(partial(self._end, backward))
             if not before or None in before:
-                _first(behind).register_hook(partial(self._end, backward))
+                _first(behind, number).register_hook(partial(self._end, backward))
         return output
 
     def copying(
@@ -177,13 +180,28 @@ def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
     return {x.grad_fn for x in tensors if x.grad_fn is not None}
 
 
-def _first(nodes: set[Node]) -> Node:
-    """The node that was recorded first, of all that lead to some nodes."""
+def _first(nodes: set[Node], number: int) -> Node:
+    """The node that was recorded first, of all that lead to some nodes.
+
+    A search that goes on from the lowest number is there soon: where layers add to a sum, it goes
+    along the sum.
+
+    Args:
+        nodes: the nodes.
+        number: the number of the first node, unless nothing leads from that one to these.
+    """
+    count = itertools.count()
+    waiting = [(number_of(x), next(count), x) for x in nodes]
+    heapq.heapify(waiting)
     found = {*nodes}
-    waiting = [*nodes]
+    first = waiting[0]
     while waiting:
-        above = {x for x, _ in waiting.pop().next_functions if x is not None} - found
-        found |= above
-        waiting += above
-    # The nodes of leaves have no order.
-    return min((x for x in found if x.next_functions), key=number_of, default=min(nodes, key=id))
+        entry = heapq.heappop(waiting)
+        first = min(first, entry)
+        if first[0] == number:
+            break
+        for above, _ in entry[2].next_functions:
+            if above is not None and above not in found:
+                found.add(above)
+                heapq.heappush(waiting, (number_of(above), next(count), above))
+    return first[2]
