@@ -5,11 +5,11 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/.all
 
-.PHONY: demo test soak matrix coverage check lint format types hooks dist clean
+.PHONY: demo test docs soak matrix coverage check lint format types hooks dist clean
 
-demo: $(venv)/.demo  ## Train two models on handwritten digits, wrapped and unwrapped; draw timelines.
+demo: $(venv)/.demo  ## Train two models on handwritten digits, wrapped and unwrapped, and draw timelines.
 	$(python) -m examples.digits
-	$(python) -m examples.timelines
+	$(python) -m examples.pictures
 
 test: $(installed)  ## Run the tests, in processes side by side.
 	@$(python) tools/run_tests.py
@@ -37,6 +37,10 @@ format: $(installed)
 
 types: $(installed)
 	$(venv)/bin/mypy
+
+docs: $(venv)/.docs  ## Build the documentation site in build/docs, and check its links.
+	$(python) -m sphinx -q -W --keep-going -b html docs build/docs
+	$(python) tools/check_site.py build/docs
 
 hooks: $(installed)  ## Make git run the checks before each commit.
 	$(venv)/bin/pre-commit install

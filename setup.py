@@ -19,6 +19,8 @@ check = ["mypy", "pre-commit", "ruff"]
 # Not among all either: only `make coverage` and `make dist` use them.
 coverage = ["coverage[toml]"]
 dist = ["build", "twine"]
+# Neither are those of `make docs`.
+docs = ["furo", "myst-parser", "sphinx"]
 
 setup(
     name="torchgpipe",
@@ -54,6 +56,7 @@ setup(
         "check": check,
         "coverage": coverage,
         "dist": dist,
+        "docs": docs,
         "all": benchmarks + demo + examples + test + check,
     },
 )

@@ -3,7 +3,6 @@
 Each model is an nn.Sequential over four partitions, which sit on the accelerators of this machine,
 or on the CPU if it has none. The same model without GPipe starts from the same weights and sees the
 same batches, so the two losses have to be equal, up to rounding, from the first step to the last.
-At the end there is a picture of a step: which device computed which micro-batch when.
 
     python -m examples.digits
     python -m examples.digits --epochs 30 --chunks 4 --checkpoint always
@@ -15,7 +14,6 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ from tqdm import tqdm
 
 from examples.options import CHECKPOINT, at_least
 from examples.places import places
-from torchgpipe import GPipe, Timeline, trace
+from torchgpipe import GPipe
 from torchgpipe.balance import balance_by_time
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
@@ -149,8 +147,6 @@ class Result(NamedTuple):
     """The mean loss of each epoch, with GPipe."""
     accuracy: float
     """The accuracy on images that the model was not trained on, in percent, with GPipe."""
-    timeline: Timeline
-    """The times of a step with GPipe."""
 
     def is_right(self) -> bool:
         """Whether the model trained as it should."""
@@ -210,9 +206,7 @@ def train(name: str, make: Callable[[], nn.Sequential], options: argparse.Namesp
             print(f"{epoch:5}  {loss:9.6f}  {reference:9.6f}  {loss - reference:10.1e}")
     reached = accuracy(model, test_x, test_y)
     print(f"largest difference of any step {largest:.1e}, test accuracy {reached:.2f} %")
-    with trace(model) as timeline:
-        step(model, optimizers[0], x[:BATCH], y[:BATCH])
-    return Result(largest, [loss for _, loss, _ in lines], reached, timeline)
+    return Result(largest, [loss for _, loss, _ in lines], reached)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -230,7 +224,6 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="threads of an operator on the CPU; small operators need no more",
     )
-    parser.add_argument("--folder", type=Path, default=Path("build/demo"), help="of the picture")
     return parser
 
 
@@ -242,10 +235,6 @@ def main(arguments: list[str] | None = None) -> int:
         train("U-Net", unet, options),
         train("transformer", transformer, options),
     ]
-    timeline, picture = results[-1].timeline, options.folder / "step.svg"
-    options.folder.mkdir(parents=True, exist_ok=True)
-    timeline.svg(picture)
-    print(f"\nOne more step of the transformer:\n\n{timeline}\n\nits picture: {picture}")
     if all(result.is_right() for result in results):
         print("\nBoth trained as without GPipe: equal losses within 1e-4, and above 97 % accuracy.")
         return 0

@@ -81,8 +81,10 @@ class ScheduledLoss(nn.Module):
     Keyword Args:
         outputs: whether the call returns ``(loss, output)``, where the output has no gradient.
         stages: how stages compute: ``'eager'``, by their layers and autograd, or ``'graph'``, by FX
-            graphs that are traced in the first step. A graph does what the layers do to tensors,
-            and nothing else; a stage that cannot be one is eager, and a warning says why.
+            graphs. A stage is traced on each kind of micro-batch when that comes for the second
+            time. A graph does what the layers do to tensors, and nothing else; a stage that cannot
+            be one is eager, and a warning says why. While a stage is traced, its parameters are
+            others, so nothing else may use the layers then, as a thread that evaluates them.
         compile: the backend of :func:`torch.compile` for each part of a graph, such as
             ``'inductor'``; without it, operators run one by one.
         recompute: what checkpointed cells compute again: ``'everything'``, and keep their inputs,
@@ -128,25 +130,11 @@ class ScheduledLoss(nn.Module):
                 "loss must be a function of an output and its targets "
                 f"(loss: {type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
             )
-        if stages not in ("eager", "graph"):
-            raise ValueError(
-                f"stages must be 'eager' or 'graph' (stages: {stages!r}); use 'graph' to trace "
-                "each stage once"
-            )
+        _verify_stages(stages, compile, recompute)
         self.model = model
         self.loss = loss
         self.outputs = outputs
         self.scaler = scaler
-        if compile is not None and stages != "graph":
-            raise ValueError(
-                "only graphs are compiled part by part (compile: "
-                f"{compile!r}, stages: {stages!r}); pass stages='graph', or compile the layers"
-            )
-        if recompute not in CHOICES or (recompute != "everything" and stages != "graph"):
-            raise ValueError(
-                f"recompute must be one of {[*CHOICES]}, of which eager stages have the first "
-                f"(recompute: {recompute!r}, stages: {stages!r}); pass stages='graph'"
-            )
         self.stages, self.backend, self.recompute = stages, compile, recompute
         self.training = model.training
         self._prepare()
@@ -207,7 +195,8 @@ class ScheduledLoss(nn.Module):
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
         """Count what each stage costs, from its graph, without running a step.
 
-        The stages are traced, and a step of the same shapes uses the same graphs.
+        The stages are traced, and a step of the same shapes uses the same graphs. If a layer keeps
+        something outside of all modules, such as a table in a cache, run a step before.
 
         Args:
             input: an input as for a step; its values do not matter.
@@ -316,8 +305,10 @@ class ScheduledLoss(nn.Module):
 
     def _crew_of(self, model: GPipe) -> Crew:
         crew = self.__dict__["_crew"]
-        if crew is None or crew.stages is not model._stages or crew.loss is not self.loss:
-            # The model makes its stages anew in a child process, and a user may replace the loss.
+        # The model makes its stages anew in a child process, and a user may replace the others.
+        basis = model._stages, self.loss, self.stages, self.backend, self.recompute
+        if crew is None or not all(a is b for a, b in zip(crew.basis, basis)):
+            _verify_stages(self.stages, self.backend, self.recompute)
             modules: list[list[nn.Module]] = [[x] for x in model.partitions]
             if isinstance(self.loss, nn.Module):
                 modules[-1].append(self.loss)
@@ -334,7 +325,7 @@ class ScheduledLoss(nn.Module):
                         for j, (x, y) in enumerate(zip(modules, others))
                     ]
                 )
-            crew = self.__dict__["_crew"] = Crew(model._stages, cells, self.loss)
+            crew = self.__dict__["_crew"] = Crew(model._stages, cells, basis)
         found: Crew = crew
         return found
 
@@ -365,3 +356,26 @@ class ScheduledLoss(nn.Module):
                 "ScheduledLoss(..., scaler=scaler), or use bfloat16"
             )
         return None
+
+
+def _verify_stages(stages: str, compile: Any, recompute: str) -> None:
+    """Check how stages compute.
+
+    Raises:
+        ValueError: there is no such way, or the choices do not go together.
+    """
+    if stages not in ("eager", "graph"):
+        raise ValueError(
+            f"stages must be 'eager' or 'graph' (stages: {stages!r}); use 'graph' to trace "
+            "each stage once"
+        )
+    if compile is not None and stages != "graph":
+        raise ValueError(
+            "only graphs are compiled part by part (compile: "
+            f"{compile!r}, stages: {stages!r}); pass stages='graph', or compile the layers"
+        )
+    if recompute not in CHOICES or (recompute != "everything" and stages != "graph"):
+        raise ValueError(
+            f"recompute must be one of {[*CHOICES]}, of which eager stages have the first "
+            f"(recompute: {recompute!r}, stages: {stages!r}); pass stages='graph'"
+        )

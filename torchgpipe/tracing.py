@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import nn
 
+from torchgpipe.advice.watch import Watch
 from torchgpipe.describe.figures import Figures
 from torchgpipe.devices.measures import forget_peak, peak_memory
 from torchgpipe.devices.recorder import Recorder
-from torchgpipe.engine.recorded import Holder, Recording, Traceable
+from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ["trace"]
@@ -47,7 +48,8 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
         TypeError: no such model is there.
         RuntimeError: the model is being traced already.
     """
-    holder, devices = _found(model)
+    wrapper = _found(model)
+    holder, devices = wrapper._traced()
     if holder.recording is not None:
         raise RuntimeError(
             "a model is traced once at a time (model: traced already); end the other trace before"
@@ -55,24 +57,27 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
     for device in dict.fromkeys(devices):
         forget_peak(device)
     recording = Recording(Recorder(devices))
+    watch = Watch(wrapper, recording.recorder)
     timeline = Timeline([])
     holder.recording = recording
     try:
         yield timeline
     finally:
         holder.recording = None
+        watch.stop()
         timeline.spans = recording.recorder.spans()
         found = {str(device): peak_memory(device) for device in devices}
         timeline.memory = {name: size for name, size in found.items() if size is not None}
+        timeline.advisor = watch.end(timeline)
         holder.figures = Figures.of(timeline) or holder.figures
 
 
-def _found(model: nn.Module) -> tuple[Holder, Sequence[torch.device]]:
-    """The object that holds the recording of a model, and its devices."""
+def _found(model: nn.Module) -> Any:
+    """The wrapper in a model."""
     if isinstance(model, nn.Module):
         for module in model.modules():
             if isinstance(module, Traceable):
-                return module._traced()
+                return module
     raise TypeError(
         "only a wrapped model can be traced, or a module that has one (model: "
         f"{type(model).__name__}); wrap it first, as in GPipe(layers, balance)"

@@ -21,15 +21,10 @@ def tiny(monkeypatch):
     monkeypatch.setattr(digits, "balance_by_time", balance)
 
 
-def test_digits(capsys, tmp_path):
-    folder = tmp_path / "pictures"
-    status = digits.main(["--epochs", "1", "--checkpoint", "always", "--folder", str(folder)])
+def test_digits(capsys):
+    status = digits.main(["--epochs", "1", "--checkpoint", "always"])
     assert status == 1, "one epoch is not enough for 97 %"
-    printed = capsys.readouterr().out
-    assert "Not as it should be" in printed
-    assert "recompute" in printed
-    assert "bubble" in printed
-    assert (folder / "step.svg").read_text("utf-8").startswith("<svg")
+    assert "Not as it should be" in capsys.readouterr().out
 
 
 def test_losses_are_equal():

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -54,15 +55,15 @@ def test_the_guide_prints_what_it_says(capsys):
     assert len(first) <= 20
 
 
-def test_the_pictures_of_the_guide_are_up_to_date(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs/schedules")
-    import draw
-
-    monkeypatch.delitem(sys.modules, "draw")
-    draw.draw(tmp_path)
+@pytest.mark.parametrize(("folder", "page"), [("schedules", "schedule"), ("timelines", "see")])
+def test_the_pictures_of_the_guide_are_up_to_date(folder, page, tmp_path, monkeypatch):
+    docs = ROOT / "docs"
+    file = docs / folder / "draw.py"
+    runpy.run_path(str(file))["draw"](tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {path.name for path in (ROOT / "docs/schedules").glob("*.svg")}
-    assert made == {*re.findall(r"\.\. image:: schedules/(\S+)", GUIDE.read_text("utf-8"))}
+    assert made == {path.name for path in (docs / folder).glob("*.svg")}
+    text = (docs / f"{page}.rst").read_text("utf-8")
+    assert made == {*re.findall(rf"\.\. image:: {folder}/(\S+)", text)}
     for name in made:
-        kept = (ROOT / "docs/schedules" / name).read_text("utf-8")
-        assert (tmp_path / name).read_text("utf-8") == kept, "run docs/schedules/draw.py"
+        kept = (docs / folder / name).read_text("utf-8")
+        assert (tmp_path / name).read_text("utf-8") == kept, f"run docs/{folder}/draw.py"

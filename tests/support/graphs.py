@@ -10,7 +10,7 @@ from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
 from torchgpipe.graphs.recompute import CHOICES
-from torchgpipe.graphs.trace import trace
+from torchgpipe.graphs.trace import chosen, trace
 from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import flatten
@@ -25,7 +25,8 @@ def traced(layers, x, *, recorded=True, roots=None):
         return Batch(layers(batch.value)), flatten((None, None))
 
     batch = Batch(x)
-    joint, form = trace(places, run, batch, (), weights, recorded=recorded, roots=roots)
+    own = chosen(places.read(), weights)
+    joint, form = trace(places, run, batch, (), own, recorded=recorded, roots=roots)
     return SimpleNamespace(joint=joint, form=form, places=places, weights=weights, batch=batch)
 
 

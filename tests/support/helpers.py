@@ -98,6 +98,14 @@ def same_gradients(a, b):
         torch.testing.assert_close(p.grad, q.grad)
 
 
+def assert_graphs(training):
+    """Check that each stage has been traced, and that no cell had a reason to stay eager."""
+    assert training.graphs
+    for graphs in training.graphs:
+        assert graphs.last is not None
+        assert not graphs.reasons
+
+
 def assert_no_races(seen):
     """Check that no two streams used the same memory without an order."""
     assert not seen.races, "\n".join(map(str, seen.races[:3]))

@@ -11,7 +11,7 @@ TESTS = UNIT.parent
 PACKAGE = Path(torchgpipe.__file__).parent
 
 #: About the package as a whole.
-OF_ALL = {"test_documents", "test_layout", "test_prose", "test_rooms"}
+OF_ALL = {"test_documents", "test_layout", "test_prose", "test_reference", "test_rooms"}
 
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
@@ -29,9 +29,12 @@ ELSEWHERE = {
     "distributed": "distributed",
     "_torch/pipelining": "distributed/test_canaries.py",
     "_torch/graphs": "unit/graphs/test_effects.py",
+    "graphs/settings": "unit/graphs/test_stage.py",
+    "graphs/state": "unit/graphs/test_stage.py",
+    "graphs/traced": "behaviour/test_graph_changes.py",
     "graphs/cell": "behaviour/test_graph_stages.py",
     "executor/executor": "virtual/test_schedules.py",
-    "executor/lanes": "virtual/test_graph_overlaps.py",
+    "executor/interleaving": "virtual/test_graph_overlaps.py",
     "executor/links": "virtual/test_schedules.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",
     "mapped/numbers": "virtual/test_mapped_code.py",
@@ -51,6 +54,11 @@ ELSEWHERE = {
     "testing/report": "virtual/test_races.py",
     "testing/settings": "virtual/test_clock.py",
     "timeline/perfetto": "virtual/test_clock.py",
+    "advice/advisor": "virtual/test_advice.py",
+    "advice/layers": "virtual/test_advice.py",
+    "advice/setting": "virtual/test_advice.py",
+    "advice/tries": "virtual/test_advice.py",
+    "advice/watch": "virtual/test_advice.py",
     "planner/links": "virtual/test_plans.py",
     "planner/look": "virtual/test_plans.py",
     "planner/memory": "virtual/test_plans.py",

@@ -28,7 +28,8 @@ LAYERS = [
     {"graphs", "planner"},
     {"gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed"},
-    {"tracing", "plans"},
+    {"plans", "advice"},
+    {"tracing"},
     {""},
 ]
 

@@ -15,6 +15,7 @@ TESTS = {
         "autocast": ("behaviour.test_graph_stages", "layers_that_leave_autocast", {}),
         "numbers": ("behaviour.test_graph_stages", "bits", {"name": "1f1b", "case": "dropout"}),
         "overlaps": ("virtual.test_graph_overlaps", "host_that_stumbles", {}),
+        "message": ("virtual.test_graph_overlaps", "changes_in_place_around_a_message", {}),
         "pairs": ("virtual.test_graph_overlaps", "pairs_of_forwards_and_of_backwards", {}),
         "time": ("virtual.test_graph_overlaps", "forward_beside_backward", {}),
         "numbers side by side": (
@@ -36,12 +37,13 @@ MUTANTS = {
     "arithmetic takes turns": (DROP, "graph time"),
     "communication after what it sends": (DROP, "graph overlaps"),
     "recording what is communicated": (DROP, "graph overlaps"),
+    "changes in place around a message": (DROP, "graph message"),
     "waiting for communication": (DROP, "graph overlaps"),
     "recording the result of communication": (DROP, "graph overlaps"),
     "random numbers of an overlap": (
         ("if work.is_random", "if False"),
         "graph numbers side by side",
     ),
-    "layers that keep what they have made": (("= True", "= False"), "graph kept"),
+    "layers that keep what they have made": (("entry.has_run", "True"), "graph kept"),
     "random numbers of a graph": (("numbers.restored()", "nullcontext()"), "graph numbers"),
 }

@@ -122,6 +122,24 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
+class Changing(nn.Module):
+    """A layer that changes what it has sent in place, and reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.exchange = nn.Linear(WIDTH, WIDTH), Exchange(1.0, 1.0)
+
+    def forward(self, x):
+        x = self.layer(x)
+        y = self.exchange(x)
+        x.add_(1)
+        return x + y
+
+
+def test_changes_in_place_around_a_message(devices):
+    train(training_of(devices[:2], pairs(2, 4), 4, layer=lambda _: Changing()), (None, *SEEDS))
+
+
 @pytest.mark.parametrize("kind", ["pairs", "dualpipe_v"])
 def test_random_numbers(devices, kind):
     """Each micro-batch draws its own numbers, whatever runs beside it."""

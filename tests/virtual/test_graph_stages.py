@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_graphs, assert_no_races
 from tests.support.schedules import CASES, NAMES, V, compare, workers_of
 from tests.support.size import SOAK
 from tests.virtual.test_schedule_races import train
@@ -27,7 +27,7 @@ def test_gradients_and_buffers(devices, case, name, mode):
     with observe(jitter=0) as seen:
         training = compare(CASES[case](), name, devices, mode, stages="graph")
     assert_no_races(seen)
-    assert not any(x.reasons for x in training.graphs)
+    assert_graphs(training)
 
 
 @pytest.mark.parametrize("copy", [0, 0.25])
@@ -39,7 +39,7 @@ def test_makespan(devices, name, mode, copy):
     training.stages = "graph"
     found = makespans(training, copy=copy)
     assert found == pytest.approx([expected(training, costs_of(copy=copy))] * len(found))
-    assert not any(x.reasons for x in training.graphs)
+    assert_graphs(training)
 
 
 @pytest.mark.parametrize("mode", MODES)

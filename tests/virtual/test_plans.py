@@ -54,7 +54,8 @@ def planned(layers, x, options, **more):
 def test_prediction_is_what_is_measured(devices, seed):
     layers, x, y, options, share = random_case(seed, devices)
     free = planned(layers, x, options).best
-    plans = planned(layers, x, options, memory=share * max(free.memory.values()))
+    limit = share * max(free.memory.values())
+    plans = planned(layers, x, options, memory=limit)
     if not plans.candidates:
         with pytest.raises(ValueError, match="too much by"):
             assert plans.best
@@ -63,6 +64,7 @@ def test_prediction_is_what_is_measured(devices, seed):
     time, memory = run(best.wrap, layers, x, y, options["devices"])
     assert best.time == pytest.approx(time)
     assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=0.1)
+    assert max(memory.values()) <= limit
 
 
 @pytest.mark.skipif(not SOAK, reason="thousands of simulations")

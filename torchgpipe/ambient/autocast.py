@@ -5,6 +5,8 @@ Autocast casts a weight once, and keeps the result until the outermost of its bl
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from torchgpipe.ambient.context import Modes, autocast_nesting
@@ -29,17 +31,35 @@ def is_within_float16() -> bool:
     return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
-class without_autocast:
-    """Compute without autocast within a ``with`` block, as backward outside of its blocks does."""
+class with_autocast:
+    """Compute under autocast, for some types of device alone, within a ``with`` block.
+
+    Args:
+        kinds: the types of device.
+    """
+
+    def __init__(self, kinds: Collection[str]) -> None:
+        self.kinds = kinds
 
     def __enter__(self) -> None:
-        self.enabled = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
-        for kind in self.enabled:
-            torch.set_autocast_enabled(kind, False)
+        self.other = [
+            kind
+            for kind in device_types()
+            if torch.is_autocast_enabled(kind) != (kind in self.kinds)
+        ]
+        for kind in self.other:
+            torch.set_autocast_enabled(kind, kind in self.kinds)
 
     def __exit__(self, *_: object) -> None:
-        for kind in self.enabled:
-            torch.set_autocast_enabled(kind, True)
+        for kind in self.other:
+            torch.set_autocast_enabled(kind, kind not in self.kinds)
+
+
+class without_autocast(with_autocast):
+    """Compute without autocast within a ``with`` block, as backward outside of its blocks does."""
+
+    def __init__(self) -> None:
+        super().__init__(())
 
 
 class own_casts:

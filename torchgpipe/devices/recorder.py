@@ -58,6 +58,22 @@ class Mark:
     is_over: bool = False
 
 
+class Times:
+    """The times around a piece of work that is no cell, on one stream.
+
+    Args:
+        stream: the stream.
+    """
+
+    def __init__(self, stream: AbstractStream) -> None:
+        self.stream = stream
+        self.start = self.stop = _timed(stream)
+
+    def end(self) -> None:
+        """Take the time behind the work."""
+        self.stop = _timed(self.stream)
+
+
 class Recorder:
     """The marks of some steps.
 
@@ -107,6 +123,14 @@ class Recorder:
     def end(self, mark: Mark) -> None:
         """Take the time behind a piece of work; of several calls the last one counts."""
         mark.end = _timed(mark.stream)
+
+    def before(self, stream: AbstractStream) -> Times:
+        """Take the time before a piece of work that is no cell."""
+        return Times(stream)
+
+    def between(self, times: Times) -> float:
+        """The milliseconds that such a piece of work took, once the devices are done."""
+        return self._time(times.stream, times.stop) - self._time(times.stream, times.start)
 
     def spans(self) -> list[Span]:
         """Wait for the devices, and return what was recorded, in the order it was issued."""

@@ -30,7 +30,7 @@ from torchgpipe.autograd.phony import get_phony
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.criterion import Criterion
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import Batch
@@ -60,12 +60,12 @@ class Work:
         """Compute it."""
         raise NotImplementedError
 
-    def beside(self, other: Work, lanes: Lanes) -> tuple[Any, Any] | None:
+    def beside(self, other: Work, streams: Interleaving) -> tuple[Any, Any] | None:
         """Compute it and another one, interleaved; None if there is nothing to be gained.
 
         Args:
             other: the other one.
-            lanes: the streams of both.
+            streams: the streams of both.
         """
         raise NotImplementedError
 
@@ -215,17 +215,16 @@ class Cell:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
+#: Makes a cell; the arguments are those of :class:`Cell`.
+NewCell = Callable[[Step, int, int, AbstractStream, Sequence[Tensor]], Cell]
+
+
 class Cells:
-    """A step's way to make its cells: these are the eager ones."""
+    """The kind of cells that steps have: these are the eager ones."""
 
-    def begin(self, step: Step) -> None:
-        """Prepare for a step."""
-
-    def new(
-        self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
-    ) -> Cell:
-        """Make a cell; the arguments are those of :class:`Cell`."""
-        return Cell(step, i, j, stream, weights)
+    def begin(self) -> NewCell:
+        """Begin a step, and return what makes its cells."""
+        return Cell
 
 
 def _by_part(

@@ -64,11 +64,13 @@ class Crew:
     Args:
         stages: the stages of the wrapper.
         cells: how cells are made; eager ones by default.
-        loss: the loss that they are made for.
+        basis: what the caller has made them from.
     """
 
-    def __init__(self, stages: Stages, cells: Cells | None = None, loss: Any = None) -> None:
-        self.stages, self.loss = stages, loss
+    def __init__(
+        self, stages: Stages, cells: Cells | None = None, basis: Sequence[Any] = ()
+    ) -> None:
+        self.stages, self.basis = stages, basis
         self.cells = cells or Cells()
         self.streams = Streams()
         self.workers = Workers(stages.devices)
@@ -110,7 +112,7 @@ class Executor:
             {j for j, _ in plan.again},
             criterion.loss if isinstance(criterion.loss, nn.Module) else None,
         )
-        crew.cells.begin(self.step)
+        self.new_cell = crew.cells.begin()
         recording = stages.recording
         #: Takes the times of instructions, while somebody traces the model.
         self.recorder = None if recording is None else recording.recorder
@@ -264,8 +266,8 @@ class Executor:
                 waiting[k] = work
         found: Sequence[Any] | None = None
         if len(waiting) == 2:
-            lanes = self.links.lanes(w, (streams[0], streams[1]))
-            found = go_on(0, partial(waiting[0].beside, waiting[1], lanes))
+            both = self.links.interleaving(w, (streams[0], streams[1]))
+            found = go_on(0, partial(waiting[0].beside, waiting[1], both))
         results = dict(zip(waiting, found)) if found is not None else {}
         # In reverse, so that the blocks that both have entered are left in order.
         for k in reversed(waiting):
@@ -283,7 +285,7 @@ class Executor:
         if body.visited:
             run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
         last = j + 1 == len(self.stages.partitions)
-        cell = self.crew.cells.new(self.step, i, j, stream, self.weights[j])
+        cell = self.new_cell(self.step, i, j, stream, self.weights[j])
         within = noted(self.where(w, op))
         with self.crew.draws.of(i, j):
             output = yield from _done(

@@ -36,7 +36,7 @@ from torchgpipe.devices.streams import (
     wait_for,
     wait_stream,
 )
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.values.structure import NoChunk
@@ -158,9 +158,9 @@ class Links:
         found = [(j, k) for j, k in pairs if self._placement[j] != self._placement[k]]
         return [*found, *((k, j) for j, k in found)]
 
-    def lanes(self, w: int, streams: tuple[AbstractStream, AbstractStream]) -> Lanes:
+    def interleaving(self, w: int, streams: tuple[AbstractStream, AbstractStream]) -> Interleaving:
         """The streams of an overlap of a worker."""
-        return Lanes(streams, self._beside[w])
+        return Interleaving(streams, self._beside[w])
 
     def send(self, tensors: Sequence[Tensor | None], source: int, target: int, i: int) -> Sent:
         """Send tensors of a micro-batch from one stage to another.

@@ -20,11 +20,13 @@ from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
-from torchgpipe.executor.cell import Cell, Cells, Gradients, Run, Work
+from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work
 from torchgpipe.executor.criterion import Criterion
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.parts import Given, Part, Parts
-from torchgpipe.graphs.stage import StageGraphs, Traced
+from torchgpipe.graphs.settings import current_settings
+from torchgpipe.graphs.stage import StageGraphs, StageInStep
+from torchgpipe.graphs.traced import Traced
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -34,13 +36,16 @@ class GraphCell(Cell):
     """Micro-batch ``i`` in stage ``j``, computed by a graph if there is one.
 
     Args:
-        graphs: the graphs of the stage.
+        graphs: the graphs of the stage, in this step.
         *args: the arguments of :class:`~torchgpipe.executor.cell.Cell`.
     """
 
-    __slots__ = ("_again", "_given", "_graphs", "_late", "_places", "_traced", "_versions")
+    __slots__ = (
+        *("_again", "_given", "_graphs", "_late", "_places"),
+        *("_shared", "_traced", "_versions"),
+    )
 
-    def __init__(self, graphs: StageGraphs, *args: Any) -> None:
+    def __init__(self, graphs: StageInStep, *args: Any) -> None:
         super().__init__(*args)
         self._graphs = graphs
         self._traced: Traced | None = None
@@ -48,7 +53,8 @@ class GraphCell(Cell):
         self._late: tuple[Part, list[Any]] | None = None
         #: What the next part is given, by roles.
         self._given: dict[str, Sequence[Any]] = {}
-        #: The versions of what is saved, and other stages have, too.
+        #: What the backward needs as it is now, and somebody else has, too; with its versions.
+        self._shared: list[Tensor] = []
         self._versions: list[int] = []
         #: For each part of the input, the places of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
@@ -69,9 +75,11 @@ class GraphCell(Cell):
         traced, more = graphs.find(body, batch, criterion, self.i, self.weights, again)
         self._traced = traced
         if traced is None:
-            return super().forward(batch, run, criterion, again=again, within=within)
+            output = super().forward(batch, run, criterion, again=again, within=within)
+            graphs.has_run()
+            return output
         parts = traced.parts
-        given = {"state": graphs.state, "input": [*batch], "more": more}
+        given = {"state": graphs.tensors, "input": [*batch], "more": more}
         if recorded:
             self._places = _places(batch)
         part = parts.forward if recorded else parts.evaluation
@@ -95,7 +103,7 @@ class GraphCell(Cell):
             self._again[0].settle()
         count = len(traced.form.needs_grad)
         if self._again is None:
-            self._keep(traced.parts, found[count:])
+            self._keep(traced, found[count:])
         else:
             kept: Any = self._given["kept"]
             places = [k for k, x in enumerate(kept) if x is None]
@@ -103,14 +111,16 @@ class GraphCell(Cell):
                 kept[k] = x
         return self._output(found[:count], traced, criterion)
 
-    def _keep(self, parts: Parts, saved: Sequence[Any]) -> None:
+    def _keep(self, traced: Traced, saved: Sequence[Any]) -> None:
         self._given = {"saved": saved}
-        self._versions = [version_of(saved[k]) for k in parts.exposed]
+        state = self._graphs.tensors
+        shared = [saved[k] for k in traced.parts.exposed] + [state[k] for k in traced.lasting]
+        self._shared, self._versions = shared, [*map(version_of, shared)]
 
     def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
         """The state that a second run needs: that of before the first."""
         numbers = FirstNumbers(get_device(self.stream)) if parts.again.is_random else None
-        state = [*self._graphs.state]
+        state = [*self._graphs.tensors]
         with torch.no_grad():
             for k in parts.changed_again:
                 # guard: buffers of before the first run of a graph
@@ -164,7 +174,7 @@ class GraphCell(Cell):
 
     def _recomputed(self, found: Sequence[Any]) -> None:
         assert self._traced is not None
-        self._keep(self._traced.parts, found)
+        self._keep(self._traced, found)
 
     def backward(
         self, grads: Gradients
@@ -220,15 +230,16 @@ class GraphCell(Cell):
                 known = tangents[k]
                 tangents[k] = grad if known is None or grad is None else known + grad
         parts, saved = traced.with_grads(tangents)
-        given = self._given["saved"]
-        for k, version in zip(traced.parts.exposed, self._versions):
-            if version_of(given[k]) != version:
+        given, shared = self._given["saved"], self._shared
+        self._shared = []
+        for x, version in zip(shared, self._versions):
+            if version_of(x) != version:
                 raise RuntimeError(
                     "a stage must not change in place what another stage needs for its backward "
-                    f"(stage: {self.j}, shape: {tuple(given[k].shape)}); clone it first"
+                    f"(stage: {self.j}, shape: {tuple(x.shape)}); clone it first"
                 )
         self._given = {
-            "state": self._graphs.state,
+            "state": self._graphs.tensors,
             "saved": [given[k] for k in saved],
             "tangent": [*map(_as_traced, tangents, parts.joint.tangents)],
         }
@@ -242,7 +253,7 @@ class GraphWork(Work):
     """A part of a graph with its arguments.
 
     Args:
-        graphs: the graphs of the stage.
+        graphs: the graphs of the stage, in this step.
         part: the part.
         values: its arguments.
         finish: takes what the part returns; returns what the cell's method returns.
@@ -250,7 +261,7 @@ class GraphWork(Work):
 
     def __init__(
         self,
-        graphs: StageGraphs,
+        graphs: StageInStep,
         part: Part,
         values: list[Any],
         finish: Callable[[Sequence[Any]], Any],
@@ -262,24 +273,26 @@ class GraphWork(Work):
         return self.part.is_random
 
     def run(self) -> Sequence[Any]:
-        # The graph has the casts of autocast in it.
-        # guard: autocast around a graph
-        with torch.no_grad(), without_autocast() if self.graphs.casts else nullcontext():
+        with torch.no_grad(), self._without_casts():
             return self.part.function(self.values)
 
-    def beside(self, other: Work, lanes: Lanes) -> tuple[Any, Any] | None:
+    def beside(self, other: Work, streams: Interleaving) -> tuple[Any, Any] | None:
         if not isinstance(other, GraphWork):
             return None
-        function = self.graphs.overlaps.get(self.part, other.part)
+        function = self.graphs.graphs.overlaps.get(self.part, other.part)
         if function is None:
             return None
-        casts = self.graphs.casts or other.graphs.casts
-        with torch.no_grad(), without_autocast() if casts else nullcontext():
-            return function(self.values, other.values, lanes)
+        with torch.no_grad(), self._without_casts():
+            return function(self.values, other.values, streams)
+
+    def _without_casts(self) -> AbstractContextManager[None]:
+        # The graph has the casts of autocast in it.
+        # guard: autocast around a graph
+        return without_autocast() if self.graphs.settings.casts else nullcontext()
 
 
 class GraphCells(Cells):
-    """A step's way to make cells that are graphs.
+    """Cells that are graphs.
 
     Args:
         graphs: the graphs of each stage.
@@ -288,14 +301,16 @@ class GraphCells(Cells):
     def __init__(self, graphs: Sequence[StageGraphs]) -> None:
         self.graphs = graphs
 
-    def begin(self, step: Step) -> None:
-        for graphs in self.graphs:
-            graphs.begin()
+    def begin(self) -> NewCell:
+        settings = current_settings()
+        stages = [graphs.begin(settings) for graphs in self.graphs]
 
-    def new(
-        self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
-    ) -> Cell:
-        return GraphCell(self.graphs[j], step, i, j, stream, weights)
+        def new(
+            step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
+        ) -> Cell:
+            return GraphCell(stages[j], step, i, j, stream, weights)
+
+        return new
 
 
 def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from torchgpipe.graphs.effects import Effects, has_statistics
 from torchgpipe.graphs.joint import Joint
 from torchgpipe.graphs.slices import Function, Slice, graph_of
 
@@ -31,9 +32,33 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
             # There is nothing to compile.
             return lambda values: module.forward(*_taken(values))
         function = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
-        return lambda values: function(*_taken(values))
+        places = _statistics(joint, part)
+
+        def run(values: list[Any]) -> Sequence[Any]:
+            for k in places:
+                values[k] = values[k].data
+            return function(*_taken(values))  # type: ignore[no-any-return]
+
+        return run
 
     return make
+
+
+def _statistics(joint: Joint, part: Slice) -> list[int]:
+    """The places, among the inputs of a part, of the running statistics of norms.
+
+    PyTorch's norms change them without counting that as a change in place. A compiler copies into
+    them what it has computed, and such a copy counts. Then backward of an eager cell would refuse
+    statistics that it has saved, and does not read. So a compiled part is given tensors that share
+    the memory, and have counts of their own.
+    """
+    effects = Effects(joint.module.graph.nodes)
+    found = []
+    for k, node in enumerate(part.inputs):
+        writers = [x for own in effects.memory[node] for x in effects.writers.get(own, ())]
+        if writers and all(map(has_statistics, writers)):
+            found.append(k)
+    return found
 
 
 def _taken(values: list[Any]) -> Sequence[Any]:

@@ -9,8 +9,10 @@ import torch
 from torchgpipe.executor.executor import Executor
 from torchgpipe.graphs.memory import kept
 from torchgpipe.graphs.overlap import cost
+from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.slices import Slice
-from torchgpipe.graphs.stage import StageGraphs, Traced
+from torchgpipe.graphs.stage import StageGraphs
+from torchgpipe.graphs.traced import Traced
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.skip.tracker import not_stashed
 from torchgpipe.values.microbatch import Batch, Part
@@ -33,13 +35,14 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
     found = []
     last = len(graphs) - 1
     layout = executor.stages.skip_layout
+    settings = current_settings()
     for j, stage in enumerate(graphs):
         popped = {}
         for skip in layout.popped[j]:
             if skip not in skips:
                 raise not_stashed(skip)
             popped[skip] = skips.pop(skip)
-        traced, _ = stage.find(
+        traced, _ = stage.begin(settings).find(
             executor.step.bodies[j],
             batch.with_skips(popped),
             executor.criterion if j == last else None,

@@ -57,6 +57,14 @@ class Effects:
                 found |= self.memory[x]
         return frozenset(found)
 
+    def written_by(self, node: Node) -> Memory:
+        """The memory that a node changes."""
+        return self.written.get(node, frozenset())
+
+    def touched_by(self, node: Node) -> Memory:
+        """The memory that a node reads or changes."""
+        return self.reads(node) | self.written_by(node)
+
     def before(self, node: Node) -> list[Node]:
         """The nodes that change memory before a node reads it."""
         if not self.writers:
@@ -91,6 +99,12 @@ class Effects:
 def memory_of(node: Node) -> Memory:
     """The memory that the value of a node is in."""
     return frozenset(storage_of(x) for x in tensors_of(node))
+
+
+def has_statistics(node: Node) -> bool:
+    """Whether a node is a norm that may have running statistics."""
+    schema = schema_of(node.target)
+    return schema is not None and _has_statistics(schema)
 
 
 def is_random(node: Node) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchgpipe.graphs.places import UntraceableError
 
@@ -19,25 +20,42 @@ __all__: list[str] = []
 def drawing_nothing() -> Iterator[None]:
     """Check that these generators are left alone, and put them back if they are not.
 
+    What a layer draws from PyTorch's own generator comes into the graph. Other threads may draw
+    from it at the same time, so only its being seeded counts. Nobody can tell who has drawn from
+    the others: if another thread has, it may draw the same numbers again.
+
     Raises:
-        UntraceableError: the block has drawn, or seeded a generator.
+        UntraceableError: the block has drawn from the others, or seeded PyTorch's.
     """
     # Nobody has imported NumPy for the sake of its numbers, if it is not there.
     numpy: Any = sys.modules.get("numpy")
-    mine, seeded = random.getstate(), torch.get_rng_state()
+    mine, state = random.getstate(), torch.get_rng_state()
     other: Any = numpy.random.get_state() if numpy else None
+    seed = torch.initial_seed()
     moved = False
     try:
         yield
     finally:
-        moved = random.getstate() != mine or not torch.equal(torch.get_rng_state(), seeded)
+        if _is_seeded(seed, state):
+            moved = True
+            torch.set_rng_state(state)
+        if random.getstate() != mine:
+            moved = True
+            random.setstate(mine)
         if numpy:
             now = numpy.random.get_state()
-            moved |= (now[1].tobytes(), *now[2:]) != (other[1].tobytes(), *other[2:])
-        if moved:
-            random.setstate(mine)
-            torch.set_rng_state(seeded)
-            if numpy:
+            if (now[1].tobytes(), *now[2:]) != (other[1].tobytes(), *other[2:]):
+                moved = True
                 numpy.random.set_state(other)
     if moved:
         raise UntraceableError("it draws random numbers of Python or NumPy, or seeds PyTorch's")
+
+
+def _is_seeded(seed: int, state: Tensor) -> bool:
+    """Whether somebody has seeded PyTorch's generator, maybe with the seed that it has had."""
+    if torch.initial_seed() != seed:
+        return True
+    now = torch.get_rng_state()
+    if torch.equal(now, state):
+        return False
+    return torch.equal(now, torch.Generator().manual_seed(seed).get_state())

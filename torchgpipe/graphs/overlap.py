@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.calls import call_directly
 from torchgpipe.graphs.effects import is_view
 from torchgpipe.graphs.joint import tensors_of
@@ -33,7 +34,10 @@ from torchgpipe.graphs.parts import Part
 __all__ = ["communicates"]
 
 #: A function of the arguments of two parts, which it empties, and the streams.
-Interleaved = Callable[[list[Any], list[Any], Lanes], tuple[Sequence[Any], Sequence[Any]]]
+Interleaved = Callable[[list[Any], list[Any], Interleaving], tuple[Sequence[Any], Sequence[Any]]]
+
+#: The functions of pairs of parts, or None.
+Pairs = WeakKeyDictionary[Part, WeakKeyDictionary[Part, Interleaved | None]]
 
 #: Operators that move data and compute little.
 _communicating: set[Any] = set()
@@ -55,28 +59,25 @@ def is_communication(node: Node) -> bool:
 
 
 class Overlaps:
-    """The interleaved functions of pairs of parts, each made once."""
+    """The interleaved functions of pairs of parts, each made once, and let go with the parts."""
 
     def __init__(self) -> None:
-        # With the parts, whose identities nothing else has then.
-        self._known: dict[tuple[int, int], tuple[Part, Part, Interleaved | None]] = {}
+        self._known: Pairs = WeakKeyDictionary()
 
     def get(self, a: Part, b: Part) -> Interleaved | None:
         """The function of two parts; None if neither communicates."""
-        key = id(a), id(b)
-        if key not in self._known:
-            found = None
-            if any(map(is_communication, [*a.slice.nodes, *b.slice.nodes])):
-                found = overlapped(a, b)
-            self._known[key] = a, b, found
-        return self._known[key][2]
+        known = self._known.setdefault(a, WeakKeyDictionary())
+        if b not in known:
+            communicate = any(map(is_communication, [*a.slice.nodes, *b.slice.nodes]))
+            known[b] = overlapped(a, b) if communicate else None
+        return known[b]
 
 
 def overlapped(a: Part, b: Part) -> Interleaved:
     """Make one function of two parts."""
     graph = Graph()
     boxes = [graph.placeholder("values_a"), graph.placeholder("values_b")]
-    lanes = graph.placeholder("lanes")
+    streams = graph.placeholder("streams")
     # For each part, since both may be the same one, of two micro-batches.
     known: list[dict[Node, Node]] = [{}, {}]
     #: Messages that nobody has received so far.
@@ -87,21 +88,31 @@ def overlapped(a: Part, b: Part) -> Interleaved:
 
     def use(k: int, node: Node) -> Node:
         if node in waiting[k]:
-            known[k][node] = graph.call_method("receive", (lanes, waiting[k].pop(node)))
+            known[k][node] = graph.call_method("receive", (streams, waiting[k].pop(node)))
         return known[k][node]
+
+    def settle(k: int, node: Node) -> None:
+        """Receive messages that a node must come after, though it does not take them."""
+        effects = (a, b)[k].effects
+        written, touched = effects.written_by(node), effects.touched_by(node)
+        for message in [*waiting[k]]:
+            if written & effects.touched_by(message) or touched & effects.written_by(message):
+                # guard: changes in place around a message
+                use(k, message)
 
     turns = zip_longest(*even(pieces_of(a), pieces_of(b)), fillvalue=list[Node]())
     for number, turn in enumerate(turns):
         for k, piece in enumerate(turn):
             if piece or not number:
-                graph.call_method("turn", (lanes, k))
+                graph.call_method("turn", (streams, k))
             for node in piece:
                 for x in node.all_input_nodes:
                     use(k, x)
+                settle(k, node)
                 if is_communication(node):
                     args, kwargs = map_arg((node.args, node.kwargs), known[k].__getitem__)
                     target: Any = node.target
-                    waiting[k][node] = graph.call_method("send", (lanes, target, args, kwargs))
+                    waiting[k][node] = graph.call_method("send", (streams, target, args, kwargs))
                     continue
                 known[k][node] = graph.node_copy(node, known[k].__getitem__)
                 if node.op == "get_attr":

@@ -16,8 +16,9 @@ Each is made when it is needed first: a schedule without W never asks for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.fx import Node
 
@@ -37,7 +38,8 @@ Given = Mapping[str, Sequence[Any]]
 Maker = Callable[[Joint, Slice], Function]
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """A slice as a function, and where its arguments come from.
 
     Args:
@@ -45,6 +47,7 @@ class Part(NamedTuple):
         function: the function.
         sources: for each argument its role, and its place among those of that role.
         joint: the graph that the nodes are from.
+        effects: what its nodes do besides returning values.
         is_random: whether it draws random numbers.
     """
 
@@ -52,6 +55,7 @@ class Part(NamedTuple):
     function: Function
     sources: list[tuple[str, int]]
     joint: Joint
+    effects: Effects
     is_random: bool
 
     def arguments(self, given: Given) -> list[Any]:
@@ -89,6 +93,10 @@ class Parts:
         roles = {x: ("saved", k) for k, x in enumerate(self.saved)}
         #: The backward takes what the forward has saved, inputs too.
         self._later = self._roles | roles
+        #: The places of the parameters and buffers that the backward takes.
+        self.state_of_backward = [
+            self._roles[x][1] for x in backward(self.joint).inputs if self._role(x) == "state"
+        ]
         forward = {x for node in self.joint.forward for x in self.effects.written.get(node, ())}
         #: The parameters and buffers that the forward changes.
         self.changed = [
@@ -181,4 +189,5 @@ class Parts:
         roles = roles or self._roles
         function = self._make(self.joint, part)
         sources = [roles[x] for x in part.inputs]
-        return Part(part, function, sources, self.joint, any(map(is_random, part.nodes)))
+        chance = any(map(is_random, part.nodes))
+        return Part(part, function, sources, self.joint, self.effects, chance)

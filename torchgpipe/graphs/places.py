@@ -6,22 +6,21 @@ So before each step all is compared with what it was, by identity where that is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.graphs import has_global_hooks
-from torchgpipe.graphs.snapshot import snapshot
-from torchgpipe.values.structure import ATOMS
+from torchgpipe.graphs.snapshot import MISSING, Slots, Snapshot
+from torchgpipe.values.structure import ATOMS, equal
 
 __all__: list[str] = []
 
 #: A container, and the key of a tensor in it.
 Place: TypeAlias = tuple[Any, Any]
-
-MISSING: Any = object()
 
 #: The attributes that every module has.
 OWN = {*nn.Module().__dict__}
@@ -55,8 +54,10 @@ class Places:
         self._tables = [table for x in self._modules for table in (x.__dict__, x._modules)]
         self._before: list[dict[str, Any]] = [*map(dict, self._tables)]
         #: Objects in attributes, which may change without the attribute.
-        held = [x for module in self._modules for x in _objects(module)]
-        self._held = [*{id(x): x for x in [*held, *others]}.values()]
+        self._held = [x for module in self._modules for x in _objects(module)]
+        self._held += [("the loss", x) for x in others]
+        self._known = frozenset(map(id, self._modules))
+        self._objects = self._snapshot()
         self._now = self._look()
 
     def read(self) -> list[Tensor]:
@@ -67,22 +68,25 @@ class Places:
         """Put other tensors in the places, in the order of :meth:`read`, in a ``with`` block."""
         return Replaced(self._found, dict(zip(map(id, self.read()), tensors)))
 
+    @property
+    def fault(self) -> str:
+        """Why nobody can tell whether an object has changed, if that is so."""
+        return self._objects.fault
+
     def restored(self) -> Restored:
         """Restore all attributes after a ``with`` block, and see which of them have changed."""
-        tables: list[Any] = [*self._tables]
         names = [type(x).__name__ for x in self._modules for _ in range(2)]
-        for module in self._modules:
-            for key, x in module.__dict__.items():
-                if type(x) in (list, dict, set):
-                    tables.append(x)
-                    names.append(f"{type(module).__name__}.{key}")
-        return Restored(tables, names)
+        return Restored([*zip(names, self._tables)], self._snapshot)
 
     def are_current(self) -> bool:
         """Whether the modules have the same attributes, and tensors of the same kind, as before."""
         try:
             # Dicts compare what they hold by identity first.
-            return self._tables == self._before and self._look() == self._now
+            return (
+                self._tables == self._before
+                and self._look() == self._now
+                and self._snapshot().same(self._objects)
+            )
         except Exception:
             # Objects that cannot be compared, as arrays, or that are not there any more.
             return False
@@ -99,14 +103,25 @@ class Places:
             for table in (x._parameters, x._buffers)
             if table
         ]
-        return kinds(tensors), ties, types, empty, [*map(snapshot, self._held)]
+        return kinds(tensors), ties, types, empty
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._held, self._known)
+
+    def difference(self, other: Places) -> str:
+        """The name of an attribute that another look at the same modules has found different."""
+        for module, now, before in zip(self._modules, self._before[::2], other._before[::2]):
+            for key in {**now, **before}:
+                if not equal(now.get(key, MISSING), before.get(key, MISSING)):
+                    return f"{type(module).__name__}.{key}"
+        return ""
 
 
-def _objects(module: nn.Module) -> Iterable[Any]:
-    """The objects in attributes of a module that are no numbers, texts, tensors or functions."""
+def _objects(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    """The objects in attributes of a module that are no numbers, texts or tensors."""
     for key, x in module.__dict__.items():
-        if key not in OWN and type(x) not in ATOMS and not isinstance(x, Tensor | nn.Module):
-            yield x
+        if key not in OWN and type(x) not in ATOMS and not isinstance(x, Tensor):
+            yield f"{type(module).__name__}.{key}", x
 
 
 class Replaced:
@@ -138,27 +153,37 @@ class Restored:
     """Containers, whose contents are put back after a ``with`` block.
 
     Args:
-        tables: dicts, lists and sets.
-        names: how an error calls each.
+        tables: attributes of modules, with the names of their owners.
+        look: takes a snapshot of all objects in them.
     """
 
-    def __init__(self, tables: Sequence[Any], names: Sequence[str]) -> None:
-        self._tables, self._names = tables, names
-        self._before = [x.copy() for x in tables]
-        #: The container whose contents have changed, if any have.
+    def __init__(self, tables: Sequence[tuple[str, Any]], look: Callable[[], Snapshot]) -> None:
+        self._look, self._objects = look, look()
+        containers = [*tables, *self._objects.containers]
+        self._before = [(name, x, _copied(x)) for name, x in containers]
+        #: What has changed, if anything has.
         self.changed: str | None = None
 
     def __enter__(self) -> Restored:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for table, before, name in zip(self._tables, self._before, self._names):
-            keys = _different(table, before)
+        for name, table, before in self._before:
+            keys = _different(_copied(table), before)
             if keys:
                 self.changed = f"{name}{keys}"
                 # Fake tensors may be in it.
                 table.clear()
-                (table.extend if isinstance(table, list) else table.update)(before)
+                (table.extend if isinstance(table, list | deque) else table.update)(before)
+        if self.changed is None and not self._look().same(self._objects):
+            self.changed = "an object"
+
+
+def _copied(table: Any) -> Any:
+    """The contents of a container, in a plain one."""
+    if isinstance(table, Slots):
+        return table.copy()
+    return dict(table) if isinstance(table, dict) else [*table]
 
 
 def _different(now: Any, before: Any) -> str:

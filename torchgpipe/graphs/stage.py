@@ -1,32 +1,39 @@
 """The graphs of a stage: one for each kind of micro-batch that comes, and each state of the layers.
 
 A kind is the shapes, strides, dtypes and containers of all tensors, and which of them need a
-gradient. So a mini-batch whose last micro-batch is smaller has two. If a stage cannot be a graph,
-its cells are eager ones, and a warning says once which stage that is, and why.
+gradient. So a mini-batch whose last micro-batch is smaller has two. Layers run once on each kind
+before they are traced on it, since what they make once, and keep, must not be made of fake tensors.
+If a stage cannot be a graph, its cells are eager ones, and a warning says once which stage that is,
+and why.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.autocast import with_autocast
 from torchgpipe.ambient.context import current_hooks
 from torchgpipe.ambient.notes import warn
-from torchgpipe.devices.streams import device_types
 from torchgpipe.engine.body import Body
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.picture import text, write_svg
-from torchgpipe.graphs.places import Places, UntraceableError, has_hooks, kinds
+from torchgpipe.graphs.places import UntraceableError, kinds
 from torchgpipe.graphs.recompute import Choice, everything
+from torchgpipe.graphs.settings import Settings
 from torchgpipe.graphs.slices import function_of
-from torchgpipe.graphs.trace import Form, trace
+from torchgpipe.graphs.state import KINDS, Entry, State
+from torchgpipe.graphs.trace import Form, chosen, trace
+from torchgpipe.graphs.traced import Traced, tracing
+from torchgpipe.recompute.phase import checkpointing
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten
 
@@ -34,84 +41,6 @@ __all__: list[str] = []
 
 #: The number of states of the layers, such as training and evaluation, whose graphs are kept.
 STATES = 8
-
-#: The number of kinds of micro-batches, in each state, that become graphs.
-KINDS = 32
-
-#: Tracing puts other tensors in the places of weights, and PyTorch's tracer is not for several
-#: threads.
-_tracing = threading.RLock()
-
-
-class Traced:
-    """A graph with all that is needed to take its arguments apart, and put its results together.
-
-    Args:
-        parts: the parts of the graph.
-        form: the output.
-        trace: traces the stage once more, for gradients of fewer outputs.
-    """
-
-    def __init__(self, parts: Parts, form: Form, trace: Callable[[Sequence[bool]], Parts]) -> None:
-        self.parts, self.form, self._trace = parts, form, trace
-        whole = tuple(form.needs_grad)
-        #: The parts for gradients of some outputs, and which of the saved values they take.
-        self._known = {whole: (parts, [*range(len(parts.saved))])}
-
-    def with_grads(self, grads: Sequence[Tensor | None]) -> tuple[Parts, Sequence[int]]:
-        """The parts for a backward that has these gradients of the outputs, and no others.
-
-        Zeros in their place would not do: a weight that no gradient comes to has none, and
-        the derivative of a square root of 0, for one, makes NaN of 0.
-        """
-        key = tuple([x is not None and needed for x, needed in zip(grads, self.form.needs_grad)])
-        found = self._known.get(key)
-        if found is None:
-            try:
-                with _tracing:
-                    parts = self._trace(key)
-            except UntraceableError as error:
-                raise RuntimeError(
-                    "a stage that is a graph must be traceable for gradients of some of its "
-                    f"outputs, too (reason: {error}); use stages='eager'"
-                ) from error
-            place = {x.name: k for k, x in enumerate(self.parts.saved)}
-            # A backward from fewer outputs needs no more of the forward than one from all.
-            found = self._known[key] = parts, [place[x.name] for x in parts.saved]
-        return found
-
-
-class Entry(NamedTuple):
-    """One kind of micro-batch.
-
-    Args:
-        structures: the structures of its parts, and that of the loss's further arguments.
-        traced: the graph; None for eager cells.
-    """
-
-    structures: list[Structure]
-    traced: Traced | None
-
-
-class State:
-    """The layers of a stage in one state.
-
-    Args:
-        modules: the layers, and the loss if it is a module.
-        others: the loss if it is none.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
-        self.modules = modules
-        self.hooks = has_hooks(modules)
-        self.places = Places(modules, others)
-        self.entries: dict[Any, list[Entry]] = {}
-        #: The number of kinds of micro-batches, and whether the layers have run in this state.
-        self.count, self.has_run = 0, False
-
-    def is_current(self) -> bool:
-        """Whether the layers are in this state."""
-        return self.places.are_current() and has_hooks(self.modules) == self.hooks
 
 
 class StageGraphs:
@@ -138,98 +67,47 @@ class StageGraphs:
         self._others = others
         self.j, self._modules, self.overlaps = j, modules, overlaps
         self._make, self._recompute = make, recompute
-        self._states: list[State] = []
+        self.states: list[State] = []
+        self._lock = threading.Lock()
         #: Why cells of this stage are eager ones, each reason once.
         self.reasons: list[str] = []
         #: The graph that was used last.
         self.last: Traced | None = None
-        #: The parameters and buffers, as they are in this step.
-        self.state: list[Tensor] = []
 
-    def begin(self) -> None:
+    def begin(self, settings: Settings) -> StageInStep:
         """Look at the layers, at the beginning of a step."""
-        for state in self._states:
+        with self._lock:
+            state = self._current_state()
+            state.steps += 1
+            return StageInStep(self, state, settings)
+
+    def _current_state(self) -> State:
+        for state in self.states:
             if state.is_current():
                 break
         else:
             state = State(self._modules, self._others)
+            if len(self.states) == STATES and all(x.steps == 1 for x in self.states):
+                name = state.places.difference(self.states[0].places)
+                self.say(f"its attributes are others in each step ({name or 'an object'})")
+                # Each trace would be for one step.
+                state.is_brief = True
         # The one that was used last is looked at first.
-        self._states = [state, *[x for x in self._states if x is not state]][:STATES]
-        self.state = state.places.read()
-        #: The types of device whose operators autocast has cast.
-        self.casts = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]
-        dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in self.casts]
-        self._settings = torch.get_default_dtype(), *dtypes
+        self.states = [state, *[x for x in self.states if x is not state]][:STATES]
+        return state
 
-    def find(
+    def traced(
         self,
+        now: StageInStep,
         body: Body,
         batch: Batch,
         criterion: Criterion | None,
         i: int,
         weights: Sequence[Tensor],
         again: bool,
-        *,
-        at_once: bool = False,
-    ) -> tuple[Traced | None, Sequence[Tensor]]:
-        """Find the graph for a micro-batch.
-
-        Args:
-            body: runs the layers.
-            batch: the micro-batch.
-            criterion: the loss behind the layers, if this is the last stage.
-            i: the number of the micro-batch.
-            weights: the weights of the stage that require a gradient.
-            again: whether the cell has an R.
-            at_once: whether to trace before the layers have run.
-
-        Returns:
-            The graph, or None if the cell is an eager one; and the tensors among the further
-            arguments of the loss.
-        """
-        more, structure = _of_loss(criterion, i)
-        if batch.shared:
-            # A graph would not see changes in place.
-            self._say("tensors that come to it share memory")
-            return None, more
-        if current_hooks() is not None:
-            self._say("hooks for saved tensors are active")
-            return None, more
-        structures = [*batch.structures.values(), structure]
-        key = (
-            *(again, torch.is_grad_enabled(), self._settings, tuple(batch.parts)),
-            *(_places(batch), kinds(batch), kinds(more)),
-        )
-        state = self._states[0]
-        entries = state.entries.setdefault(key, [])
-        for entry in entries:
-            if all(a.equals(b) for a, b in zip(entry.structures, structures)):
-                return entry.traced, more
-        if not (state.has_run or at_once):
-            # What layers make once, and keep, must not be made of fake tensors.
-            # guard: layers that keep what they have made
-            state.has_run = True
-            return None, more
-        if state.count == KINDS:
-            self._say(f"more than {KINDS} kinds of micro-batches have come to it")
-            return None, more
-        state.count += 1
-        with _tracing, body.lock:
-            traced = self._traced(body, batch, criterion, i, weights, more)
-        entries.append(Entry(structures, traced))
-        self.last = traced or self.last
-        return traced, more
-
-    def _traced(
-        self,
-        body: Body,
-        batch: Batch,
-        criterion: Criterion | None,
-        i: int,
-        weights: Sequence[Tensor],
-        more: Sequence[Tensor],
     ) -> Traced | None:
-        structure = _of_loss(criterion, i)[1]
+        """Trace the stage for a kind of micro-batch; the arguments are those of ``find``."""
+        more, structure = of_loss(criterion, i)
         loss = keyed = None
         if criterion is not None:
             # Whoever traces again later must not hold this step.
@@ -237,31 +115,33 @@ class StageGraphs:
             keyed = bool(criterion.arguments[i][1])
 
         def run(batch: Batch, more: Sequence[Tensor]) -> Any:
-            if loss is None:
-                return body.run(batch), flatten((None, None))
-            given = structure.unflatten(tuple(more))
-            args, kwargs = given if keyed else (given, {})
-            return _with_loss(body, batch, loss, args, kwargs)
+            with checkpointing() if again else nullcontext():
+                if loss is None:
+                    return body.run(batch), flatten((None, None))
+                given = structure.unflatten(tuple(more))
+                args, kwargs = given if keyed else (given, {})
+                return _with_loss(body, batch, loss, args, kwargs)
 
-        state, recorded = self._states[0], torch.is_grad_enabled()
+        state, casts, recorded = now.state, now.settings.casts, torch.is_grad_enabled()
 
         def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, Form]:
-            joint, form = trace(
-                *(state.places, run, batch, more, weights), recorded=recorded, roots=needs_grad
-            )
+            # Backward has no casts.
+            with body.lock, with_autocast(casts):
+                joint, form = trace(
+                    *(state.places, run, batch, more, own), recorded=recorded, roots=needs_grad
+                )
             return Parts(joint, self._make, self._recompute), form
 
         try:
-            if state.hooks:
-                raise UntraceableError("its modules have hooks")
-            if not state.is_current():
-                raise UntraceableError("its attributes change within a step")
+            own = chosen(now.tensors, weights)
+            now.verify()
             made, form = parts()
         except UntraceableError as error:
-            self._say(str(error))
+            self.say(str(error))
             return None
         batch, more = made.joint.like(batch, more)
-        return Traced(made, form, lambda needs_grad: parts(needs_grad)[0])
+        self.last = Traced(made, form, now.tensors, lambda needs_grad: parts(needs_grad)[0])
+        return self.last
 
     def print(self, split: bool = True) -> None:
         """Print the parts of the graph that was traced last.
@@ -294,13 +174,116 @@ class StageGraphs:
             )
         return self.last
 
-    def _say(self, reason: str) -> None:
+    def say(self, reason: str) -> None:
+        """Warn that cells of this stage are eager ones, if that was not said before."""
         if reason not in self.reasons:
             self.reasons.append(reason)
             warn(
                 f"a stage must be traceable to become a graph, and stage {self.j} is not, so it "
                 f"runs eagerly ({reason}); change the layer, or pass stages='eager'"
             )
+
+
+class StageInStep:
+    """A stage in one step.
+
+    Args:
+        graphs: the graphs of the stage.
+        state: the state that the layers are in.
+        settings: what is set in this step.
+    """
+
+    def __init__(self, graphs: StageGraphs, state: State, settings: Settings) -> None:
+        self.graphs, self.state, self.settings = graphs, state, settings
+        #: The parameters and buffers.
+        self.tensors = state.places.read()
+        #: The kind of micro-batch that the layers run on for the first time.
+        self._first: Entry | None = None
+
+    def find(
+        self,
+        body: Body,
+        batch: Batch,
+        criterion: Criterion | None,
+        i: int,
+        weights: Sequence[Tensor],
+        again: bool,
+        *,
+        at_once: bool = False,
+    ) -> tuple[Traced | None, Sequence[Tensor]]:
+        """Find the graph for a micro-batch.
+
+        Args:
+            body: runs the layers.
+            batch: the micro-batch.
+            criterion: the loss behind the layers, if this is the last stage.
+            i: the number of the micro-batch.
+            weights: the weights of the stage that require a gradient.
+            again: whether the cell has an R.
+            at_once: whether to trace before the layers have run.
+
+        Returns:
+            The graph, or None if the cell is an eager one; and the tensors among the further
+            arguments of the loss.
+        """
+        more, structure = of_loss(criterion, i)
+        if batch.shared:
+            # A graph would not see changes in place.
+            self.graphs.say("tensors that come to it share memory")
+            return None, more
+        if current_hooks() is not None:
+            self.graphs.say("hooks for saved tensors are active")
+            return None, more
+        key = (
+            *(again, torch.is_grad_enabled(), self.settings, tuple(batch.parts)),
+            criterion is not None and criterion.outputs is not None,
+            *(_places(batch), kinds(batch), kinds(more)),
+        )
+        entry = self.state.entry(key, [*batch.structures.values(), structure])
+        if entry.is_tried:
+            return entry.traced, more
+        # guard: layers that keep what they have made
+        if not (entry.has_run or at_once):
+            self._first = entry
+            return None, more
+        if self.state.is_brief and self.state.steps == 1:
+            return None, more
+        with tracing:
+            # Another thread may have been first.
+            if not entry.is_tried:
+                self._try(entry, body, batch, criterion, i, weights, again)
+        return entry.traced, more
+
+    def _try(self, entry: Entry, body: Body, *args: Any) -> None:
+        if self.state.count == KINDS:
+            self.graphs.say(f"more than {KINDS} kinds of micro-batches have come to it")
+            return
+        self.state.count += 1
+        try:
+            entry.verify()
+        except UntraceableError as error:
+            self.graphs.say(str(error))
+        else:
+            entry.traced = self.graphs.traced(self, body, *args)
+        entry.is_tried = True
+
+    def has_run(self) -> None:
+        """Take note that the layers have run on the micro-batch that was looked for last."""
+        if self._first is not None:
+            self._first.has_run, self._first = True, None
+
+    def verify(self) -> None:
+        """Check that the layers may be traced.
+
+        Raises:
+            UntraceableError: they may not.
+        """
+        if self.state.hooks:
+            raise UntraceableError("its modules have hooks")
+        if self.state.places.fault:
+            raise UntraceableError(self.state.places.fault)
+        if not self.state.is_current():
+            raise UntraceableError("its attributes change within a step")
 
 
 def _with_loss(
@@ -318,7 +301,7 @@ def _with_loss(
     return output, flatten(rest[0])
 
 
-def _of_loss(criterion: Criterion | None, i: int) -> tuple[Sequence[Tensor], Structure]:
+def of_loss(criterion: Criterion | None, i: int) -> tuple[Sequence[Tensor], Structure]:
     """The tensors, and the structure, of the further arguments of a micro-batch's loss."""
     if criterion is None:
         return (), TUPLE

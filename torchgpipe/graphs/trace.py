@@ -65,7 +65,7 @@ def trace(
     run: Run,
     batch: Batch,
     more: Sequence[Tensor],
-    weights: Sequence[Tensor],
+    chosen: Sequence[int],
     *,
     recorded: bool,
     roots: Sequence[bool] | None = None,
@@ -77,7 +77,7 @@ def trace(
         run: runs the layers.
         batch: a micro-batch.
         more: the tensors among the further arguments of the loss.
-        weights: the tensors of the layers whose gradients are wanted.
+        chosen: the places, among the tensors of the layers, of those whose gradients are wanted.
         recorded: whether there is a backward.
         roots: for each output, whether its gradient is given; by default if it is wanted.
 
@@ -87,11 +87,6 @@ def trace(
     tensors = places.read()
     if roots is None:
         verify_plain([*tensors, *batch, *more])
-    own = {id(x): k for k, x in enumerate(tensors)}
-    missing = [x for x in weights if id(x) not in own]
-    if missing:
-        raise UntraceableError(f"it uses a weight of elsewhere (shape: {tuple(missing[0].shape)})")
-    chosen = [own[id(x)] for x in weights]
     if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
         raise UntraceableError("it has a tensor that requires a gradient, and is no parameter")
     forms: list[Form] = []
@@ -148,7 +143,20 @@ def trace(
     return made, forms[0]
 
 
-class Enter(torch.autograd.Function):
+def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:
+    """The places of weights among the tensors of the layers.
+
+    Raises:
+        UntraceableError: a weight is of other layers.
+    """
+    own = {id(x): k for k, x in enumerate(tensors)}
+    missing = [x for x in weights if id(x) not in own]
+    if missing:
+        raise UntraceableError(f"it uses a weight of elsewhere (shape: {tuple(missing[0].shape)})")
+    return [own[id(x)] for x in weights]
+
+
+class NoLeaves(torch.autograd.Function):
     """Make tensors something else than leaves, which layers may change in place."""
 
     @staticmethod
@@ -164,7 +172,7 @@ class Enter(torch.autograd.Function):
 
 def _entered(inputs: Sequence[Tensor]) -> list[Tensor]:
     needing = [x for x in inputs if x.requires_grad]
-    found = iter(Enter.apply(*needing) if needing and torch.is_grad_enabled() else needing)
+    found = iter(NoLeaves.apply(*needing) if needing and torch.is_grad_enabled() else needing)
     return [next(found) if x.requires_grad else x for x in inputs]
 
 

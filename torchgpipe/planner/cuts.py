@@ -7,9 +7,13 @@ place, as on a slower device, and may not fit there at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import inf
+from itertools import combinations, pairwise
+from math import comb, inf
 
-__all__ = ["cut", "neighbours"]
+__all__ = ["cut", "others"]
+
+#: How many ways to cut are all tried.
+FEW = 100
 
 
 def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int]:
@@ -45,16 +49,24 @@ def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int
     return list(best[n][2])
 
 
-def neighbours(sizes: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the sizes with one layer moved from a block to the one beside it.
+def others(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield other ways to cut as many layers: all if they are few, else those near by.
 
-    Yields:
-        The block that has one layer less, and the sizes.
+    Near by are those with one block a layer smaller and another one larger. Blocks in between hand
+    a layer on. The nearest come first.
     """
-    for k in range(len(sizes) - 1):
-        for give, take in ((k, k + 1), (k + 1, k)):
-            if sizes[give] > 1:
-                moved = list(sizes)
-                moved[give] -= 1
-                moved[take] += 1
-                yield give, moved
+    n, blocks = sum(sizes), len(sizes)
+    if comb(n - 1, blocks - 1) <= FEW:
+        for cuts in combinations(range(1, n), blocks - 1):
+            found = [b - a for a, b in pairwise((0, *cuts, n))]
+            if found != [*sizes]:
+                yield found
+        return
+    for distance in range(1, blocks):
+        for k in range(blocks - distance):
+            for give, take in ((k, k + distance), (k + distance, k)):
+                if sizes[give] > 1:
+                    moved = list(sizes)
+                    moved[give] -= 1
+                    moved[take] += 1
+                    yield moved

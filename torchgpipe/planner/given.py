@@ -19,6 +19,8 @@ __all__: list[str] = []
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
 USABLE = 0.9
+#: The share of what a device may use that a plan fills. Predictions are off by the rest.
+SPARE = 0.93
 
 #: The most micro-batches that are tried by default.
 MOST = 64
@@ -86,7 +88,7 @@ def sizes_of(input: Any, have: int, rows: int) -> list[Batch]:
 def limits_of(
     memory: float | Sequence[float] | None, places: Sequence[torch.device]
 ) -> list[float]:
-    """The bytes that each device may use.
+    """The bytes that a plan may fill each device with: a little less than it may use.
 
     Raises:
         ValueError: there are not as many as devices, or one is not positive.
@@ -99,7 +101,7 @@ def limits_of(
             "memory must be the bytes that a device may use, one number for all or one for each "
             f"(memory: {found}, devices: {len(places)}); leave it out to use what there is"
         )
-    return [float(x) for x in found]
+    return [SPARE * x for x in found]
 
 
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:

@@ -11,18 +11,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torchgpipe.planner.stages import Stage
-from torchgpipe.schedule.costs import Costs
-from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import operations
-from torchgpipe.schedule.simulator import in_order
+from torchgpipe.schedule.rehearsal import Step
 
 __all__ = ["peaks"]
 
 
 def peaks(
-    schedule: Schedule,
+    order: Sequence[Step],
+    placement: Sequence[int],
     stages: Sequence[Stage],
-    costs: Costs,
     *,
     state: float,
     given: float,
@@ -32,23 +30,19 @@ def peaks(
     """Find the most memory of each worker.
 
     Args:
-        schedule: the schedule, with an R for each cell that is computed again.
-        stages: its stages.
-        costs: their costs.
+        order: the instructions as the host issues them, with an R for each cell that is computed
+            again.
+        placement: the worker of each stage.
+        stages: the stages.
         state: memory of the optimizer, for each byte of a parameter that it changes.
         given: memory of what the caller gives to the first stage.
         taken: memory of what the caller has of the last stage.
         is_summed: whether gradients are added up by a schedule, and not by autograd.
     """
-    placement = schedule.placement
     again = {
-        (op.stage, op.microbatch)
-        for line in schedule.program
-        for x in line
-        for op in operations(x)
-        if op.kind == "R"
+        (op.stage, op.microbatch) for _, x, _ in order for op in operations(x) if op.kind == "R"
     }
-    now = [0.0] * len(schedule.program)
+    now = [0.0] * (max(placement) + 1)
     for j, stage in enumerate(stages):
         now[placement[j]] += stage.parameters + state * stage.weights
     now[placement[0]] += given
@@ -60,7 +54,7 @@ def peaks(
     def during(w: int, more: float) -> None:
         peak[w] = max(peak[w], now[w] + more)
 
-    for w, instruction, _ in in_order(schedule, costs):
+    for w, instruction, _ in order:
         for j, kind, i in operations(instruction):
             stage = stages[j]
             if kind == "F":

@@ -3,34 +3,41 @@
 There are too many to try all. So each schedule, at each number of micro-batches, begins with the
 balance whose slowest partition is fastest. Partitions that do not fit are computed again, those
 first that free the most memory for their time. The fastest few are then improved, by moving one
-layer at a time, as long as that helps.
+layer at a time, as long as that helps, or by all balances if these are few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import pairwise
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from math import inf
 
 from torchgpipe.partition.arguments import Modes
-from torchgpipe.planner.cuts import cut, neighbours
+from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
-from torchgpipe.schedule.program import Overlap, timetable
+from torchgpipe.schedule.program import Overlap
+from torchgpipe.schedule.rehearsal import Rehearsal
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import built_in
 
 __all__ = ["Problem", "Setting", "Trial", "search"]
 
-#: How many settings are improved by moving layers, at most, and how many times the time of the
-#: fastest one they take before.
-IMPROVED, NEAR = 24, 1.3
+#: How many instructions are timed, in all trials together, before no further setting is improved. A
+#: million take some ten seconds.
+EFFORT = 6_000_000
+#: How many times the time of the fastest one a setting may take, with the first balance and nothing
+#: computed again, to be improved.
+HOPE = 1.5
+
+#: How many schedules with their modes of checkpointing are kept, with what waits for what in them.
+REHEARSALS = 256
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Trial:
     """
 
     setting: Setting
-    balance: Sequence[int]
+    balance: tuple[int, ...]
     modes: Sequence[str]
     schedule: Schedule = field(repr=False)
     costs: Costs = field(repr=False)
@@ -141,12 +148,20 @@ class Search:
         self.stage = cache(self._stage)
         self.trial = cache(self._trial)
         self.even = cache(self._even)
+        # Each has thousands of instructions.
+        self.rehearsal = lru_cache(REHEARSALS)(self._rehearsal)
+        self.fastest = cache(self._fastest)
+        #: The number of instructions that were timed.
+        self.effort = 0
 
     def _stage(self, start: int, stop: int, m: int, is_last: bool) -> Stage:
         layers = self.problem.layers
         own = [*layers[start:stop], *(layers[-1:] if self.problem.has_loss and is_last else [])]
-        rows = -(-self.problem.batch // m)
-        return stage_of(own, rows, layers[start - 1] if start else None)
+        return stage_of(own, self._rows(m), layers[start - 1] if start else None)
+
+    def _rows(self, m: int) -> int:
+        """The rows of the largest micro-batch."""
+        return -(-self.problem.batch // m)
 
     def _stages(self, balance: Sequence[int], m: int) -> list[Stage]:
         ends = [sum(balance[:k]) for k in range(len(balance) + 1)]
@@ -157,19 +172,27 @@ class Search:
         """The first trial of a setting: the fastest slowest partition."""
         return self.fitted(setting, self.even(setting.schedule.chunks, setting.schedule.placement))
 
-    def _even(self, m: int, placement: tuple[int, ...]) -> Sequence[int]:
+    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
         """The balance whose slowest partition is fastest."""
         problem, count = self.problem, len(placement)
+        n, rows = len(problem.layers) - problem.has_loss, self._rows(m)
+        #: The time of all layers before each, that of their forwards, and their weights' memory.
+        times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
+        again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
+        given = self._given(count)
+        each = [x.parameters + (1 + problem.state) * x.trainable for x in problem.layers]
+        sizes = [*accumulate(each, initial=0.0)]
 
         def cost(j: int, start: int, stop: int) -> float:
-            stage, w = self.stage(start, stop, m, j == count - 1), placement[j]
-            least = stage.parameters + (1 + problem.state) * stage.weights
-            if least > problem.memory[w]:
+            end = stop + (problem.has_loss and j == count - 1)
+            if sizes[end] - sizes[start] > problem.memory[placement[j]]:
                 return inf
-            again = stage.R if self._given(count) and self._given(count)[j] != "never" else 0.0
-            return (stage.F + again + stage.I + stage.W) * problem.slowness[w]
+            own = times[end] - times[start]
+            if given and given[j] != "never":
+                own += again[end] - again[start]
+            return own * problem.slowness[placement[j]]
 
-        return cut(len(problem.layers) - problem.has_loss, count, cost)
+        return tuple(cut(n, count, cost))
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""
@@ -207,7 +230,7 @@ class Search:
         return [j for own in found.values() for _, j in sorted(own)[:count]]
 
     def improved(self, trial: Trial) -> Trial:
-        """Move one layer at a time, as long as that helps, and compute less again at the end."""
+        """Change the balance as long as that helps, and compute less again at the end."""
         found: Trial | None = trial
         while found is not None:
             trial = found
@@ -221,48 +244,57 @@ class Search:
         return trial
 
     def _better(self, trial: Trial) -> Iterator[Trial]:
-        """Yield trials that are better, with a layer moved."""
+        """Yield trials that are better, with another balance."""
         setting, placement = trial.setting, trial.schedule.placement
         fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
-        for give, balance in neighbours(trial.balance):
+        for balance in others(trial.balance):
             # Nothing is faster than without recomputation, and only the fullest worker's loss of a
             # layer makes anything fit.
+            pairs = zip(trial.balance, balance, placement)
             if (
-                placement[give] == fullest
+                any(y < x for x, y, w in pairs if w == fullest)
                 if trial.excess
-                else self._fastest(setting, balance) < trial.time
+                else self.fastest(setting, tuple(balance)) < trial.time
             ):
                 found = self.fitted(setting, balance)
                 if found.key < trial.key:
                     yield found
 
-    def _fastest(self, setting: Setting, balance: Sequence[int]) -> float:
+    def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
-        schedule = setting.schedule
-        costs = self._costs(self._stages(balance, schedule.chunks), schedule.placement)
-        return simulated(schedule, costs)
+        placement = setting.schedule.placement
+        stages = self._stages(balance, setting.schedule.chunks)
+        _, rehearsal = self.rehearsal(setting, ("never",) * len(stages))
+        self.effort += len(rehearsal.steps)
+        return rehearsal.makespan(Table(self._costs(stages, placement), placement))
+
+    def _rehearsal(self, setting: Setting, modes: tuple[str, ...]) -> tuple[Schedule, Rehearsal]:
+        """The schedule of a setting with modes of checkpointing, ready to be timed."""
+        base = setting.schedule
+        program = checkpointed(base.program, modes, base.chunks)
+        return replace(base, program=program), Rehearsal(program)
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
         stages = self._stages(balance, base.chunks)
         costs = self._costs(stages, base.placement)
-        program = checkpointed(base.program, modes, base.chunks)
-        schedule = replace(base, program=program)
+        schedule, rehearsal = self.rehearsal(setting, modes)
+        self.effort += 2 * len(rehearsal.steps)
+        start, end = rehearsal.times(Table(costs, base.placement))
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
         joined = 0.0 if problem.has_loss else 3 * base.chunks * stages[-1].output
         memory = peaks(
-            schedule,
+            rehearsal.order(start),
+            base.placement,
             stages,
-            costs,
             state=problem.state,
             given=problem.given,
             taken=problem.targets + joined,
             is_summed=problem.has_loss,
         )
         excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
-        time = simulated(schedule, costs)
-        return Trial(setting, balance, modes, schedule, costs, time, memory, excess)
+        return Trial(setting, balance, modes, schedule, costs, max(end), memory, excess)
 
     def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
         slow = [self.problem.slowness[w] for w in placement]
@@ -279,13 +311,6 @@ class Search:
             R=[x.R * s for x, s in zip(stages, slow)],
             copy=copy,
         )
-
-
-def simulated(schedule: Schedule, costs: Costs) -> float:
-    """The time of a step. Unlike ``simulate``, this does not validate a schedule each time."""
-    table = Table(costs, schedule.placement)
-    _, end = timetable(schedule.program, table.duration, table.delay)
-    return float(max(end.values()))
 
 
 def _key(trial: Trial) -> tuple[float, float, float]:
@@ -306,8 +331,12 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     workers = min(len(problem.memory), n)
     found = Search(problem)
     begun = [found.begun(x) for x in settings(workers, chunks, n, problem.has_loss)]
-    begun.sort(key=_key)
-    fastest = begun[0].time
-    near = [x for x in begun[:IMPROVED] if x.excess or x.time < NEAR * fastest]
-    rest = [x for x in begun if x not in near]
-    return sorted([*map(found.improved, near), *rest], key=_key)
+    best = min(begun, key=_key)
+    ranked = []
+    for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
+        hope = best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time
+        if hope and found.effort < EFFORT:
+            trial = found.improved(trial)
+            best = min(best, trial, key=_key)
+        ranked.append(trial)
+    return sorted(ranked, key=_key)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from os import PathLike
 
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.picture import write_svg
-from torchgpipe.schedule.program import Edge, Instruction, Op, operations, timetable, walk
+from torchgpipe.schedule.program import Op, operations, walk
+from torchgpipe.schedule.rehearsal import Rehearsal, Step
 from torchgpipe.schedule.validator import validate
 from torchgpipe.timeline.span import Stream, computation, copy
 from torchgpipe.timeline.timeline import Timeline
@@ -88,7 +88,12 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
         rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
         raise ValueError("\n".join([rule, *faults[:10]]))
     table = Table(costs, schedule.placement, schedule.skips)
-    start, end = timetable(schedule.program, table.duration, table.delay, schedule.skips)
+    rehearsal = Rehearsal(schedule.program, schedule.skips)
+    start: dict[Op, float] = {}
+    end: dict[Op, float] = {}
+    for (_, instruction, _), *times in zip(rehearsal.steps, *rehearsal.times(table)):
+        for op in operations(instruction):
+            start[op], end[op] = times
     makespan = max(end.values())
     busy = tuple(sum(map(table.duration, line)) for line in schedule.program)
     bubble = tuple(makespan - time for time in busy)
@@ -96,9 +101,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     return Report(schedule, makespan, start, end, busy, bubble, peak, costs)
 
 
-def in_order(
-    schedule: Schedule, costs: Costs = Costs()
-) -> list[tuple[int, Instruction, list[Edge]]]:
+def in_order(schedule: Schedule, costs: Costs = Costs()) -> Sequence[Step]:
     """List the instructions by their simulated starts, as a driver issues them.
 
     Each one comes after those that it needs. Of equal starts, the first worker goes first, except
@@ -112,17 +115,5 @@ def in_order(
         For each instruction its worker, the instruction, and the edges that lead to it.
     """
     table = Table(costs, schedule.placement, schedule.skips)
-    start, _ = timetable(schedule.program, table.duration, table.delay, schedule.skips)
-    found: list[tuple[tuple[float, int, int], tuple[int, Instruction, list[Edge]]]] = []
-    #: By computation, the longest chain of those before it that start at the same time.
-    depth: dict[Op, int] = {}
-    last: list[Op | None] = [None] * len(schedule.program)
-    for step in walk(schedule.program, lambda waiting: None, schedule.skips):
-        w, instruction, edges = step
-        parts = operations(instruction)
-        begin = start[parts[0]]
-        before = [op for op in (last[w], *(x for x, _ in edges)) if op and start[op] == begin]
-        depth.update(dict.fromkeys(parts, max((depth[op] + 1 for op in before), default=0)))
-        last[w] = parts[0]
-        found.append(((begin, depth[parts[0]], w), step))
-    return [step for _, step in sorted(found, key=itemgetter(0))]
+    rehearsal = Rehearsal(schedule.program, schedule.skips)
+    return rehearsal.order(rehearsal.times(table)[0])

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
+from typing import Protocol
 
 from torchgpipe.timeline import perfetto
+from torchgpipe.timeline.advice import Advice
 from torchgpipe.timeline.picture import panel, png
 from torchgpipe.timeline.shares import Shares, shares, table
 from torchgpipe.timeline.span import Span
@@ -15,6 +17,14 @@ from torchgpipe.timeline.svg import Panel, svg
 from torchgpipe.timeline.text import characters
 
 __all__ = ["Timeline"]
+
+
+class Advisor(Protocol):
+    """A source of advice."""
+
+    @property
+    def advice(self) -> Advice | None:
+        """The change that is expected to gain the most."""
 
 
 @dataclass
@@ -26,17 +36,25 @@ class Timeline:
 
     Args:
         spans: the spans, in the order in which they were issued.
-        advice: a sentence that says what to change, and what that is expected to gain.
+        advisor: knows which change is expected to gain the most, if anybody does.
         memory: the most bytes that tensors occupied on each device, by its name.
         unit: the unit of time.
         title: a line above its picture.
     """
 
     spans: Sequence[Span] = field(repr=False)
-    advice: str = field(default="", repr=False)
     memory: Mapping[str, int] = field(default_factory=dict)
     unit: str = "ms"
+    advisor: Advisor | None = field(default=None, repr=False, compare=False)
     title: str = ""
+
+    @property
+    def advice(self) -> Advice | None:
+        """The change that is expected to gain the most; None if there is none worth it.
+
+        It is found by simulating the last step with other settings, which may take a second.
+        """
+        return None if self.advisor is None else self.advisor.advice
 
     @property
     def makespan(self) -> float:
@@ -95,7 +113,7 @@ class Timeline:
             f", the last of {count}" if count > 1 else ""
         )
         parts = [head, characters(last.spans), table(last.shares, self.memory)]
-        return "\n\n".join([*parts, self.advice] if self.advice else parts)
+        return "\n\n".join([*parts, str(self.advice)] if self.advice else parts)
 
     def svg(self, path: str | PathLike[str], *others: Timeline, scale: float | None = None) -> None:
         """Draw the last step into an SVG file, above those of other timelines on the same scale.

@@ -32,6 +32,6 @@ def test_every_module_has_a_part():
     }
     # These take no part in a step of GPipe.
     others = {"balance", "describe", "distributed", "executor", "graphs", "mapped", "mapped_gpipe"}
-    others |= {"planner", "plans", "timeline", "tracing"}
+    others |= {"advice", "planner", "plans", "timeline", "tracing"}
     others |= {"schedule", "scheduled", "stream"}
     assert modules - others - {"testing"} == {x for y in parts.PARTS.values() for x in y}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support.helpers import assert_graphs
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss
 
@@ -38,6 +39,23 @@ def test_compiled_parts_compute_the_same(mode):
     # F, I and W of each stage, I of the first one being empty; R, too.
     assert len(made) == {"never": 5, "always": 7}[mode]
     assert all(made)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_compiled_norms(mode):
+    """Running statistics change as those of PyTorch's own norms do, which count no change."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)]
+    x, y = torch.rand(6, 3), torch.rand(6, 3)
+    found = []
+    for options in ({}, {"compile": "aot_eager"}):
+        training = training_of(copy.deepcopy(layers), mode, **options)
+        for _ in range(2):
+            training(x, y).backward()
+        found.append([*[p.grad for p in training.parameters()], *training.buffers()])
+    assert_graphs(training)
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
 
 
 def test_eager_stages_are_not_compiled():

@@ -9,14 +9,20 @@ import torch
 from torchgpipe.graphs.generators import drawing_nothing
 from torchgpipe.graphs.places import UntraceableError
 
-DRAWS = (random.random, numpy.random.rand, lambda: torch.manual_seed(7), lambda: torch.rand(1))
+DRAWS = {
+    "Python": random.random,
+    "NumPy": numpy.random.rand,
+    "another seed": lambda: torch.manual_seed(7),
+    "the same seed": lambda: torch.manual_seed(torch.initial_seed()),
+}
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-def test_draws(draw):
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws(name):
+    torch.rand(1)
     states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     with pytest.raises(UntraceableError, match="random numbers"), drawing_nothing():
-        draw()
+        DRAWS[name]()
     assert states == (
         *(random.getstate(), numpy.random.get_state()[1].tolist()),
         torch.get_rng_state().tolist(),
@@ -26,3 +32,10 @@ def test_draws(draw):
 def test_nothing():
     with drawing_nothing():
         torch.empty(2)
+
+
+def test_numbers_that_another_thread_draws():
+    with drawing_nothing():
+        torch.rand(2)
+        expected = torch.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), expected)

@@ -1,5 +1,7 @@
 """Two parts in one function compute what each computes alone."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from tests.support.graphs import Exchange, Program, Stage
 from tests.support.size import some
 from torchgpipe.devices.streams import current_stream
-from torchgpipe.executor.lanes import Lanes
+from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.overlap import Overlaps, cut, even, is_communication, overlapped, pieces_of
 
 CPU = current_stream(torch.device("cpu"))
@@ -56,7 +58,7 @@ def test_random_programs(seed, other, m, n, backward, again):
         arguments[1] = [x + 1 if x is one.x else x for x in arguments[1]]
     with torch.no_grad():
         expected = [part.function([*x]) for part, x in zip(parts, arguments)]
-        found = overlapped(*parts)(*arguments, Lanes((CPU, CPU), CPU))
+        found = overlapped(*parts)(*arguments, Interleaving((CPU, CPU), CPU))
     for x, y in zip(found, expected):
         same(x, y)
     assert arguments == [[], []]
@@ -86,6 +88,16 @@ def test_parts_without_messages_are_left_alone():
     quiet, loud = stage_of(1, 0).parts.forward, stage_of(1, 1).parts.forward
     assert overlaps.get(quiet, quiet) is None
     assert overlaps.get(quiet, loud) is overlaps.get(quiet, loud) is not None
+
+
+def test_functions_are_let_go_of_with_their_parts():
+    overlaps = Overlaps()
+    one, two = stage_of(1, 1), stage_of(1, 1)
+    function = weakref.ref(overlaps.get(one.parts.forward, two.parts.forward))
+    assert function() is not None
+    del two
+    gc.collect()
+    assert function() is None
 
 
 @pytest.mark.parametrize(("m", "n"), [(0, 3), (2, 1), (1, 1)])

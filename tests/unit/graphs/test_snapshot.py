@@ -1,21 +1,49 @@
 """Snapshots of objects tell whether these have changed."""
 
+import itertools
+import logging
+import random
+import re
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from torchgpipe.graphs.snapshot import snapshot
+from torchgpipe.graphs.snapshot import OBJECTS, Slots, Snapshot
+
+
+def look(value, known=()):
+    return Snapshot([("it", value)], known)
 
 
 def closed(numbers):
     return lambda: numbers
 
 
+class Slotted:
+    __slots__ = ("__private", "number")
+
+    def __init__(self):
+        self.number, self.__private = 1, [1]
+
+    def method(self):
+        return self.number
+
+
+def nested(depth):
+    value = found = [1]
+    for _ in range(depth):
+        value = [value]
+    return value, found
+
+
 NUMBERS = [1]
+DEEP, DEEPEST = nested(20)
+MODULE = nn.Dropout(0.5)
 CASES = {
     "list": ([1, [2]], lambda x: x[1].append(3)),
     "dict": ({"a": {"b": 1}}, lambda x: x["a"].update(b=2)),
@@ -25,28 +53,65 @@ CASES = {
     "partial": (partial(print, [1]), lambda x: x.args[0].append(2)),
     "type": ([1], lambda x: x.__setitem__(0, 1.0)),
     "none": ([None], lambda x: x.__setitem__(0, torch.ones(1))),
+    "slots": (Slotted(), lambda x: setattr(x, "number", 2)),
+    "private slot": (Slotted(), lambda x: x._Slotted__private.append(2)),
+    "bound method": (Slotted().method, lambda x: setattr(x.__self__, "number", 2)),
+    "deep": (DEEP, lambda x: DEEPEST.append(2)),
+    "module in a tuple": ((MODULE,), lambda x: setattr(x[0], "p", 0.1)),
+    "array": (numpy.zeros(3), lambda x: x.__setitem__(0, 1)),
+    "random": (random.Random(0), lambda x: x.random()),
+    "numpy's random": (numpy.random.default_rng(0), lambda x: x.random()),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_changes_are_seen(name):
     value, change = CASES[name]
-    before = snapshot(value)
-    assert snapshot(value) == before
+    before = look(value)
+    assert look(value).same(before)
+    assert not before.fault
     change(value)
-    assert snapshot(value) != before
+    assert not look(value).same(before)
 
 
 def test_what_does_not_count():
-    """Values of tensors, modules, and what is not a number."""
-    value = [torch.ones(2), nn.Linear(1, 1), float("nan")]
-    before = snapshot(value)
+    """Values of tensors, modules that are known, services, and what is not a number."""
+    layer = nn.Linear(1, 1)
+    value = [torch.ones(2), layer, float("nan"), logging.getLogger("torchgpipe")]
+    before = look(value, {id(layer)})
     value[0] = torch.zeros(2)
     value[1].weight.data.zero_()
-    assert snapshot(value) == before
+    layer.eval()
+    assert look(value, {id(layer)}).same(before)
 
 
 def test_a_container_in_itself():
     value = []
     value.append(value)
-    assert snapshot(value) == snapshot(value)
+    assert look(value).same(look(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (itertools.count(), r"iterator.*\(it\)"),
+        ([[] for _ in range(OBJECTS)], "more than"),
+        (numpy.zeros(2**18), "array of"),
+    ],
+)
+def test_what_nobody_can_follow(value, fault):
+    found = look(value)
+    assert re.search(fault, found.fault)
+    assert look(value).same(found)
+
+
+def test_slots():
+    owner = Slotted()
+    slots = Slots(owner)
+    before = slots.copy()
+    assert before == {"number": 1, "_Slotted__private": [1]}
+    owner.number = 3
+    slots.clear()
+    assert slots.copy() == {}
+    slots.update(before)
+    assert owner.number == 1

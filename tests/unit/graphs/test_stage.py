@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ def graphs_of(training):
 
 
 def traces(graphs):
-    return sum(len(x) for state in graphs._states for x in state.entries.values())
+    return sum(len(state.traced) for state in graphs.states)
 
 
 def step(training, rows=4, size=3, dtype=torch.float32):
@@ -42,6 +43,9 @@ def test_graphs_are_used_again():
     step(training)
     step(training)
     graphs = graphs_of(training)
+    assert traces(graphs) == 1
+    step(training, rows=5)
+    # The layers run on each kind of micro-batch before they are traced on it.
     assert traces(graphs) == 1
     step(training, rows=5)
     assert traces(graphs) == 2
@@ -107,6 +111,91 @@ def test_hooks_of_layers_run():
     with pytest.warns(UserWarning, match="hooks"):
         step(training)
     assert seen == [1, 1]
+
+
+class Bound(nn.Module):
+    """A module, a method of which is the loss."""
+
+    factor = 1.0
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target) * self.factor
+
+
+def test_loss_that_is_a_method():
+    owner = Bound()
+    training = training_of(nn.Linear(3, 3), loss=owner.loss)
+    x = torch.rand(4, 3)
+    before = training(x, x).detach()
+    owner.factor = 2.0
+    torch.testing.assert_close(training(x, x).detach(), before * 2)
+    assert not graphs_of(training).reasons
+
+
+def test_objects_among_arguments():
+    class Scaled(nn.Module):
+        def forward(self, x, config):
+            return x * config.factor
+
+    training = training_of(Scaled(), nn.Linear(3, 3))
+    x, config = torch.ones(4, 3), SimpleNamespace(factor=1.0)
+    training.eval()
+    before = training(arguments(x, config), x)
+    training(arguments(x, config), x)
+    config.factor = 3.0
+    found = training(arguments(x, config), x)
+    assert found != before
+    expected = F.mse_loss(training.model[1](x * 3.0), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_attributes_that_are_others_in_each_step():
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    training = training_of(layer)
+
+    def anneal(steps):
+        for k in steps:
+            layer[1].p = k / 100
+            step(training)
+
+    anneal(range(8))
+    with pytest.warns(UserWarning, match=r"others in each step \(Dropout.p\)") as warned:
+        anneal(range(8, 14))
+    assert len(warned) == 1
+    graphs = graphs_of(training)
+    assert traces(graphs) == 2
+    # Once they stay, there are graphs again.
+    step(training)
+    assert traces(graphs) == 3
+
+
+def test_settings_belong_to_the_kind():
+    training = training_of(nn.Linear(3, 3))
+    step(training)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        step(training)
+        assert traces(graphs_of(training)) == 2
+    step(training)
+    assert traces(graphs_of(training)) == 2
+
+
+def test_steps_in_two_threads():
+    """Each has its own settings, and the graphs that belong to them."""
+    torch.manual_seed(0)
+    training = training_of(nn.Linear(3, 3), nn.Linear(3, 3)).eval()
+    x = torch.rand(4, 3)
+    expected = {}
+
+    def loss(half):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+            return training(x, x).item()
+
+    for half in (False, True):
+        expected[half] = loss(half)
+    assert expected[False] != expected[True]
+    with ThreadPoolExecutor(2) as pool:
+        kinds = [k % 2 == 0 for k in range(40)]
+        assert [*pool.map(loss, kinds)] == [expected[half] for half in kinds]
 
 
 CHANGES = {

@@ -6,7 +6,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchgpipe.planner.cuts import cut, neighbours
+from torchgpipe.planner.cuts import cut, others
 
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=7)
 
@@ -42,6 +42,10 @@ def test_equal_costs_give_even_blocks():
     assert cut(8, 4, lambda j, a, b: b - a) == [2, 2, 2, 2]
 
 
-def test_neighbours():
-    assert [*neighbours([1, 2])] == [(1, [2, 1])]
-    assert [x for _, x in neighbours([2, 2, 2])] == [[1, 3, 2], [3, 1, 2], [2, 1, 3], [2, 3, 1]]
+def test_others():
+    assert sorted(others([2, 2])) == [[1, 3], [3, 1]]
+    assert len([*others([2, 2, 2])]) == 9
+    # Of many, those near by, the nearest first.
+    found = [*others([20, 20, 1])]
+    assert found[:2] == [[19, 21, 1], [21, 19, 1]]
+    assert found[2:] == [[20, 19, 2], [19, 20, 2]]

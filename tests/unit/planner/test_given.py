@@ -55,7 +55,7 @@ def test_defaults():
     assert chunks_of(None, 20) == [1, 2, 4, 8, 16]
     assert chunks_of(None, 1000)[-1] == 64
     assert limits_of(None, [CPU]) == [inf]
-    assert limits_of(7, [CPU, CPU]) == [7, 7]
+    assert limits_of(100, [CPU, CPU]) == [93, 93]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,8 @@ from torchgpipe.timeline.timeline import Timeline
 
 def two_steps():
     later = [replace(x, start=x.start + 20, end=x.end + 20, step=1) for x in step()]
-    return Timeline([*step(), *later], advice="Do less.")
+    advisor = SimpleNamespace(advice="Do less.")
+    return Timeline([*step(), *later], advisor=advisor)
 
 
 def test_steps_begin_at_zero():

@@ -38,7 +38,7 @@ class Sent(NamedTuple):
     event: Any
 
 
-class Lanes:
+class Interleaving:
     """The streams of two computations.
 
     Args:

@@ -1,0 +1,237 @@
+"""Stages that are graphs see whatever changes between their steps, or within one."""
+
+import copy
+import functools
+import gc
+import weakref
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.helpers import assert_graphs
+from tests.support.schedules import Case, training_of
+from torchgpipe import is_checkpointing, is_recomputing
+
+
+class Split(nn.Module):
+    """A layer with two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.a(x)
+        return y, self.b(y)
+
+
+class First(nn.Module):
+    """A layer that needs one of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x[0])
+
+
+def grads_of(training, *steps):
+    """The gradients of all parameters after some steps."""
+    for input, target in steps:
+        training(input, target).backward()
+    return [p.grad for p in training.parameters()]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+def test_gradients_of_some_outputs_under_autocast(name):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), Split(), First(), nn.Linear(6, 6)]
+    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    found = []
+    for stages in ("eager", "graph"):
+        options = {"stages": stages}
+        training = training_of(case, copy.deepcopy(layers), name, ["cpu"] * 4, "never", **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(grads_of(training, (case.input, case.target)))
+    assert_graphs(training)
+    for a, b in zip(*found):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_gradients_of_some_outputs_after_weights_were_replaced():
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), Split(), First(), nn.Linear(6, 6)]
+    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    training = training_of(case, layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
+    with torch.no_grad():
+        # Traced, but for its backward.
+        training(case.input, case.target)
+    training(case.input, case.target)
+    old = weakref.ref(layers[1].a.weight)
+    layers[1].a.weight = nn.Parameter(torch.rand(6, 6))
+    training.zero_grad()
+    found = grads_of(training, (case.input, case.target))
+    training.zero_grad()
+    F.mse_loss(nn.Sequential(*layers)(case.input), case.target).backward()
+    for a, p in zip(found, training.parameters()):
+        assert (a is None and p.grad is None) or torch.allclose(a, p.grad, atol=1e-6)
+    gc.collect()
+    assert old() is None
+
+
+@functools.lru_cache
+def table(size):
+    """Make something once, and keep it."""
+    return torch.arange(size, dtype=torch.float32)
+
+
+def test_layers_that_keep_something_for_each_size():
+    class Cached(nn.Module):
+        def forward(self, x):
+            return x + table(len(x) * 6).view(-1, 6)
+
+    x = torch.rand(7, 6)
+    case = Case([nn.Linear(6, 6), Cached(), nn.Linear(6, 6), nn.Linear(6, 6)], x, x, 3)
+    training = training_of(case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
+    table.cache_clear()
+    with pytest.warns(UserWarning, match="not among its parameters"):
+        # The last micro-batch has as many rows as the one before, the first one has more.
+        training(x, x)
+    assert type(table(12)) is type(table(18)) is torch.Tensor
+
+
+class Asking(nn.Module):
+    """A layer that computes something else where it is checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        checkpointed = is_checkpointing() or is_recomputing()
+        return self.layer(x) * (2 if checkpointed else 3)
+
+
+def test_layers_that_ask_whether_they_are_checkpointed():
+    torch.manual_seed(0)
+    layers = [Asking() for _ in range(4)]
+    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    found = []
+    for stages in ("eager", "graph"):
+        options = {"stages": stages}
+        training = training_of(
+            case, copy.deepcopy(layers), "1f1b", ["cpu"] * 4, "always", **options
+        )
+        found.append(grads_of(training, (case.input, case.target)))
+    assert_graphs(training)
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+
+
+def test_outputs_that_are_wanted_later():
+    case = Case([nn.Linear(6, 6) for _ in range(4)], torch.rand(8, 6), torch.rand(8, 6))
+    training = training_of(case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
+    training(case.input, case.target)
+    training.outputs = True
+    for _ in range(2):
+        loss, output = training(case.input, case.target)
+        torch.testing.assert_close(F.mse_loss(output, case.target), loss.detach())
+    training.outputs = False
+    assert isinstance(training(case.input, case.target), torch.Tensor)
+
+
+def test_ways_to_compute_that_are_chosen_later():
+    case = Case([nn.Linear(6, 6) for _ in range(4)], torch.rand(8, 6), torch.rand(8, 6))
+    training = training_of(case, case.layers, "1f1b", ["cpu"] * 4, "never")
+    training(case.input, case.target)
+    assert not training.graphs
+    training.stages = "graph"
+    training(case.input, case.target)
+    assert_graphs(training)
+    training.stages = "eager"
+    training(case.input, case.target)
+    assert not training.graphs
+    training.stages = "fx"
+    with pytest.raises(ValueError, match="'eager' or 'graph'"):
+        training(case.input, case.target)
+
+
+class Scaling(nn.Module):
+    """A layer whose backward needs a buffer."""
+
+    def __init__(self, mean, changing):
+        super().__init__()
+        self.layer, self.changing = nn.Linear(6, 6), changing
+        self.register_buffer("mean", mean)
+
+    def forward(self, x):
+        if self.changing:
+            self.mean.add_(1)
+            return self.layer(x)
+        return self.layer(x) * self.mean
+
+
+@pytest.mark.parametrize("stages", ["eager", "graph"])
+def test_buffer_that_another_stage_changes(stages):
+    mean = torch.ones(6)
+    layers = [Scaling(mean, False), Scaling(mean, True), nn.Linear(6, 6), nn.Linear(6, 6)]
+    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    training = training_of(case, layers, "1f1b", ["cpu"] * 4, "never", stages=stages)
+    with torch.no_grad():
+        training(case.input, case.target)
+    with pytest.raises(RuntimeError, match=r"in ?place"):
+        for _ in range(2):
+            training(case.input, case.target)
+
+
+class Writing(nn.Module):
+    """A layer that writes what it has computed into an object."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.layer, self.notes = nn.Linear(6, 6), notes
+
+    def forward(self, x):
+        x = self.layer(x)
+        if isinstance(self.notes, deque):
+            self.notes[0] = x.detach()
+        elif isinstance(self.notes, dict):
+            self.notes["deep"]["last"] = x.detach()
+        else:
+            self.notes.last = x.detach()
+        return x
+
+
+class Slotted:
+    __slots__ = ("last",)
+
+
+def slotted():
+    notes = Slotted()
+    notes.last = torch.zeros(1)
+    return notes
+
+
+#: Objects, and how to read what layers have written to them.
+NOTES = {
+    "object": (lambda: SimpleNamespace(last=torch.zeros(1)), lambda x: x.last),
+    "slots": (slotted, lambda x: x.last),
+    "deque": (lambda: deque([torch.zeros(1)]), lambda x: x[0]),
+    "dict": (lambda: {"deep": {"last": torch.zeros(1)}}, lambda x: x["deep"]["last"]),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_objects_that_layers_write_to(name):
+    make, read = NOTES[name]
+    notes = make()
+    case = Case([Writing(notes), *[nn.Linear(6, 6)] * 3], torch.rand(8, 6), torch.rand(8, 6))
+    training = training_of(case, case.layers, "1f1b", ["cpu"] * 4, "never", stages="graph")
+    with pytest.warns(UserWarning, match=r"forward changes attributes \(Writing.notes"):
+        training(case.input, case.target)
+    assert type(read(notes)) is torch.Tensor

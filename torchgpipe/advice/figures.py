@@ -1,0 +1,186 @@
+"""Figures of a traced step: what its computations, its copies and its host took.
+
+From one step nobody can tell which part of a time belongs to each row, and which to each call. So
+the time of a device is taken to be in proportion to the rows, and the host's to be the same for any
+number of them. Where the host is late, a computation runs while it is issued, and takes as long as
+that. The device is taken to be busy half of this time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from math import inf
+from operator import itemgetter
+from statistics import median
+from typing import Any
+
+from torchgpipe.schedule.costs import Costs
+from torchgpipe.timeline.span import Span
+
+__all__: list[str] = []
+
+#: The share of a step that the host holds up, from which on the least time of a computation counts,
+#: and not the median: one that the host stretches takes longer.
+LATE = 0.02
+#: The share of the time to issue it from which on a computation runs while it is issued.
+STRETCHED = 0.5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The figures of one layer.
+
+    Args:
+        forward: the time of its forward, in any unit.
+        bytes: the memory of its output.
+    """
+
+    forward: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The times of the parts of a step, in milliseconds.
+
+    Args:
+        balance: the layers of each partition.
+        chunks: the number of micro-batches.
+        rows: the rows of the mini-batch; 0 if unknown.
+        times: the time of each kind of computation, by kind and partition.
+        copies: the time of a copy, by the partitions that it leads from and to.
+        host: the time to issue each kind of computation.
+        layers: all layers, in order; empty if they were not timed.
+    """
+
+    balance: tuple[int, ...]
+    chunks: int
+    rows: int
+    times: Mapping[tuple[str, int], float]
+    copies: Mapping[tuple[int, int], float]
+    host: Mapping[tuple[str, int], float]
+    layers: Sequence[Layer]
+
+    def costs(self, balance: Sequence[int], chunks: int) -> Costs:
+        """The costs of partitions of other sizes, for micro-batches of other sizes."""
+        scale = self.chunks / chunks
+        shares = self._shares(balance)
+        n = len(balance)
+
+        def each(kind: str) -> list[float]:
+            own = [self._time(kind, j) for j in range(n)]
+            return [scale * sum(x * own[i] for i, x in share.items()) for share in shares]
+
+        copy = {
+            (j, k): scale * time * self._bytes(balance, min(j, k))
+            for (j, k), time in self.copies.items()
+        }
+        return Costs(F=each("F"), I=each("I"), W=each("W"), R=each("R"), copy=copy)
+
+    @property
+    def layer_times(self) -> list[float]:
+        """The time of each layer, forward and backward, of a micro-batch."""
+        each = [sum(self._time(kind, j) for kind in "FIW") for j in range(len(self.balance))]
+        return [each[j] * share for j, share in self._each_share()]
+
+    def _time(self, kind: str, j: int) -> float:
+        """The time of a kind of computation, which may not have been among those of the step."""
+        if (kind, j) in self.times:
+            return self.times[kind, j]
+        if kind == "R":
+            return self._time("F", j)
+        # No gradient of the input of the first partition is needed.
+        share = 0.5 if j else float(kind == "W")
+        return share * self.times.get(("B", j), 0.0)
+
+    def _each_share(self) -> list[tuple[int, float]]:
+        """For each layer its partition, and its share of that partition's time."""
+        place = [j for j, size in enumerate(self.balance) for _ in range(size)]
+        whole = [0.0] * len(self.balance)
+        for j, layer in zip(place, self.layers):
+            whole[j] += layer.forward
+        return [(j, x.forward / (whole[j] or 1.0)) for j, x in zip(place, self.layers)]
+
+    def _shares(self, balance: Sequence[int]) -> list[dict[int, float]]:
+        """For each new partition, the shares that it takes of the old ones."""
+        if tuple(balance) == self.balance:
+            return [{j: 1.0} for j in range(len(balance))]
+        each = iter(self._each_share())
+        found: list[dict[int, float]] = []
+        for size in balance:
+            found.append({})
+            for j, share in islice(each, size):
+                found[-1][j] = found[-1].get(j, 0.0) + share
+        return found
+
+    def _bytes(self, balance: Sequence[int], j: int) -> float:
+        """The output of a partition, as a multiple of what it was."""
+        if tuple(balance) == self.balance:
+            return 1.0
+        before = self.layers[sum(self.balance[: j + 1]) - 1].bytes
+        return self.layers[sum(balance[: j + 1]) - 1].bytes / before if before else 1.0
+
+
+def figures_of(
+    spans: Sequence[Span],
+    balance: Sequence[int],
+    by_autograd: bool,
+    layers: Sequence[Layer],
+    rows: int,
+    late: float,
+) -> Figures:
+    """Find the figures of a step.
+
+    Args:
+        spans: those of the step.
+        balance: the layers of each partition.
+        by_autograd: whether autograd's threads issue the backward.
+        layers: all layers; empty if they were not timed.
+        rows: the rows of a micro-batch; 0 if unknown.
+        late: the share of the step that the host holds up.
+    """
+    computed = [x for x in spans if x.computes]
+    middle: Callable[[list[float]], float] = min if late > LATE else median
+    chunks = 1 + max(x.microbatch or 0 for x in computed)
+    host = _host(computed, by_autograd)
+    times = _by(middle, (((x.kind, x.stage), x.time) for x in computed))
+    if late > LATE:
+        stretched = [x for x, time in times.items() if time >= STRETCHED * host.get(x, inf)]
+        times |= {x: times[x] / 2 for x in stretched}
+    return Figures(
+        tuple(balance),
+        chunks,
+        rows * chunks,
+        times,
+        _by(median, (((x.stage, x.target), x.time) for x in spans if x.kind == "copy")),
+        host,
+        layers,
+    )
+
+
+def _by(
+    middle: Callable[[list[float]], float], pairs: Iterable[tuple[Any, float]]
+) -> dict[Any, float]:
+    """Make one number of all that have the same key."""
+    groups: dict[Any, list[float]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return {key: float(middle(some)) for key, some in groups.items()}
+
+
+def _host(computed: Sequence[Span], by_autograd: bool) -> dict[tuple[str, int], float]:
+    """The time to issue each kind of computation: from its issue to the next one of the thread."""
+    lines: dict[Any, list[tuple[float, Span]]] = {}
+    for x in computed:
+        if x.issued is None:
+            return {}
+        is_backward = by_autograd and x.kind != "F"
+        lines.setdefault(x.stage if is_backward else "caller", []).append((x.issued, x))
+    pairs: list[tuple[Any, float]] = []
+    for line in lines.values():
+        line.sort(key=itemgetter(0))
+        pairs += [((x.kind, x.stage), after - at) for (at, x), (after, _) in pairwise(line)]
+    # A thread may have waited for something else in between.
+    return _by(min, pairs)

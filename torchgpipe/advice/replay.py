@@ -1,0 +1,70 @@
+"""A replay of a step: its instructions, timed again with the host that issues them.
+
+A device does not begin what the host has not issued, and is not done before the host has issued
+all of it. So with layers that take less time than it takes to issue them, the host is what a step
+waits for.
+
+::
+
+    host      F0 F1 F2 F3 ...          one line of instructions, in the order of the schedule
+    device 0     F0-- F1-- F2--
+    device 1          F0-- F1--
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from torchgpipe.schedule.costs import Table
+from torchgpipe.schedule.program import Op, operations
+from torchgpipe.schedule.rehearsal import Step
+
+__all__ = ["Host", "replayed"]
+
+
+class Host(NamedTuple):
+    """The host that issues a step.
+
+    Args:
+        time: the time that it takes to issue each kind of computation of each stage.
+        by_autograd: whether the threads of autograd issue the backward, one for each worker; each
+            waits until what its work needs was issued.
+    """
+
+    time: Mapping[tuple[str, int], float]
+    by_autograd: bool
+
+    def line(self, w: int, op: Op) -> Hashable:
+        """The thread that issues a computation of a worker."""
+        return w if self.by_autograd and op.kind != "F" else "caller"
+
+
+def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
+    """The time of a step.
+
+    Args:
+        order: the instructions as the host issues them.
+        table: the times of the devices.
+        host: the host.
+    """
+    free: dict[int, float] = {}
+    line_free: dict[Hashable, float] = {}
+    end: dict[Op, float] = {}
+    issued: dict[Op, float] = {}
+    forward = 0.0
+    for w, instruction, edges in order:
+        ops = operations(instruction)
+        line = host.line(w, ops[0])
+        begun = line_free.get(line, 0.0)
+        if line != "caller":
+            begun = max(begun, forward, *(issued[x] for x, _ in edges))
+        done = begun + sum(host.time.get((op.kind, op.stage), 0.0) for op in ops)
+        line_free[line] = done
+        if line == "caller":
+            forward = done
+        begin = max(begun, free.get(w, 0.0), *(end[x] + table.delay((x, y)) for x, y in edges), 0.0)
+        free[w] = max(begin + table.duration(instruction), done)
+        for op in ops:
+            end[op], issued[op] = free[w], done
+    return max(end.values(), default=0.0)

@@ -1,0 +1,170 @@
+"""Other settings to try, with one change each, and the reason why it may help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torchgpipe.advice.advisor import Replays, Traced
+from torchgpipe.advice.figures import LATE
+from torchgpipe.advice.setting import Setting
+from torchgpipe.planner.cuts import cut, others
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.program import Overlap, operations_of
+from torchgpipe.schedule.search import built_in
+from torchgpipe.schedule.simulator import simulate
+from torchgpipe.timeline.advice import Advice
+
+__all__: list[str] = []
+
+#: The least gain that is worth a sentence.
+LEAST = 0.03
+#: The share of the largest gain from which on a change that needs no more memory is preferred.
+ENOUGH = 0.7
+#: The number of balances that are replayed, at most.
+BALANCES = 200
+
+
+@dataclass(frozen=True)
+class Try:
+    """A setting with one change.
+
+    Args:
+        setting: the setting.
+        change: the change, as a user writes it.
+        reason: what takes the time now.
+        caution: what has to be seen to.
+    """
+
+    setting: Setting
+    change: Mapping[str, Any]
+    reason: str
+    caution: str = ""
+
+
+class Advisor:
+    """The advisor of one traced step.
+
+    Args:
+        traced: the step.
+    """
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """The change that gains the most; None if none is worth it, or nobody can tell."""
+        return _best(Replays(self._traced))
+
+
+def _best(replays: Replays) -> Advice | None:
+    if not replays.are_right:
+        return None
+    tries = [*_balances(replays), *_chunks(replays), *_modes(replays), *_schedules(replays)]
+    gains = [(replays.gain(x.setting), x) for x in tries]
+    most = max((gain for gain, _ in gains), default=0.0)
+    if most < LEAST:
+        return None
+    # What needs no more memory is better than what gains a little more.
+    enough = [x for x in gains if x[0] >= ENOUGH * most and not x[1].caution]
+    # Of equal gains, the first is the smallest change.
+    gain, best = max(enough or gains, key=lambda x: round(x[0], 2))
+    return Advice(best.reason, best.change, gain, best.caution)
+
+
+def _balances(replays: Replays) -> Iterator[Try]:
+    """Yield the best balance that is found by moving one layer at a time."""
+    traced = replays.traced
+    figures, setting = traced.figures, traced.setting
+    if not figures.layers:
+        # They were not timed.
+        return
+    times = figures.layer_times
+    blocks = len(setting.balance)
+    even = tuple(cut(len(times), blocks, lambda _, start, stop: sum(times[start:stop])))
+    found = [_moved(replays, replace(setting, balance=x)) for x in (setting.balance, even)]
+    best = max(found, key=replays.gain)
+    if best.balance == setting.balance:
+        return
+    reason = f"{traced.slowest} computes {traced.longer:.0%} longer than the mean"
+    before, behind = (replays.time(x, copies=False) for x in (setting, best))
+    assert replays.now is not None
+    assert before is not None
+    assert behind is not None
+    if (before - behind) / traced.makespan < replays.gain(best) / 2:
+        # Most of the gain is from copies.
+        share = (replays.now - before) / traced.makespan
+        reason = f"copies between partitions hold up {share:.0%} of the step"
+    yield Try(best, {"balance": [*best.balance]}, reason)
+
+
+def _moved(replays: Replays, setting: Setting) -> Setting:
+    """Change the balance as long as that helps."""
+    gain, left = replays.gain(setting), BALANCES
+    moved = True
+    while moved:
+        moved = False
+        for balance in others(setting.balance):
+            left -= 1
+            if left < 0:
+                break
+            other = replace(setting, balance=tuple(balance))
+            if replays.gain(other) > gain:
+                setting, gain, moved = other, replays.gain(other), True
+                break
+    return setting
+
+
+def _chunks(replays: Replays) -> Iterator[Try]:
+    traced = replays.traced
+    m = traced.setting.chunks
+    for factor in (2, 4, 8):
+        if m * factor <= traced.figures.rows:
+            reason = f"devices wait {traced.bubble:.0%} of the step, with {m} micro-batches"
+            setting = replace(traced.setting, chunks=m * factor)
+            yield Try(setting, {"chunks": m * factor}, reason)
+        # What a device could do without a host that is late is known for one step only.
+        if m % factor == 0 and (factor == 2 or traced.late < LATE):
+            reason = f"devices wait for the host {traced.late:.0%} of the step"
+            setting = replace(traced.setting, chunks=m // factor)
+            caution = f"larger micro-batches need more memory{traced.memory}"
+            yield Try(setting, {"chunks": m // factor}, reason, caution)
+
+
+def _modes(replays: Replays) -> Iterator[Try]:
+    traced = replays.traced
+    reason = f"devices compute again for {traced.again:.0%} of the step"
+    for mode in ("except_last", "never"):
+        setting = replace(traced.setting, modes=(mode,) * len(traced.setting.modes))
+        if any(x != "never" for x in traced.setting.modes):
+            caution = f"more activations are kept{traced.memory}"
+            yield Try(setting, {"checkpoint": mode}, reason, caution)
+
+
+def _schedules(replays: Replays) -> Iterator[Try]:
+    traced = replays.traced
+    setting = traced.setting
+    if setting.schedule is None:
+        # That of GPipe is autograd's.
+        return
+    reason = f"devices wait {traced.bubble:.0%} of the step under its schedule"
+    before = setting.made()
+    assert before is not None
+
+    def more(schedule: Schedule) -> bool:
+        return max(simulate(schedule).peak) > max(simulate(before).peak)
+
+    for name, schedule in built_in(max(setting.placement) + 1, setting.chunks):
+        kinds = {op.kind for op in operations_of(schedule.program)}
+        known = {kind for kind, _ in traced.figures.times}
+        if traced.late > LATE and not kinds <= known:
+            # Nobody knows how long the host takes for the others.
+            continue
+        # What two computations gain side by side, nobody can tell beforehand.
+        overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
+        if schedule.placement == setting.placement and not overlaps:
+            caution = f"more activations are kept{traced.memory}" if more(schedule) else ""
+            yield Try(replace(setting, schedule=name), {"schedule": name}, reason, caution)

@@ -1,0 +1,123 @@
+"""A watch of a traced model: what the advisor has to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+import torch
+from torch import nn
+
+from torchgpipe.advice.advisor import Traced
+from torchgpipe.advice.figures import figures_of
+from torchgpipe.advice.layers import Layers
+from torchgpipe.advice.setting import Setting
+from torchgpipe.advice.tries import Advisor
+from torchgpipe.devices.recorder import Recorder
+from torchgpipe.executor.plan import Choice
+from torchgpipe.gpipe import GPipe
+from torchgpipe.scheduled import ScheduledLoss
+from torchgpipe.timeline.shares import Shares
+from torchgpipe.timeline.timeline import Timeline
+
+__all__: list[str] = []
+
+
+class Watch:
+    """A model whose layers are timed until :meth:`stop`.
+
+    Args:
+        model: a wrapper. Nobody advises on other ones than :class:`GPipe` and
+            :class:`ScheduledLoss`.
+        recorder: takes the times.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._choice: Choice | None = None
+        self._model: GPipe | None = model if isinstance(model, GPipe) else None
+        self._layers: Layers | None = None
+        has_layers = True
+        if isinstance(model, ScheduledLoss):
+            self._model, self._choice = model.model, model.schedule
+            # Graphs do not run layers, and a stage with hooks is none.
+            has_layers = model.stages == "eager"
+        if self._model is not None and has_layers:
+            self._layers = Layers([*self._model.partitions], self._model.devices, recorder)
+
+    def stop(self) -> None:
+        """Leave the model alone."""
+        if self._layers is not None:
+            self._layers.stop()
+
+    def end(self, timeline: Timeline) -> Advisor | None:
+        """Make an advisor of what was seen, when the timeline has its spans.
+
+        Returns:
+            The advisor; None if there is no step to advise on.
+        """
+        layers = [] if self._layers is None else self._layers.found()
+        model = self._model
+        if model is None or not timeline.spans:
+            return None
+        last = timeline.step()
+        if not {"B", "W"} & {x.kind for x in last.spans}:
+            # Without a backward there are other settings to think of.
+            return None
+        shares = last.shares
+        if not any(map(_computing, shares)) or any(x.host is None for x in shares):
+            # Without costs, virtual accelerators take no time. The CPU is the host and the device.
+            return None
+        late = mean(x.host or 0.0 for x in shares)
+        rows = 0 if self._layers is None else self._layers.rows
+        by_autograd = self._choice is None
+        figures = figures_of(last.spans, model.balance, by_autograd, layers, rows, late)
+        setting = Setting(
+            tuple(model.balance),
+            _placement(model.devices, by_autograd),
+            figures.chunks,
+            tuple(model._modes),
+            self._choice,
+            _skips(model),
+        )
+        slowest = max(shares, key=_computing)
+        return Advisor(
+            Traced(
+                setting,
+                figures,
+                last.makespan,
+                mean(x.bubble for x in shares),
+                late,
+                mean(x.recompute for x in shares),
+                slowest.stream.place,
+                _computing(slowest) / mean(map(_computing, shares)) - 1,
+                _in_use(timeline.memory),
+            )
+        )
+
+
+def _computing(share: Shares) -> float:
+    return share.busy + share.recompute
+
+
+def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int, ...]:
+    """The worker of each partition."""
+    if by_autograd:
+        # Partitions of one device have a stream each.
+        return tuple(range(len(devices)))
+    order = [*dict.fromkeys(devices)]
+    if len(order) == 1:
+        return tuple(range(len(devices)))
+    return tuple(order.index(x) for x in devices)
+
+
+def _skips(model: GPipe) -> tuple[tuple[int, int], ...]:
+    popped = model._stages.skip_layout.popped
+    return tuple(sorted({(k, j) for j, found in enumerate(popped) for k in found.values()}))
+
+
+def _in_use(memory: Mapping[str, int]) -> str:
+    """Say how much memory the fullest device has had in use."""
+    if not memory:
+        return ""
+    name = max(memory, key=memory.__getitem__)
+    return f"; {name} has had {memory[name] / 2**20:.1f} MiB in use"
