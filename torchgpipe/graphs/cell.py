@@ -23,6 +23,7 @@ from torchgpipe.engine.step import Step
 from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.interleaving import Interleaving
+from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.parts import Given, Part, Parts
 from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
@@ -75,7 +76,8 @@ class GraphCell(Cell):
         traced, more = graphs.find(body, batch, criterion, self.i, self.weights, again)
         self._traced = traced
         if traced is None:
-            output = super().forward(batch, run, criterion, again=again, within=within)
+            with gate.computing:
+                output = super().forward(batch, run, criterion, again=again, within=within)
             graphs.has_run()
             return output
         parts = traced.parts
@@ -273,7 +275,7 @@ class GraphWork(Work):
         return self.part.is_random
 
     def run(self) -> Sequence[Any]:
-        with torch.no_grad(), self._without_casts():
+        with torch.no_grad(), self._without_casts(), gate.computing:
             return self.part.function(self.values)
 
     def beside(self, other: Work, streams: Interleaving) -> tuple[Any, Any] | None:
@@ -282,7 +284,7 @@ class GraphWork(Work):
         function = self.graphs.graphs.overlaps.get(self.part, other.part)
         if function is None:
             return None
-        with torch.no_grad(), self._without_casts():
+        with torch.no_grad(), self._without_casts(), gate.computing:
             return function(self.values, other.values, streams)
 
     def _without_casts(self) -> AbstractContextManager[None]:

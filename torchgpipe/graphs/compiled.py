@@ -31,7 +31,9 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
         if not part.nodes:
             # There is nothing to compile.
             return lambda values: module.forward(*_taken(values))
-        function = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+        # Without fullgraph=True, for which PyTorch counts what it has compiled in all threads at
+        # once. A graph of operators has no break anyway.
+        function = torch.compile(module, backend=backend, dynamic=False)
         places = _statistics(joint, part)
 
         def run(values: list[Any]) -> Sequence[Any]:

@@ -23,6 +23,7 @@ from torchgpipe.ambient.context import current_hooks
 from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.body import Body
 from torchgpipe.executor.criterion import Criterion
+from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.picture import text, write_svg
@@ -32,7 +33,7 @@ from torchgpipe.graphs.settings import Settings
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.state import KINDS, Entry, State
 from torchgpipe.graphs.trace import Form, chosen, trace
-from torchgpipe.graphs.traced import Traced, tracing
+from torchgpipe.graphs.traced import Traced
 from torchgpipe.recompute.phase import checkpointing
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten
@@ -248,7 +249,7 @@ class StageInStep:
             return None, more
         if self.state.is_brief and self.state.steps == 1:
             return None, more
-        with tracing:
+        with gate:
             # Another thread may have been first.
             if not entry.is_tried:
                 self._try(entry, body, batch, criterion, i, weights, again)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.fx import Node
 
+from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import UntraceableError
 from torchgpipe.graphs.trace import Form
 
 __all__: list[str] = []
-
-#: Tracing puts other tensors in the places of weights, and PyTorch's tracer is not for several
-#: threads.
-tracing = threading.RLock()
 
 
 class Traced:
@@ -56,7 +52,7 @@ class Traced:
         """
         key = tuple([x is not None and needed for x, needed in zip(grads, self.form.needs_grad)])
         if key not in self._known:
-            with tracing:
+            with gate:
                 # Another thread may have been first.
                 if key not in self._known:
                     self._known[key] = self._traced(key)
