@@ -14,6 +14,7 @@ from torchgpipe.advice.layers import Layers
 from torchgpipe.advice.setting import Setting
 from torchgpipe.advice.tries import Advisor
 from torchgpipe.devices.recorder import Recorder
+from torchgpipe.devices.streams import has_streams
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.scheduled import ScheduledLoss
@@ -41,7 +42,8 @@ class Watch:
             self._model, self._choice = model.model, model.schedule
             # Graphs do not run layers, and a stage with hooks is none.
             has_layers = model.stages == "eager"
-        if self._model is not None and has_layers:
+        # On the CPU, which is the host, too, there is no advice to time layers for.
+        if self._model is not None and has_layers and all(map(has_streams, self._model.devices)):
             self._layers = Layers([*self._model.partitions], self._model.devices, recorder)
 
     def stop(self) -> None:
