@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -72,7 +71,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
         holder.figures = Figures.of(timeline) or holder.figures
 
 
-def _found(model: nn.Module) -> Any:
+def _found(model: nn.Module) -> Traceable:
     """The wrapper in a model."""
     if isinstance(model, nn.Module):
         for module in model.modules():

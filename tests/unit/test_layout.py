@@ -56,6 +56,7 @@ ELSEWHERE = {
     "timeline/perfetto": "virtual/test_clock.py",
     "advice/advisor": "virtual/test_advice.py",
     "advice/layers": "virtual/test_advice.py",
+    "advice/replays": "virtual/test_advice.py",
     "advice/setting": "virtual/test_advice.py",
     "advice/tries": "virtual/test_advice.py",
     "advice/watch": "virtual/test_advice.py",

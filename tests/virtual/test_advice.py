@@ -100,11 +100,12 @@ def traced(devices, case, change):
     options = {**options, **{k: x for k, x in change.items() if k != "schedule"}}
     model = GPipe(copy.deepcopy(layers), devices=devices[:4], **options)
     x, y = torch.rand(ROWS, 4, device=devices[0]), torch.rand(ROWS, 4, device=devices[3])
-    if schedule is None:
-        step = lambda: F.mse_loss(model(x), y)  # noqa: E731
-    else:
+    if schedule is not None:
         model = ScheduledLoss(model, F.mse_loss, change.get("schedule", schedule))
-        step = lambda: model(x, y)  # noqa: E731
+
+    def step():
+        return F.mse_loss(model(x), y) if schedule is None else model(x, y)
+
     step().backward()
     with observe(**observed), trace(model) as timeline:
         step().backward()

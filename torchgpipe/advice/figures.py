@@ -16,6 +16,7 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
+from torchgpipe.advice.replay import thread_of
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.timeline.span import Span
 
@@ -176,8 +177,9 @@ def _host(computed: Sequence[Span], by_autograd: bool) -> dict[tuple[str, int], 
     for x in computed:
         if x.issued is None:
             return {}
-        is_backward = by_autograd and x.kind != "F"
-        lines.setdefault(x.stage if is_backward else "caller", []).append((x.issued, x))
+        # Under autograd each partition is a worker of its own.
+        thread = thread_of(by_autograd, x.stage, x.kind)
+        lines.setdefault(thread, []).append((x.issued, x))
     pairs: list[tuple[Any, float]] = []
     for line in lines.values():
         line.sort(key=itemgetter(0))

@@ -20,7 +20,10 @@ from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.rehearsal import Step
 
-__all__ = ["Host", "replayed"]
+__all__ = ["Host", "replayed", "thread_of"]
+
+#: The thread of the caller, which issues all that no other thread does.
+CALLER = "caller"
 
 
 class Host(NamedTuple):
@@ -35,9 +38,16 @@ class Host(NamedTuple):
     time: Mapping[tuple[str, int], float]
     by_autograd: bool
 
-    def line(self, w: int, op: Op) -> Hashable:
-        """The thread that issues a computation of a worker."""
-        return w if self.by_autograd and op.kind != "F" else "caller"
+
+def thread_of(by_autograd: bool, w: int | None, kind: str) -> Hashable:
+    """Name the thread that issues a kind of computation of a worker.
+
+    Args:
+        by_autograd: whether the threads of autograd issue the backward.
+        w: the worker.
+        kind: the kind of computation.
+    """
+    return w if by_autograd and kind != "F" else CALLER
 
 
 def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
@@ -55,13 +65,13 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
     forward = 0.0
     for w, instruction, edges in order:
         ops = operations(instruction)
-        line = host.line(w, ops[0])
+        line = thread_of(host.by_autograd, w, ops[0].kind)
         begun = line_free.get(line, 0.0)
-        if line != "caller":
+        if line != CALLER:
             begun = max(begun, forward, *(issued[x] for x, _ in edges))
         done = begun + sum(host.time.get((op.kind, op.stage), 0.0) for op in ops)
         line_free[line] = done
-        if line == "caller":
+        if line == CALLER:
             forward = done
         begin = max(begun, free.get(w, 0.0), *(end[x] + table.delay((x, y)) for x, y in edges), 0.0)
         free[w] = max(begin + table.duration(instruction), done)

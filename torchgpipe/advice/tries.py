@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-from torchgpipe.advice.advisor import Replays, Traced
 from torchgpipe.advice.figures import LATE
+from torchgpipe.advice.replays import Replays
 from torchgpipe.advice.setting import Setting
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Overlap, operations_of
 from torchgpipe.schedule.search import built_in
 from torchgpipe.schedule.simulator import simulate
-from torchgpipe.timeline.advice import Advice
 
 __all__: list[str] = []
 
-#: The least gain that is worth a sentence.
-LEAST = 0.03
-#: The share of the largest gain from which on a change that needs no more memory is preferred.
-ENOUGH = 0.7
 #: The number of balances that are replayed, at most.
 BALANCES = 200
 
@@ -44,35 +38,9 @@ class Try:
     caution: str = ""
 
 
-class Advisor:
-    """The advisor of one traced step.
-
-    Args:
-        traced: the step.
-    """
-
-    def __init__(self, traced: Traced) -> None:
-        self._traced = traced
-
-    @cached_property
-    def advice(self) -> Advice | None:
-        """The change that gains the most; None if none is worth it, or nobody can tell."""
-        return _best(Replays(self._traced))
-
-
-def _best(replays: Replays) -> Advice | None:
-    if not replays.are_right:
-        return None
-    tries = [*_balances(replays), *_chunks(replays), *_modes(replays), *_schedules(replays)]
-    gains = [(replays.gain(x.setting), x) for x in tries]
-    most = max((gain for gain, _ in gains), default=0.0)
-    if most < LEAST:
-        return None
-    # What needs no more memory is better than what gains a little more.
-    enough = [x for x in gains if x[0] >= ENOUGH * most and not x[1].caution]
-    # Of equal gains, the first is the smallest change.
-    gain, best = max(enough or gains, key=lambda x: round(x[0], 2))
-    return Advice(best.reason, best.change, gain, best.caution)
+def tries(replays: Replays) -> list[Try]:
+    """All settings to try; of those with a change of one kind, the smallest change comes first."""
+    return [*_balances(replays), *_chunks(replays), *_modes(replays), *_schedules(replays)]
 
 
 def _balances(replays: Replays) -> Iterator[Try]:

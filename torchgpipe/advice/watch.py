@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 
 import torch
-from torch import nn
 
-from torchgpipe.advice.advisor import Traced
+from torchgpipe.advice.advisor import Advisor
 from torchgpipe.advice.figures import figures_of
 from torchgpipe.advice.layers import Layers
+from torchgpipe.advice.replays import Traced
 from torchgpipe.advice.setting import Setting
-from torchgpipe.advice.tries import Advisor
 from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
+from torchgpipe.engine.recorded import Traceable
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.scheduled import ScheduledLoss
@@ -33,7 +33,7 @@ class Watch:
         recorder: takes the times.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, model: Traceable, recorder: Recorder) -> None:
         self._choice: Choice | None = None
         self._model: GPipe | None = model if isinstance(model, GPipe) else None
         self._layers: Layers | None = None

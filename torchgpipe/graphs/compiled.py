@@ -39,7 +39,8 @@ def compiler(backend: str | Callable[..., Any]) -> Callable[[Joint, Slice], Func
         def run(values: list[Any]) -> Sequence[Any]:
             for k in places:
                 values[k] = values[k].data
-            return function(*_taken(values))  # type: ignore[no-any-return]
+            found: Sequence[Any] = function(*_taken(values))
+            return found
 
         return run
 

@@ -72,7 +72,7 @@ class StageGraphs:
         self._lock = threading.Lock()
         #: Why cells of this stage are eager ones, each reason once.
         self.reasons: list[str] = []
-        #: The graph that was used last.
+        #: The graph that was traced last.
         self.last: Traced | None = None
 
     def begin(self, settings: Settings) -> StageInStep:
@@ -249,6 +249,9 @@ class StageInStep:
             return None, more
         if self.state.is_brief and self.state.steps == 1:
             return None, more
+        if self.state.count >= KINDS:
+            self.graphs.say(f"more than {KINDS} kinds of micro-batches have come to it")
+            return None, more
         with gate:
             # Another thread may have been first.
             if not entry.is_tried:
@@ -256,9 +259,6 @@ class StageInStep:
         return entry.traced, more
 
     def _try(self, entry: Entry, body: Body, *args: Any) -> None:
-        if self.state.count == KINDS:
-            self.graphs.say(f"more than {KINDS} kinds of micro-batches have come to it")
-            return
         self.state.count += 1
         try:
             entry.verify()

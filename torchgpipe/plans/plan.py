@@ -57,9 +57,9 @@ def plan(
         kwargs: the keyword arguments of the first layer.
         devices: the devices, one for each worker; by default all accelerators. Slower ones among
             them get less to do.
-        memory: the bytes that each device may use, or one number for all. By default nine tenths of
-            what the device has, where it says so, and no limit for the CPU. A plan leaves 7 %
-            of it free, since the memory may be as much more than is predicted.
+        memory: the bytes that each device may use, or one number for all, of which a plan leaves
+            7 % free, since predictions may be as much too low. By default a plan fills nine tenths
+            of what the device has, where it says so, and there is no limit for the CPU.
         optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
             each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
         batch: the rows of a mini-batch; by default those of the sample.
