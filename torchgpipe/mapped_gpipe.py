@@ -188,7 +188,7 @@ class MappedGPipe(Settings, nn.Module):
         (mode,) = self._modes
         first = next(iter(self._map.values()))
         layers: dict[torch.device, list[str]] = {}
-        for name, _, device in (call.mapped for call in self._calls):
+        for name, _, device, _ in (call.mapped for call in self._calls):
             layers.setdefault(device, []).append(name or type(self.module).__name__)
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
         for _, module, key in owned(self.module, self._map):
@@ -342,7 +342,7 @@ class MappedGPipe(Settings, nn.Module):
                     "compile the modules that the map names"
                 )
         for call in self._calls:
-            name, module, device = call.mapped
+            name, module, device, _ = call.mapped
             for table in tables(module):
                 for tensor in table.values():
                     if tensor is not None and tensor.device != device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +13,8 @@ __all__: list[str] = []
 
 CONTAINERS = (tuple, list, dict)
 
-#: What may have to be replaced, or looked into.
-PARTS = (Tensor, *CONTAINERS)
+#: What neither has to be replaced nor looked into.
+PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -55,21 +54,23 @@ def replaced(
         return function(value)
     kind = type(value)
     found: Any = None
-    if kind is dict or kind is list:
+    if kind in CONTAINERS:
+        # Not by calls for each item: most are tensors or of these types, and each call of a mapped
+        # module comes here.
         for key, x in value.items() if kind is dict else enumerate(value):
-            if isinstance(x, PARTS):
-                y = replaced(x, function, copies)
-                if y is not x:
-                    if found is None:
-                        found = value.copy()
-                    found[key] = y
-    elif kind is tuple:
-        items = [replaced(x, function, copies) if isinstance(x, PARTS) else x for x in value]
-        return value if all(map(is_, items, value)) else tuple(items)
+            if type(x) in PLAIN:
+                continue
+            y = function(x) if isinstance(x, Tensor) else replaced(x, function, copies)
+            if y is not x:
+                if found is None:
+                    found = [*value] if kind is tuple else value.copy()
+                found[key] = y
+        if kind is tuple and found is not None:
+            return tuple(found)
     elif isinstance(value, CONTAINERS):
         tensors, structure = flatten(value)
         changed = tuple(map(function, tensors))
-        if not all(map(is_, changed, tensors)):
+        if any(x is not y for x, y in zip(changed, tensors)):
             found = structure.unflatten(changed)
     if found is None:
         return value

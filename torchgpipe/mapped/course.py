@@ -57,6 +57,9 @@ class Inside:
     """A mark in place of a course: a mapped module is being computed, as a whole."""
 
 
+INSIDE = Inside()
+
+
 class Current(threading.local):
     """The course that a thread takes."""
 
@@ -66,12 +69,14 @@ class Current(threading.local):
 
 current = registered(Current())
 
+NOTHING: AbstractContextManager[None] = nullcontext()
+
 
 class inside:
     """Compute a mapped module as a whole, whatever it calls, within a ``with`` block."""
 
     def __enter__(self) -> None:
-        self._outer, current.course = current.course, Inside()
+        self._outer, current.course = current.course, INSIDE
 
     def __exit__(self, *_: object) -> None:
         current.course = self._outer
@@ -118,13 +123,12 @@ class Course:
             args: the arguments of the call.
             kwargs: likewise.
         """
-        place = f"{mapped.name or 'the model'} on {mapped.device}"
-        note = noted(f"raised in {place}, micro-batch {self.i}")
+        note = noted(f"raised in {mapped.place}, micro-batch {self.i}")
         self._noted = True
         with note:
             cell = self._enter(mapped.device, (args, kwargs))
             self.step.enters(mapped.module, cell.stage)
-            undrawn: AbstractContextManager[None] = nullcontext()
+            undrawn: AbstractContextManager[None] = NOTHING
             if is_in_checkpoint():
                 undrawn = self._numbers.undrawn(mapped.name, mapped.device)
             copies: list[Any] = []
@@ -137,12 +141,15 @@ class Course:
                     checkpoint = self._new_checkpoint(mapped, inner, cell, note)
                     output = checkpoint.forward(batch.take()).value
                 else:
+                    if self.step.recording is not None:
+                        inner = self._recorded(inner, cell)
                     # Another container than the one of keyword arguments itself.
-                    with unfilled(mapped.name, [x for x in copies if x is not kwargs]), inside():
-                        output = self._recorded(inner, cell)(*args, **kwargs)
+                    copies = [x for x in copies if x is not kwargs]
+                    with unfilled(mapped.name, copies) if copies else NOTHING, inside():
+                        output = inner(*args, **kwargs)
         if cell.stage.visit:
             cell.made(output)
-        self._noted, self._place = False, f"behind {place}"
+        self._noted, self._place = False, f"behind {mapped.place}"
         return output
 
     def _new_checkpoint(self, mapped: Mapped, inner: Any, cell: Cell, note: noted) -> Checkpoint:
@@ -165,10 +172,9 @@ class Course:
         return checkpoint
 
     def _recorded(self, inner: Any, cell: Cell) -> Any:
-        """Call a mapped module, and record it if somebody traces the model."""
+        """Call a mapped module, and record it for somebody who traces the model."""
         recording = self.step.recording
-        if recording is None:
-            return inner
+        assert recording is not None
 
         def run(arguments: tuple[Any, Any]) -> Any:
             return inner(*arguments[0], **arguments[1])

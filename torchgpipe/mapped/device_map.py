@@ -26,11 +26,19 @@ __all__: list[str] = []
 
 
 class Mapped(NamedTuple):
-    """A module that is computed as a whole on one device."""
+    """A module that is computed as a whole on one device.
+
+    Attributes:
+        name: its name in the model.
+        module: the module.
+        device: the device.
+        place: its name and its device, as messages say them. Each call needs it.
+    """
 
     name: str
     module: nn.Module
     device: torch.device
+    place: str
 
 
 def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str, torch.device]:
@@ -146,7 +154,8 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
         start = f"{name}." if name else ""
         divided = any(other.startswith(start) for other in device_map if other != name)
         if not divided and type(module).forward is not nn.Module.forward:
-            found.setdefault(module, Mapped(name, module, device))
+            place = f"{name or 'the model'} on {device}"
+            found.setdefault(module, Mapped(name, module, device, place))
             return
         for child, inner in module.named_children():
             if start + child not in device_map and (
