@@ -164,8 +164,8 @@ def test_tied_blocks_stay_together():
     assert found == {"": 0, "a": 0, "b": 1, "c": 1, "d": 0}
 
 
-def test_what_is_not_called_goes_with_the_block_before():
-    """Its weight may be used nevertheless, as a table of positions is."""
+def test_uncalled_block_goes_with_the_block_before():
+    """A weight may be used without a call, as a table of positions is."""
     blocks = {name: nn.Linear(2, 2) for name in "abcde"}
     costs = {"a": 1.0, "c": 1.0, "d": 2.0}
     assert proposed([0, 1], blocks, costs) == {"": 0, "a": 0, "b": 0, "c": 0, "d": 1, "e": 1}
@@ -173,7 +173,7 @@ def test_what_is_not_called_goes_with_the_block_before():
     assert proposed([0, 1], blocks, costs) == {"": 0, "a": 0, "b": 1, "c": 0, "d": 1, "e": 1}
 
 
-def test_what_is_not_called_before_all_others_is_on_the_first_device():
+def test_uncalled_block_before_all_others_is_on_the_first_device():
     blocks = {name: nn.Linear(2, 2) for name in "abc"}
     found = proposed([0, 1], blocks, {"c": 1.0, "b": 1.0})
     assert found == {"": 0, "c": 0, "b": 1, "a": 0}
