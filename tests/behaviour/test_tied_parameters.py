@@ -212,7 +212,7 @@ def on_devices(module, balance, devices):
 
 def proposals(message):
     """The balance and the devices that an error proposes."""
-    balance, devices = re.search(r"balance=(\[.*?\]).*devices=(\[.*?\])", message).groups()
+    balance, devices = re.search(r"balance=(\[.*?\]).*?devices=(\[.*?\])", message).groups()
     devices = [int(name.removeprefix("cpu:")) for name in re.findall(r"cpu:\d", devices)]
     return [int(size) for size in re.findall(r"\d+", balance)], devices
 
@@ -236,6 +236,12 @@ def tied_twice():
     a, b, c, d = (nn.Linear(2, 2) for _ in range(4))
     b.weight, d.bias = a.weight, a.bias
     return nn.Sequential(a, b, c, d)
+
+
+def tied_head():
+    embedding, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), head)
 
 
 def buffers():
@@ -276,6 +282,29 @@ def test_on_two_devices_is_an_error_that_proposes(make, balance, devices, found,
     # The proposed balance and devices are right.
     on_devices(module, proposed[0], devices[: len(proposed[0])])
     on_devices(module, balance, proposed[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "balance", "devices", "proposed"),
+    [
+        (tied_head, [2, 3], [0, 1], ([2, 2, 1], [0, 1, 0])),
+        (tied_head, [2, 1, 2], [0, 1, 2], ([2, 1, 1, 1], [0, 1, 2, 0])),
+        # The last partition is the tied layer already, or it is not the last layer that shares.
+        (tied_head, [4, 1], [0, 1], None),
+        (language_model, [3, 2], [0, 1], None),
+        (buffers, [1, 1, 1, 2], [0, 1, 2, 3], None),
+        (two_pairs, [2, 2, 2], [0, 1, 2], None),
+    ],
+)
+def test_a_last_layer_may_have_a_partition_of_its_own(make, balance, devices, proposed):
+    """The commonest case is a head that is tied to the embedding."""
+    module = make()
+    with pytest.raises(ValueError, match="shared only by layers on one device") as caught:
+        on_devices(module, balance, devices)
+    _, *own = str(caught.value).split("a partition of its own")
+    assert [proposals(x) for x in own] == ([proposed] if proposed else [])
+    if proposed:
+        on_devices(module, *proposed)
 
 
 def test_wrapper_is_not_made_and_nothing_moved():

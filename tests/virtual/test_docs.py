@@ -1,13 +1,18 @@
-"""The code of docs/testing.rst runs, and shows what it says; device maps run over two devices."""
+"""The code of docs/testing.rst runs, and shows what it says; other pages run over two devices."""
 
 import re
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from torchgpipe.balance import map_by_time
+from torchgpipe.planner.plan import ranked
+from torchgpipe.testing import observe
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 FILE = DOCS / "testing.rst"
+TUTORIAL = sorted(DOCS.glob("tutorial*.rst"))
 
 
 def test_guide(run, devices, tmp_path, monkeypatch, capsys):
@@ -33,3 +38,32 @@ def test_device_map_of_two_gpus(run, devices, tmp_path, monkeypatch):
     page.write_text(text.replace('["cpu", "cpu"]', '["virtual:0", "virtual:1"]'), "utf-8")
     names = run(page)
     assert {x.device for x in names["model"].parameters()} == {*devices[:2]}
+
+
+@pytest.mark.parametrize("file", TUTORIAL, ids=lambda file: file.stem)
+# A tied weight is used in two partitions, each with a stream of its own.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_tutorial_of_two_gpus(file, run, devices, tmp_path, monkeypatch, capsys):
+    """One line makes a page one for two accelerators, and its timelines are those shown."""
+    monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
+    text = file.read_text("utf-8")
+    gpus = re.search(r"# with two GPUs: (first, last = .*)", text)[1]
+    assert text.count('first, last = "cpu", "cpu"') == 1
+    page = tmp_path / "page.rst"
+    text = text.replace('first, last = "cpu", "cpu"', gpus)
+    page.write_text(text.replace('"cuda:', '"virtual:'), "utf-8")
+    with observe(costs={"mm": 1.0, "addmm": 1.0, "convolution": 1.0}):
+        names = run(page)
+    assert {x.device for x in names["pipe"].parameters()} == {*devices[:2]}
+    found = timelines(capsys.readouterr().out)
+    assert found == timelines(text)
+    assert len(found) == (3 if file.stem == "tutorial" else 0)
+
+
+def timelines(text):
+    """The timelines in a text, with shares and advice; what else the devices hold is left out."""
+    lines = "".join(f"{line.strip()}\n" for line in text.splitlines())
+    found = re.findall(
+        r"step of .+\n\n(?:.+\n)+\ndevice .+\n(?:virtual.+\n)+(?:\n.+ less\n)?", lines
+    )
+    return [re.sub(r" +\d+\.\d$", "", x, flags=re.MULTILINE) for x in found]

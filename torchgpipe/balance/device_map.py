@@ -188,7 +188,6 @@ def proposed(
 ) -> dict[str, Device]:
     """Spread blocks over devices in the order of their costs, and keep tied ones together."""
     spreads = spreads or {}
-    # What was not called costs nothing, and goes with the last block.
     order = [*costs, *[name for name in blocks if name not in costs]]
     leaders: dict[Tensor, str] = {}
     #: For each block, the first one that it shares a parameter with.
@@ -204,7 +203,7 @@ def proposed(
     for name in order:
         shares[leader[name]] += costs.get(name, 0.0)
         noise[leader[name]] = hypot(noise[leader[name]], spreads.get(name, 0.0))
-    own = [name for name in order if leader[name] == name]
+    own = [name for name in costs if leader[name] == name]
     if len(own) < len(devices):
         raise ValueError(
             "there must be at least one block for each device (blocks: "
@@ -214,6 +213,11 @@ def proposed(
     sizes = evenest([shares[x] for x in own], len(devices), [noise[x] for x in own])
     places = iter([device for device, size in zip(devices, sizes) for _ in range(size)])
     found = {name: next(places) for name in own}
+    # What was not called may have a weight that the code around uses, as a table of positions has.
+    # It goes with the block that was made before it.
+    home = devices[0]
+    for name in blocks:
+        home = found.setdefault(leader[name], home)
     # Parameters of modules that have blocks themselves are on the first device.
     return {"": devices[0], **{name: found[leader[name]] for name in order}}
 

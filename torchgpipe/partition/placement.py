@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -53,16 +54,7 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
         ValueError: a parameter or buffer is shared by partitions on different devices; the message
             proposes a balance, and devices, that would do.
     """
-    owners: dict[Tensor, tuple[str, int]] = {}
-    faults: list[str] = []
-    # Whether a partition has to be merged with the one before it.
-    merged = [False] * len(partitions)
-    for j, partition in enumerate(partitions):
-        for name, tensor in tensors(partition):
-            other, k = owners.setdefault(tensor, (name, j))
-            merged[k + 1 : j + 1] = [True] * (j - k)
-            if devices[k] != devices[j]:
-                faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
+    faults, merged = _shared(partitions, devices)
     if faults:
         balance: list[int] = []
         for partition, joins in zip(partitions, merged):
@@ -75,7 +67,44 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
             "a parameter or buffer can be shared only by layers on one device "
             f"({'; '.join(faults)}); keep these layers in one partition, as with "
             f"balance={balance}, or on one device, as with devices={proposed}"
+            f"{_apart(partitions, devices)}"
         )
+
+
+def _shared(
+    partitions: Sequence[nn.Module], devices: Sequence[torch.device]
+) -> tuple[list[str], list[bool]]:
+    """The tensors on two devices, and whether each partition shares with the one before it.
+
+    A partition between two that share counts, since it has to be merged with them.
+    """
+    owners: dict[Tensor, tuple[str, int]] = {}
+    faults: list[str] = []
+    merged = [False] * len(partitions)
+    for j, partition in enumerate(partitions):
+        for name, tensor in tensors(partition):
+            other, k = owners.setdefault(tensor, (name, j))
+            merged[k + 1 : j + 1] = [True] * (j - k)
+            if devices[k] != devices[j]:
+                faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
+    return faults, merged
+
+
+def _apart(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> str:
+    """Propose a partition for the last layer alone, as for a head that is tied to the embedding."""
+    *most, last = partitions[-1].named_children()
+    if not most:
+        return ""
+    ends = [nn.Sequential(OrderedDict(layers)) for layers in (most, [last])]
+    divided = [*partitions[:-1], *ends]
+    # The last partition may share with none; then the faults are elsewhere, and stay.
+    placed = [*devices[: len(partitions)], devices[min(groups(divided)[-1], len(partitions) - 1)]]
+    if _shared(divided, placed)[0]:
+        return ""
+    return (
+        ", or let the last layer be a partition of its own, as with "
+        f"balance={[len(x._modules) for x in divided]} and devices={[*map(str, placed)]}"
+    )
 
 
 def groups(partitions: Iterable[nn.Module]) -> list[int]:

@@ -164,6 +164,21 @@ def test_tied_blocks_stay_together():
     assert found == {"": 0, "a": 0, "b": 1, "c": 1, "d": 0}
 
 
+def test_uncalled_block_goes_with_the_block_before():
+    """A weight may be used without a call, as a table of positions is."""
+    blocks = {name: nn.Linear(2, 2) for name in "abcde"}
+    costs = {"a": 1.0, "c": 1.0, "d": 2.0}
+    assert proposed([0, 1], blocks, costs) == {"": 0, "a": 0, "b": 0, "c": 0, "d": 1, "e": 1}
+    blocks["b"].weight = blocks["d"].weight
+    assert proposed([0, 1], blocks, costs) == {"": 0, "a": 0, "b": 1, "c": 0, "d": 1, "e": 1}
+
+
+def test_uncalled_block_before_all_others_is_on_the_first_device():
+    blocks = {name: nn.Linear(2, 2) for name in "abc"}
+    found = proposed([0, 1], blocks, {"c": 1.0, "b": 1.0})
+    assert found == {"": 0, "c": 0, "b": 1, "a": 0}
+
+
 def test_fewer_blocks_than_devices():
     with pytest.raises(ValueError, match=r"blocks: 3, devices: 4"):
         map_by_size([0, 1, 2, 3], Model(Block()), torch.rand(3, 4))
