@@ -26,9 +26,6 @@ def test_names():
     pipelining.verify_version()
     runtime = schedules._PipelineScheduleRuntime
     assert callable(runtime._load_csv)
-    assert callable(runtime.register_custom_function)
-    for name in pipelining.KINDS:
-        assert pipelining.kind(name).name == name
 
 
 def test_memory_of_its_own():
@@ -56,6 +53,15 @@ def test_actions_of_a_file(tmp_path):
     actions = [
         schedules._Action.from_str(word) for word in path.read_text().replace("\n", ",").split(",")
     ]
-    singles = [x for action in actions if action for x in action.sub_actions or (action,)]
-    assert {pipelining.letter(x) for x in singles} == {*"FBIW"}
-    assert any(x.sub_actions for x in actions if x)
+    found = [pipelining.read(action) for action in actions if action]
+    assert {does for does, _ in found} == {"compute"}
+    assert {letter for _, parts in found for _, letter, _ in parts} == {*"FBIW"}
+    assert {len(parts) for _, parts in found} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "does"), [("1SEND_F2", "send"), ("1RECV_B2", "receive"), ("1B2", "compute")]
+)
+def test_actions(text, does):
+    kind = "F" if "_F" in text else "B"
+    assert pipelining.read(schedules._Action.from_str(text)) == (does, [(1, kind, 2)])

@@ -1,4 +1,4 @@
-"""Private names of PyTorch's pipelining: its runtime, schedules as files, and the default store.
+"""Private names of PyTorch's pipelining: schedules as files and as actions, and the default store.
 
 Nothing imports this module but :mod:`torchgpipe.distributed`. TorchTitan uses the same names.
 """
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -18,7 +18,7 @@ from torchgpipe._torch.dynamo import VERSION
 
 __all__: list[str] = []
 
-#: The computations of the runtime, and our letters for them.
+#: The actions that are computations, and our letters for them.
 LETTERS = {
     "FORWARD": "F",
     "FULL_BACKWARD": "B",
@@ -26,8 +26,13 @@ LETTERS = {
     "BACKWARD_WEIGHT": "W",
 }
 
-#: The computations that we see to.
-KINDS = (*LETTERS, "OVERLAP_F_B")
+#: The actions that are messages: what they do, and the computation that they belong to.
+MESSAGES = {
+    "SEND_F": ("send", "F"),
+    "SEND_B": ("send", "B"),
+    "RECV_F": ("receive", "F"),
+    "RECV_B": ("receive", "B"),
+}
 
 
 def verify_version() -> None:
@@ -44,31 +49,43 @@ def verify_version() -> None:
         )
 
 
-def runtime(stages: Sequence[Any], chunks: int, recorded: bool) -> Any:
-    """Make a runtime for the stages of one process; a loss tells it that there is a backward."""
+def lowered(
+    path: str, own: Sequence[int], count: int, chunks: int, device: torch.device, group: Any
+) -> list[Any]:
+    """The actions of one process for a schedule in a file that has computations alone.
+
+    Args:
+        path: the file.
+        own: the stages of the process.
+        count: the number of all stages.
+        chunks: the number of micro-batches.
+        device: the device of the process.
+        group: the processes.
+    """
+    # Nothing is computed by these. With empty examples of tensors, they ask nobody for shapes.
+    stages = [PipelineStage(nn.Identity(), j, count, device, (), (), group=group) for j in own]
     made: Any = schedules._PipelineScheduleRuntime
-    return made([*stages], chunks, loss_fn=_no_loss if recorded else None, scale_grads=False)
-
-
-def load(runtime: Any, path: str) -> None:
-    """Have a runtime read a schedule that has computations alone."""
+    runtime = made(stages, chunks, loss_fn=_no_loss, scale_grads=False)
     runtime._load_csv(path, format="compute_only")
+    found: list[Any] = runtime.pipeline_order_with_comms[runtime.rank]
+    # What FSDP does to its weights, our stages see to themselves.
+    others = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
+    return [x for x in found if x.computation_type.name not in others]
 
 
-def kind(name: str) -> Any:
-    """The runtime's own name of a kind of computation."""
-    return getattr(schedules, name)
+def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:
+    """Read what an action does (compute, send or receive), and for which stages and micro-batches.
 
-
-def letter(action: Any) -> str:
-    """Our letter for what an action computes."""
-    return LETTERS[action.computation_type.name]
-
-
-def wait(runtime: Any, table: str, j: int, i: int) -> None:
-    """Wait for a message of a stage and a micro-batch that the runtime has begun to receive."""
-    for work in getattr(runtime, table).pop((j, i)):
-        work.wait()
+    Returns:
+        The word, and for each part of the action the stage, our letter, and the micro-batch.
+    """
+    found = []
+    does = ""
+    for x in action.sub_actions or (action,):
+        name = x.computation_type.name
+        does, letter = MESSAGES[name] if name in MESSAGES else ("compute", LETTERS[name])
+        found.append((x.stage_index, letter, x.microbatch_index))
+    return does, found
 
 
 def is_alone(tensor: Tensor) -> bool:

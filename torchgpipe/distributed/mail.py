@@ -1,4 +1,4 @@
-"""Mail: the messages of a step, as the operations that PyTorch's runtime starts and waits for.
+"""Mail: the messages of a step.
 
 Tensors travel on the devices' own links. Forms and the states of generators travel on the CPU, so
 no host waits for a device to read them.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.messages import Form
+from torchgpipe.distributed.messages import Form, Meta
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.worker import Worker
 
@@ -61,8 +61,10 @@ class Mail:
         self._seen.add(shapes)
         self.worker, self._shapes, self._rows = worker, shapes, rows
         self._with_numbers = with_numbers
-        #: What has come or is on its way, by stage and micro-batch.
+        #: What has come or is on its way, by stage and micro-batch, and what to wait for.
         self._tensors: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._works: dict[tuple[str, int, int], list[Any]] = {}
+        self._sent: list[Any] = []
         self._forms: dict[tuple[int, int], Form] = {}
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
 
@@ -70,30 +72,30 @@ class Mail:
         """Let go of all tensors."""
         del self.worker
         self._tensors.clear()
+        self._works.clear()
+        self._sent.clear()
         self._forms.clear()
         self._states.clear()
 
-    def send_forward(self, j: int, i: int) -> list[dist.P2POp]:
+    def send_forward(self, j: int, i: int) -> None:
         """Send what stage ``j`` has computed of micro-batch ``i``."""
         form, tensors = self.worker.leaving(j + 1, i)
         peer = self.routes.placement[j + 1]
         key = self._shapes, j + 1, self._rows[i]
-        found: list[dist.P2POp] = []
         known = self._known.get(key)
         if known is None:
             self._known[key] = form
             data = pickled(form.renamed(self.routes.names), j)
-            size = torch.tensor([len(data)])
-            found += self._ops(dist.isend, [size, data], peer, HOST)
+            self._send([torch.tensor([len(data)]), data], peer, HOST)
         elif not known.is_like(form):
             raise _differs(j, i, known, form)
         if self._with_numbers:
             states = self.worker.step.numbers.states[i]
-            found += self._ops(dist.isend, [x.detach() for x in states.values()], peer, HOST)
-        return found + self._ops(dist.isend, tensors, peer)
+            self._send([x.detach() for x in states.values()], peer, HOST)
+        self._send(tensors, peer)
 
-    def receive_forward(self, j: int, i: int) -> list[dist.P2POp]:
-        """Receive what stage ``j`` shall compute of micro-batch ``i``."""
+    def receive_forward(self, j: int, i: int) -> None:
+        """Begin to receive what stage ``j`` shall compute of micro-batch ``i``."""
         peer = self.routes.placement[j - 1]
         key = self._shapes, j, self._rows[i]
         if key not in self._known:
@@ -104,52 +106,62 @@ class Mail:
             form: Form = pickle.loads(data.numpy().tobytes())
             self._known[key] = form.renamed(self.routes.parts)
         form = self._forms[j, i] = self._known[key]
-        found = []
+        works = []
         if self._with_numbers:
             before = self.worker.step.numbers.states[i]
             states = {kind: torch.empty_like(x) for kind, x in before.items()}
-            found += self._ops(dist.irecv, states.values(), peer, HOST)
+            works += self._receive(states.values(), peer, HOST)
             self._states[j, i] = states
-        tensors = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in form.metas]
-        self._tensors["F", j, i] = tensors
-        return found + self._ops(dist.irecv, tensors, peer)
+        self._tensors["F", j, i] = tensors = self._empty(form.metas)
+        self._works["F", j, i] = works + self._receive(tensors, peer)
 
     def arrived(self, j: int, i: int) -> None:
-        """Give what was received to the worker."""
-        form, tensors = self._forms.pop((j, i)), self._tensors.pop(("F", j, i))
-        self.worker.arrive(j, i, form, tensors, self._states.pop((j, i), None))
+        """Wait for what was received, and give it to the worker."""
+        tensors = self._waited_for("F", j, i)
+        self.worker.arrive(j, i, self._forms.pop((j, i)), tensors, self._states.pop((j, i), None))
 
-    def send_backward(self, j: int, i: int) -> list[dist.P2POp]:
+    def send_backward(self, j: int, i: int) -> None:
         """Send the gradients of what stage ``j`` has received of micro-batch ``i``."""
-        tensors = self.worker.grads_leaving(j, i)
-        return self._ops(dist.isend, tensors, self.routes.placement[j - 1])
+        self._send(self.worker.grads_leaving(j, i), self.routes.placement[j - 1])
 
-    def receive_backward(self, j: int, i: int) -> list[dist.P2POp]:
-        """Receive the gradients of what stage ``j`` has sent of micro-batch ``i``."""
+    def receive_backward(self, j: int, i: int) -> None:
+        """Begin to receive the gradients of what stage ``j`` has sent of micro-batch ``i``."""
         metas = [x for x in self.worker.forms[j + 1, i].metas if x.requires_grad]
-        tensors = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in metas]
-        self._tensors["B", j, i] = tensors
-        return self._ops(dist.irecv, tensors, self.routes.placement[j + 1])
+        self._tensors["B", j, i] = tensors = self._empty(metas)
+        self._works["B", j, i] = self._receive(tensors, self.routes.placement[j + 1])
 
     def grads_arrived(self, j: int, i: int) -> None:
-        """Give the gradients that were received to the worker."""
-        self.worker.grads_arrive(j + 1, i, self._tensors.pop(("B", j, i)))
+        """Wait for the gradients that were received, and give them to the worker."""
+        self.worker.grads_arrive(j + 1, i, self._waited_for("B", j, i))
 
-    def _ops(
-        self, operation: Any, tensors: Iterable[Tensor], peer: int, tag: int = 0
-    ) -> list[dist.P2POp]:
-        sends = operation is dist.isend
-        found = []
+    def wait_for_sent(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sent:
+            self._sent.pop().wait()
+
+    def _waited_for(self, kind: str, j: int, i: int) -> list[Tensor]:
+        for work in self._works.pop((kind, j, i)):
+            work.wait()
+        return self._tensors.pop((kind, j, i))
+
+    def _empty(self, metas: Iterable[Meta]) -> list[Tensor]:
+        return [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in metas]
+
+    def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> None:
         for x in tensors:
             # An empty tensor takes no message.
             if x.numel():
                 # A layer may return the same memory the next time, or a view of more.
                 # guard: clone of what goes to a process
-                if sends and not pipelining.is_alone(x):
+                if not pipelining.is_alone(x):
                     x = x.clone(memory_format=torch.contiguous_format)
-                x = x.detach()
-                found.append(dist.P2POp(operation, x, None, self.group, tag, peer))
-        return found
+                work = dist.isend(x.detach(), group=self.group, group_dst=peer, tag=tag)
+                self._sent.append(work)
+
+    def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
+        return [
+            dist.irecv(x, group=self.group, group_src=peer, tag=tag) for x in tensors if x.numel()
+        ]
 
 
 def pickled(form: Form, j: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Routes: in which process each stage is, and the way of each skip.
 
-PyTorch's runtime sends from each stage to the next one only. So a skip travels with the value, from
+PyTorch lowers messages from each stage to the next one only. So a skip travels with the value, from
 the stage that stashes it to the first stage that is in the process of the one that pops it::
 
     stage     0      1      2      3
