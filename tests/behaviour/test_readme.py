@@ -32,21 +32,21 @@ def no_accelerators(monkeypatch):
     monkeypatch.setattr("torchgpipe.planner.given.accelerators", lambda: [torch.device("cpu")] * 2)
 
 
-def test_readme(run, tmp_path):
-    assert 'GPipe(nn.Sequential(a, b, c, d), "auto", sample=sample, chunks=8)' in README.read_text(
-        "utf-8"
-    )
+def test_readme(run):
+    text = README.read_text("utf-8")
+    # What one reads in two minutes.
+    assert len(text.splitlines()) <= 60
+    assert 'GPipe(nn.Sequential(a, b, c, d), "auto", sample=sample, chunks=8)' in text
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    names = run(
+    before = [x.clone() for x in layers.parameters()]
+    run(
         README,
         layers=layers,
         sample=torch.rand(16, 4),
-        path=tmp_path / "model.pt",
         loader=[(torch.rand(16, 4), torch.randint(4, (16,)))] * 2,
         **dict(zip("abcd", layers)),
     )
-    assert all(p.grad is not None for p in layers.parameters())
-    assert torch.load(names["path"]).keys() == names["model"].module.state_dict().keys()
+    assert not any(x.equal(y) for x, y in zip(layers.parameters(), before))
 
 
 @pytest.fixture(autouse=True)
