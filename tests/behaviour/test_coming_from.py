@@ -1,4 +1,4 @@
-"""What docs/coming_from.rst tells of other libraries is what they do: keys, hooks, and scales."""
+"""Other libraries do what docs/coming_from.rst tells of them: keys, hooks and scales."""
 
 import re
 from functools import partial
