@@ -4,6 +4,8 @@ import gc
 import os
 import re
 import signal
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from textwrap import dedent
 
@@ -89,16 +91,26 @@ def interruptible():
 
 @pytest.fixture
 def run():
-    """Run the code blocks of a file, and return their names."""
+    """Run the code blocks of a file, and return their names.
+
+    What stands behind the line ``This prints::`` is compared with what the block before it printed,
+    whatever the ends of lines. A page that has such a line has one behind each block that prints.
+    """
 
     def run(file, **names):
+        indented = r"((?:   .*\n|\n)+)"
+        text = file.read_text("utf-8")
         blocks = re.findall(
-            r"\.\. code-block:: python\n\n((?:   .*\n|\n)+)", file.read_text("utf-8")
+            rf"\.\. code-block:: python\n\n{indented}(?:This prints::\n\n{indented})?", text
         )
         assert blocks
         names |= {"__name__": file.stem, "GPipe": GPipe, "F": F, "nn": nn, "torch": torch}
-        for block in blocks:
-            exec(compile(dedent(block), str(file), "exec"), names)
+        for block, expected in blocks:
+            with redirect_stdout(StringIO()) as printed:
+                exec(compile(dedent(block), str(file), "exec"), names)
+            if "\nThis prints::\n" in text:
+                assert printed.getvalue().split() == expected.split()
+            print(printed.getvalue(), end="")
         return names
 
     return run

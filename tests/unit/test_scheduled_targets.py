@@ -194,3 +194,18 @@ def test_targets_with_other_rows():
     with pytest.raises(ValueError, match="targets must have as many rows") as error:
         make()(X, Y[:5])
     assert "shape: (5, 3), rows: 6" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("targets", "more", "name"),
+    [
+        ((Y[:-1],), {}, "targets[0]"),
+        ((Y, Y[:-1]), {}, "targets[1]"),
+        (((Y, {"mask": Y[:-1]}),), {}, "targets[0][1]['mask']"),
+        ((), {"target": Y[:-1]}, "target"),
+    ],
+)
+def test_the_argument_with_other_rows_is_named(targets, more, name):
+    with pytest.raises(ValueError, match="targets must have as many rows") as caught:
+        make()(X, *targets, **more)
+    assert f"(argument: {name}, shape" in str(caught.value)

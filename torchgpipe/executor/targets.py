@@ -31,7 +31,10 @@ def arguments_of(
     Raises:
         ValueError: the arguments have other rows than the input, or require a gradient.
     """
-    for name, leaf in names(value):
+    targets, more = value
+    each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
+    leaves = [(_path(name, path), leaf) for name, x in each for path, leaf in names(x)]
+    for name, leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "targets must not require a gradient, since the loss hands over those of its "
@@ -45,8 +48,6 @@ def arguments_of(
                 f"{sum(rows)}); pass what every micro-batch shall get whole as "
                 "torchgpipe.NoChunk(value)"
             )
-    targets, more = value
-    each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
     found = [x for name, one in each for x in lists(one, name)] if rows else []
     wrong = [path for path, length in found if length == sum(rows)]
     if wrong:
@@ -61,6 +62,13 @@ def arguments_of(
         # One micro-batch gets all as it is.
         return [_torch.tree_map(_whole, value)], events
     return [*split(value, rows)], events
+
+
+def _path(name: str, path: str) -> str:
+    """The path to a leaf of an argument: its name alone, if it is the leaf."""
+    if path == "the value":
+        return name
+    return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
 
 
 def _whole(leaf: Any) -> Any:
