@@ -19,7 +19,7 @@ from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of
-from torchgpipe.executor.targets import arguments_of
+from torchgpipe.executor.targets import arguments_of, explaining
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
 from torchgpipe.graphs.compiled import compiler
@@ -180,7 +180,7 @@ class ScheduledLoss(nn.Module):
             model._traps.no_pipelining(len(model.devices), model.chunks)
         with torch.set_grad_enabled(recorded):
             executor = self._executor(batches, rows, (targets, more))
-            with executor.without_hooks:
+            with executor.without_hooks, explaining(targets):
                 model._run(executor.run, whole)
         del batches
         criterion = executor.criterion

@@ -179,3 +179,14 @@ def note_of(error):
         (note,) = error.__notes__
         return note
     return error.__cause__.args[0]
+
+
+def notes_of(error):
+    """The notes of an exception, which before Python 3.11 are its causes."""
+    if hasattr(error, "__notes__"):
+        return error.__notes__
+    causes = []
+    while error.__cause__ is not None:
+        error = error.__cause__
+        causes.append(str(error))
+    return causes

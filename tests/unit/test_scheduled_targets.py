@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.helpers import notes_of
 from tests.unit.test_scheduled import X, Y, layers, make, same
 from torchgpipe import NoChunk, arguments
 
@@ -209,3 +210,22 @@ def test_the_argument_with_other_rows_is_named(targets, more, name):
     with pytest.raises(ValueError, match="targets must have as many rows") as caught:
         make()(X, *targets, **more)
     assert f"(argument: {name}, shape" in str(caught.value)
+
+
+class Masked(nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x * mask)
+
+
+def test_arguments_of_the_model_that_went_to_the_loss():
+    training = make(module=nn.Sequential(Masked(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    with pytest.raises(TypeError, match="missing 1 required positional") as caught:
+        training(X, torch.ones_like(X), Y)
+    assert "torchgpipe.arguments(...)" in notes_of(caught.value)[-1]
+
+
+def test_no_hint_if_there_are_no_targets():
+    training = make(module=nn.Sequential(Masked(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    with pytest.raises(TypeError, match="missing 1 required positional") as caught:
+        training(X)
+    assert "torchgpipe.arguments(...)" not in "".join(notes_of(caught.value))

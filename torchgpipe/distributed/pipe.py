@@ -43,6 +43,7 @@ from torchgpipe.executor.draws import flags_of
 from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, text_of, title_of
+from torchgpipe.executor.targets import explaining
 from torchgpipe.partition.arguments import checked_balance, checked_chunks
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.settings import Settings
@@ -329,7 +330,7 @@ class Pipe(Settings, nn.Module):
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
         m = count(given.rows, self.chunks) if self.is_first else 0
         agreed = self._agreement.begin(m, given.rows, shapes, settings, flags, trainable, error)
-        with shared_failures(self._peers):
+        with shared_failures(self._peers), explaining(terms[0] if terms else ()):
             if self._replicas is not None and recorded:
                 verify_same(trainable, self._replicas)
             return self._compute(agreed, given, terms, recorded)

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe import _torch
+from torchgpipe.ambient.notes import add_note
 from torchgpipe.executor.links import Streams, fetched
 from torchgpipe.partition.traps import lists
 from torchgpipe.values.structure import NoChunk, is_split, names, split
 
 __all__: list[str] = []
+
+
+class explaining:
+    """Note on an error within a ``with`` block that all but the first argument go to the loss.
+
+    Args:
+        targets: the arguments of the step behind the first one.
+    """
+
+    def __init__(self, targets: Sequence[Any]) -> None:
+        self._targets = targets
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Python itself says so of a layer that is called with one argument, and takes several.
+        if self._targets and isinstance(error, TypeError) and "required positional" in str(error):
+            add_note(
+                error,
+                "the model gets the first argument of a step, and the loss gets all others "
+                f"(for the loss: {len(self._targets)}); pass several arguments of the first layer "
+                "as one, torchgpipe.arguments(...)",
+            )
 
 
 def arguments_of(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.helpers import notes_of
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.balance import balance_by_size, balance_by_time
 
@@ -212,14 +213,3 @@ def test_other_errors_say_nothing_of_memory():
     with pytest.raises(RuntimeError) as caught:
         balance_by_size(1, nn.Sequential(Fail()), torch.rand(4, 2), device="cpu")
     assert not any("mini-batch" in x for x in notes_of(caught.value))
-
-
-def notes_of(error):
-    """The notes of an exception, which before Python 3.11 are its causes."""
-    if hasattr(error, "__notes__"):
-        return error.__notes__
-    causes = []
-    while error.__cause__ is not None:
-        error = error.__cause__
-        causes.append(str(error))
-    return causes
