@@ -77,6 +77,9 @@ def _linked(app: Any, doctree: nodes.document, page: str) -> None:
                 f"{page}, link: {target}); add it to PAGES in docs/conf.py"
             )
         anchor = anchor or place.replace("_", "-")
+        if node.astext() == posixpath.basename(target):
+            # In the tree a page is called by its file, and in the site by its title.
+            node.children = [nodes.Text(app.env.titles[name].astext())]
         uri = app.builder.get_relative_uri(page, name)
         node["refuri"] = f"{uri}#{anchor}" if anchor else uri
 

@@ -90,7 +90,7 @@ class Watch:
                 mean(x.bubble for x in shares),
                 late,
                 mean(x.recompute for x in shares),
-                slowest.stream.place,
+                slowest.device,
                 _computing(slowest) / mean(map(_computing, shares)) - 1,
                 _in_use(timeline.memory),
             )

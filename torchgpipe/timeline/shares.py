@@ -9,23 +9,30 @@ from torchgpipe.timeline.span import Span, Stream, order
 
 __all__ = ["Shares", "by_stream", "shares", "table"]
 
+#: The device whose workers are its threads.
+CPU = "cpu"
+
 
 @dataclass(frozen=True)
 class Shares:
-    """The time of one stream in a step, as shares of the step's time.
+    """The time of one device in a step, as shares of the step's time.
+
+    Several streams of an accelerator may compute at the same time, and count once. On the CPU each
+    worker has shares of its own.
 
     Args:
-        stream: the stream that computes.
+        device: the name of the device; with the number of the worker behind it, if there are
+            several on the CPU.
         busy: forward and backward.
         recompute: computing again, under checkpointing.
-        bubble: the rest, in which the stream waited.
+        bubble: the rest, in which the device waited.
         copies: the time of all copies that arrive at the device. They are made beside computing,
             and beside each other, so this may be more than the bubble, and more than 1.
         host: the part of the bubble in which the host had not issued the next work yet. None if
             nobody knows, as on the CPU, which is the host.
     """
 
-    stream: Stream
+    device: str
     busy: float
     recompute: float
     bubble: float
@@ -42,8 +49,18 @@ def by_stream(spans: Sequence[Span]) -> dict[Stream, list[Span]]:
     return {stream: found[stream] for stream in sorted(found, key=order)}
 
 
+def by_device(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """The computations of each device, by their starts; on the CPU, those of each worker."""
+    rows = by_stream(spans)
+    names = labels([*rows])
+    found: dict[str, list[Span]] = {}
+    for stream, own in rows.items():
+        found.setdefault(names[stream] if stream.place == CPU else stream.place, []).extend(own)
+    return {name: sorted(own, key=lambda span: span.start) for name, own in found.items()}
+
+
 def shares(spans: Sequence[Span]) -> list[Shares]:
-    """Find the shares of each stream that computes.
+    """Find the shares of each device that computes.
 
     Args:
         spans: those of one step, which begins at 0.
@@ -54,14 +71,15 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
         if span.kind == "copy":
             copied[span.stream.place] = copied.get(span.stream.place, 0.0) + span.time
     found = []
-    for stream, own in by_stream(spans).items():
+    for name, own in by_device(spans).items():
         recompute = sum(span.time for span in own if span.kind == "R")
-        busy = _covered(own) - recompute
-        copies = copied.get(stream.place, 0.0)
+        # A device that computes again on one stream, and forward on another, is busy with both.
+        busy = max(0.0, _covered(own) - recompute)
+        copies = copied.get(own[0].stream.place, 0.0)
         host = _host_bound(own)
         found.append(
             Shares(
-                stream,
+                name,
                 busy / end,
                 recompute / end,
                 max(0.0, 1 - (busy + recompute) / end),
@@ -82,7 +100,7 @@ def _covered(spans: Sequence[Span]) -> float:
 
 
 def _host_bound(spans: Sequence[Span]) -> float | None:
-    """The time that a stream had nothing to do since the host was late."""
+    """The time that a device had nothing to do since the host was late."""
     if any(span.issued is None for span in spans):
         return None
     total, until = 0.0, 0.0
@@ -97,12 +115,11 @@ def table(found: Sequence[Shares], memory: Mapping[str, int]) -> str:
     """Write shares as a table, with the memory of devices if it is known."""
     titles = ["device", "busy", "recompute", "bubble", "copies", "host-bound"]
     rows = [titles + (["peak MiB"] if memory else [])]
-    names = labels([x.stream for x in found])
     for x in found:
-        row = [names[x.stream], *(f"{y:.1%}" for y in (x.busy, x.recompute, x.bubble, x.copies))]
+        row = [x.device, *(f"{y:.1%}" for y in (x.busy, x.recompute, x.bubble, x.copies))]
         row.append("-" if x.host is None else f"{x.host:.1%}")
         if memory:
-            size = memory.get(x.stream.place)
+            size = memory.get(x.device)
             row.append("-" if size is None else f"{size / 2**20:.1f}")
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -16,8 +16,9 @@ WIDTH = 96
 def characters(spans: Sequence[Span]) -> str:
     """Draw a row for each stream that computes: ``F3--`` is a forward, ``.`` is a wait.
 
-    A computation is as wide as its time, rounded to columns. Its kind is repeated where there is no
-    room for the number of its micro-batch.
+    A computation is as wide as its time, rounded to columns, and one column at least. Its kind is
+    repeated where there is no room for the number of its micro-batch. Of several that begin in one
+    column, the last one is seen.
 
     Args:
         spans: those of one step, which begins at 0.
@@ -31,6 +32,8 @@ def characters(spans: Sequence[Span]) -> str:
         row = ["."] * WIDTH
         for span in own:
             start, stop = (round(x / end * WIDTH) for x in (span.start, span.end))
+            start = min(start, WIDTH - 1)
+            stop = max(stop, start + 1)
             row[start:stop] = _word(span, stop - start)
         lines.append(names[stream].ljust(margin) + "".join(row))
     return "\n".join(lines)

@@ -18,6 +18,12 @@ from torchgpipe.timeline.text import characters
 
 __all__ = ["Timeline"]
 
+#: What to do where virtual accelerators have no costs.
+UNTIMED = (
+    "nothing took any time, as on virtual accelerators without costs; run the step within "
+    "torchgpipe.testing.observe(costs={'addmm': 1, 'mm': 1}), or costs='measured'"
+)
+
 
 class Advisor(Protocol):
     """A source of advice."""
@@ -113,7 +119,11 @@ class Timeline:
             f", the last of {count}" if count > 1 else ""
         )
         parts = [head, characters(last.spans), table(last.shares, self.memory)]
-        return "\n\n".join([*parts, str(self.advice)] if self.advice else parts)
+        if not last.makespan:
+            parts.append(UNTIMED)
+        elif self.advice:
+            parts.append(str(self.advice))
+        return "\n\n".join(parts)
 
     def svg(self, path: str | PathLike[str], *others: Timeline, scale: float | None = None) -> None:
         """Draw the last step into an SVG file, above those of other timelines on the same scale.

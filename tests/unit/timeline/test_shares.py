@@ -11,7 +11,7 @@ from torchgpipe.timeline.span import Stream, computation
 
 def test_shares():
     first, second = shares(step())
-    assert (first.stream, second.stream) == (A, B)
+    assert (first.device, second.device) == (A.place, B.place)
     assert (first.busy, first.recompute, first.copies) == (4 / 8, 0, 0)
     assert (second.busy, second.recompute, second.copies) == (3 / 8, 1 / 8, 0.5 / 8)
     assert first.bubble == second.bubble == 0.5
@@ -37,6 +37,15 @@ def test_table():
     lines = [Stream("cpu", 0), Stream("cpu", 1)]
     text = table(shares([computation(x, 0, 1, (0, "F", 0)) for x in lines]), {})
     assert [row[:7] for row in text.splitlines()[1:]] == ["cpu (0)", "cpu (1)"]
+
+
+def test_streams_of_one_device_count_once():
+    streams = [Stream(0, 0), Stream(0, 1)]
+    spans = [computation(streams[0], 0, 4, (0, "F", 0)), computation(streams[1], 3, 6, (2, "F", 0))]
+    spans.append(computation(Stream(1, 0), 0, 8, (1, "F", 0)))
+    first, second = shares(spans)
+    assert (first.device, first.busy, first.bubble) == ("virtual:0", 6 / 8, 2 / 8)
+    assert (second.device, second.busy) == ("virtual:1", 1)
 
 
 @pytest.mark.parametrize("time", [0, 1e-9])

@@ -1,6 +1,6 @@
 """The picture in characters."""
 
-from tests.unit.timeline.cases import A, step
+from tests.unit.timeline.cases import A, B, step
 from torchgpipe.timeline.span import computation
 from torchgpipe.timeline.text import WIDTH, characters
 
@@ -21,3 +21,11 @@ def test_columns_are_times():
 def test_narrow_spans_show_their_kind():
     spans = [computation(A, k, k + 1, (0, "FB"[k % 2], k)) for k in range(WIDTH)]
     assert characters(spans).splitlines()[1].endswith("FB" * (WIDTH // 2))
+
+
+def test_spans_below_a_column_are_seen():
+    spans = [computation(A, 0, 1000, (0, "F", 0)), computation(A, 1000, 1001, (0, "B", 0))]
+    spans.append(computation(B, 500, 500.5, (1, "F", 0)))
+    _, first, second = characters(spans).splitlines()
+    assert first.endswith("B")
+    assert second.count("F") == 1

@@ -41,6 +41,11 @@ def test_nothing_was_traced():
     assert Timeline([]).shares == []
 
 
+def test_nothing_took_any_time():
+    spans = [replace(x, start=1.0, end=1.0) for x in step()]
+    assert "observe(costs=" in str(Timeline(spans))
+
+
 def test_files(tmp_path):
     timeline = two_steps()
     timeline.save_trace(tmp_path / "trace.json")
