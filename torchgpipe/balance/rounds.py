@@ -82,7 +82,7 @@ def verify_timed(times: Sequence[float], device: object, what: str) -> None:
     if not any(times):
         raise ValueError(
             f"{what} must take time to be balanced by it, and on virtual accelerators only what "
-            f"has a cost does (device: {device}, times: 0 for all {len(times)} {what}); measure on "
-            "another device, as with device='cpu' or a model that is on the CPU, or within "
-            "torchgpipe.testing.observe(costs={'addmm': 1.0, ...})"
+            f"has a cost does (device: {device}, times: 0 for all {len(times)} {what}); measure "
+            "within torchgpipe.testing.observe(costs='measured'), or costs={{'addmm': 1.0, ...}}, or "
+            "measure a model that is on the CPU"
         )
