@@ -5,6 +5,7 @@ import itertools
 import random
 from functools import partial
 from itertools import pairwise
+from math import inf
 
 import pytest
 import torch
@@ -31,6 +32,12 @@ def at_once(monkeypatch):
     monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
 
 
+@pytest.fixture
+def one_by_one(issuing, monkeypatch):
+    """Have the caller issue: the order of threads, and so their memory, is up to the host."""
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
+
+
 def random_case(seed, devices):
     """Layers, input, target and the arguments of a plan."""
     draw = random.Random(seed)
@@ -49,13 +56,25 @@ def planned(layers, x, options, **more):
         return plan(layers, x, **options, **more)
 
 
+def limited(layers, x, options, share):
+    """Plan under a share of the memory that the fastest plan takes.
+
+    Returns:
+        The plans, the limit, and the problem that was searched.
+    """
+    problems = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "search", lambda *a: problems.append(a[0]) or search(*a))
+        limit = share * max(planned(layers, x, options).best.memory.values())
+        return planned(layers, x, options, memory=limit), limit, problems[-1]
+
+
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
 @pytest.mark.parametrize("seed", range(40) if SOAK else [9, 12, 23])
 def test_prediction_is_what_is_measured(devices, seed):
     layers, x, y, options, share = random_case(seed, devices)
-    free = planned(layers, x, options).best
-    limit = share * max(free.memory.values())
-    plans = planned(layers, x, options, memory=limit)
+    plans, limit, _ = limited(layers, x, options, share)
     if not plans.candidates:
         with pytest.raises(ValueError, match="too much by"):
             assert plans.best
@@ -63,8 +82,18 @@ def test_prediction_is_what_is_measured(devices, seed):
     best = plans.best
     time, memory = run(best.wrap, layers, x, y, options["devices"])
     assert best.time == pytest.approx(time)
-    assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=0.1)
+    # Under autograd, threads run backward, and the host's timing decides which one is ahead.
+    error = 0.08 if best.schedule is None else 0.02
+    assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=error)
     assert max(memory.values()) <= limit
+
+
+def sizes_and_settings(problem, devices, n):
+    """Each setting with each balance of ``n`` layers."""
+    for setting in settings(len(devices), CHUNKS, n, problem.has_loss):
+        count = len(setting.schedule.placement)
+        for cuts in itertools.combinations(range(1, n), count - 1):
+            yield setting, tuple([b - a for a, b in pairwise((0, *cuts, n))])
 
 
 @pytest.mark.skipif(not SOAK, reason="thousands of simulations")
@@ -77,11 +106,44 @@ def test_nothing_by_hand_is_better_without_limits(devices, seed, monkeypatch):
     best = planned(layers, x, options).best
     (problem,) = problems
     found, n = Search(problem), len(layers)
-    for setting in settings(len(options["devices"]), CHUNKS, n, problem.has_loss):
-        count = len(setting.schedule.placement)
-        for cuts in itertools.combinations(range(1, n), count - 1):
-            sizes = tuple([b - a for a, b in pairwise((0, *cuts, n))])
-            assert found.trial(setting, sizes, ("never",) * count).time > 0.97 * best.time
+    for setting, sizes in sizes_and_settings(problem, options["devices"], n):
+        never = ("never",) * len(sizes)
+        assert found.trial(setting, sizes, never).time > 0.97 * best.time
+
+
+def faster(problem, devices, n, time, memory):
+    """Yield trials by hand that take less than a time and a memory, as simulated."""
+    found = Search(problem)
+    for setting, sizes in sizes_and_settings(problem, devices, n):
+        if found.fastest(setting, sizes) >= time:
+            continue
+        for modes in itertools.product(["never", "except_last", "always"], repeat=len(sizes)):
+            trial = found.trial(setting, sizes, modes)
+            if trial.time < time and max(trial.memory) < memory:
+                yield trial
+
+
+@pytest.mark.skipif(not SOAK, reason="thousands of simulations")
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
+@pytest.mark.parametrize("seed", [seed for seed in range(27) if seed % 4])
+def test_nothing_by_hand_is_better_under_limits(devices, seed):
+    """Nothing that a schedule runs in the memory is faster.
+
+    Whatever seems to be faster, and to need less than a tenth too much, is run. The cases have a
+    loss inside: under autograd, the order of threads decides about memory, and a plan keeps a
+    reserve for that.
+    """
+    layers, x, y, options, share = random_case(seed, devices)
+    plans, limit, problem = limited(layers, x, options, share)
+    time = 0.97 * plans.best.time if plans.candidates else inf
+    for trial in faster(problem, options["devices"], len(layers), time, 1.1 * limit):
+        places = [options["devices"][w] for w in trial.schedule.placement]
+        hand = by_hand(
+            [*trial.balance], places, trial.schedule.chunks, [*trial.modes], trial.setting.name
+        )
+        took, memory = run(hand, layers, x, y, options["devices"])
+        assert took > time or max(memory.values()) > limit, trial
 
 
 def test_wrapped(devices):

@@ -253,6 +253,12 @@ class Halves:
                     _let_go(node, self._forget)
         return found[:count]
 
+    @property
+    def noted(self) -> list[Tensor]:
+        """The gradients that I has noted for W."""
+        arrived = [x for boundary in self._boundaries for grads in boundary.grads for x in grads]
+        return [x for x in (*arrived, *self._early.values()) if x is not None]
+
     def weight(self) -> dict[int, Tensor | None]:
         """Compute the gradients of the weights; return them by the identities of the weights."""
         late = [(x, weight) for x, weight in self.weights.items() if x not in self._early]

@@ -19,11 +19,15 @@ __all__: list[str] = []
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
 USABLE = 0.9
-#: The share of what a device may use that a plan fills. Predictions are off by the rest.
-SPARE = 0.93
+#: The share of what a device may use that a plan fills, under a schedule and under autograd.
+#: Predictions are off by the rest: autograd has threads, whose order is not known beforehand.
+FILLED, FILLED_BY_THREADS = 0.98, 0.95
 
 #: The most micro-batches that are tried by default.
 MOST = 64
+
+#: As many sizes of micro-batch, each half of the one before, are looked at for their memory.
+LOOKS = 5
 
 #: Devices whose times differ by less than this share are taken to be alike.
 ALIKE = 0.05
@@ -85,10 +89,33 @@ def sizes_of(input: Any, have: int, rows: int) -> list[Batch]:
     return [*found.values()]
 
 
+def smaller_of(input: Any, have: int, rows: int) -> list[Batch]:
+    """The micro-batches to look at the memory with: a mini-batch, a half, a quarter, and so on.
+
+    Args:
+        input: the input.
+        have: its rows.
+        rows: the rows of a mini-batch.
+    """
+    found: dict[int, Batch] = {}
+    for k in range(LOOKS):
+        count = max(1, have * 2**k // rows)
+        # A batch normalisation takes no single row.
+        if have >= 2 * count or not found:
+            batch = scatter(input, min(have, count))[0]
+            found.setdefault(max((len(x) for x in batch if x.dim()), default=1), batch)
+    return [*found.values()]
+
+
 def limits_of(
-    memory: float | Sequence[float] | None, places: Sequence[torch.device]
+    memory: float | Sequence[float] | None, places: Sequence[torch.device], *, is_scheduled: bool
 ) -> list[float]:
     """The bytes that a plan may fill each device with: a little less than it may use.
+
+    Args:
+        memory: the bytes that each device may use, or all of them; None for what there is.
+        places: the devices.
+        is_scheduled: whether a schedule orders backward, and not autograd.
 
     Raises:
         ValueError: there are not as many as devices, or one is not positive.
@@ -101,7 +128,7 @@ def limits_of(
             "memory must be the bytes that a device may use, one number for all or one for each "
             f"(memory: {found}, devices: {len(places)}); leave it out to use what there is"
         )
-    return [SPARE * x for x in found]
+    return [(FILLED if is_scheduled else FILLED_BY_THREADS) * x for x in found]
 
 
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:

@@ -2,138 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.autograd.entrance import Enter
-from torchgpipe.autograd.halves import Halves
-from torchgpipe.autograd.phony import get_phony
+from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.balance.sandbox import Sandbox
-from torchgpipe.balance.storages import LiveStorages
-from torchgpipe.devices.measures import (
-    Stopwatch,
-    forget_peak,
-    memory_allocated,
-    peak_memory,
-)
+from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.partition.placement import tensors
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.planner.backward import Backward, look_back, own_outputs
+from torchgpipe.planner.meter import Meter, storages
+from torchgpipe.values.microbatch import VALUE
 
 __all__ = ["Look", "look", "sample"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Look:
-    """The memory of a layer, in bytes, as :class:`~torchgpipe.planner.layers.Layer` has it."""
+    """The memory of a layer, in bytes: at one size of micro-batch, or as curves by its rows.
 
-    inner: int
-    pending: int
-    output: int
-    forward_peak: int
-    backward_peak: int
+    Args:
+        inner: memory that it keeps for backward, besides its input, its output and its weights.
+        output: memory of its output.
+        forward: the most memory during its forward, above that before, with the output.
+        again: likewise up to the last tensor that it saves for backward, weights aside.
+        backward: the memory of its backward.
+        parameters: memory of its parameters and buffers.
+        trainable: memory of the parameters that get a gradient.
+        small: memory of those whose gradients wait for the end of a backward, to be added.
+        largest: memory of the largest parameter that gets a gradient.
+        saves_input: whether it keeps its input for backward.
+        saves_output: whether it keeps its output.
+        depends: whether its output depends on anything that gets a gradient.
+    """
+
+    inner: Any
+    output: Any
+    forward: Any
+    again: Any
+    backward: Backward
     parameters: int
     trainable: int
+    small: int
     largest: int
     saves_input: bool
     saves_output: bool
-    depends: bool
+    depends: bool = True
 
 
 def look(sandbox: Sandbox) -> Look:
     """Run a layer forward and backward, and see what it keeps in between."""
     batch = sandbox.input()
+    own = storages(x for _, x in tensors(sandbox.layer))
     saved: dict[int, int] = {}
+    again = 0
 
     def pack(x: Tensor) -> Tensor:
-        if x.layout == torch.strided and x.numel():
-            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        nonlocal again
+        if (place := storages([x])).keys() - own.keys():
+            saved.update(place)
+            again = meter.highest
         # An output that its own node holds, with the node that it holds, would never be freed.
         return x.detach()
 
-    incoming = _storages(batch)
-    with saved_tensors_hooks(pack, lambda x: x):
-        forward_peak, output = _peak(sandbox, lambda: sandbox.forward(batch))
-    outgoing = _storages(output.parts[VALUE])
-    own = _storages(x for _, x in tensors(sandbox.layer))
-    inner = saved.keys() - incoming.keys() - outgoing.keys() - own.keys()
-    outputs = own_outputs(sandbox, output)
-    depends, size = bool(outputs), sum(outgoing.values())
-    backward_peak = 0
-    if depends:
-        Root.apply(*outputs).backward()
-        del outputs, output
-        output = sandbox.forward(sandbox.input())
-        # From here on only the graph holds what it has saved, as in a step. And weights have a
-        # gradient, to which another one is added.
-        root = Root.apply(*own_outputs(sandbox, output))
-        del output
-        backward_peak, _ = _peak(sandbox, root.backward)
-    sandbox.layer.zero_grad()
-    weights = {*sandbox.layer.parameters()}
+    incoming = storages(batch)
+    with saved_tensors_hooks(pack, lambda x: x), Meter(sandbox.device) as meter:
+        output = sandbox.forward(batch)
+    forward = meter.highest
+    outgoing = storages(output.parts[VALUE])
+    inner = saved.keys() - incoming.keys() - outgoing.keys()
+    depends = bool(own_outputs(sandbox, output))
+    del output, batch
+    backward = look_back(sandbox) if depends else Backward()
+    sizes = [x.nbytes for x in {*sandbox.layer.parameters()} if x.requires_grad]
     return Look(
         inner=sum(saved[x] for x in inner),
-        pending=_pending(sandbox) if depends else 0,
-        output=size,
-        forward_peak=forward_peak,
-        backward_peak=backward_peak,
+        output=sum(outgoing.values()),
+        forward=forward,
+        again=again,
+        backward=backward,
         parameters=sum(own.values()),
-        trainable=sum(x.nbytes for x in weights if x.requires_grad),
-        largest=max((x.nbytes for x in weights if x.requires_grad), default=0),
+        trainable=sum(sizes),
+        small=sum(x for x in sizes if x < LARGE),
+        largest=max(sizes, default=0),
         saves_input=bool(saved.keys() & incoming.keys()),
         saves_output=bool(saved.keys() & (outgoing.keys() - incoming.keys())),
         depends=depends,
     )
-
-
-class Root(torch.autograd.Function):
-    """A number whose backward makes the gradients of tensors, which nobody else holds."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.metas = [(x.shape, x.dtype, x.device) for x in tensors]
-        return tensors[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.metas]
-        )
-
-
-def _pending(sandbox: Sandbox) -> int:
-    """The memory that a layer keeps from I until W, its input aside."""
-    batch = sandbox.input()
-    needing = [x for x in batch.parts[VALUE] if x.requires_grad]
-    before = memory_allocated(sandbox.device)
-    with LiveStorages() if before is None else nullcontext() as storages:
-        entered: Iterable[Tensor] = ()
-        if needing:
-            entered = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
-        edges = [get_gradient_edge(x) for x in entered]
-        passed = iter(entered)
-        output = sandbox.forward(
-            batch.map(lambda *xs: [next(passed) if x.requires_grad else x for x in xs], [VALUE])
-        )
-        del entered
-        roots = own_outputs(sandbox, output)
-        gradients = [torch.ones_like(x) for x in roots]
-        weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
-        halves = Halves([get_gradient_edge(x) for x in roots], gradients, edges, weights)
-        del output, roots, gradients
-        found = halves.input()
-        now = memory_allocated(sandbox.device)
-        kept = sum(storages.sizes()) if storages is not None else (now or 0) - (before or 0)
-        kept -= sum(x.nbytes for x in found if x is not None)
-        halves.weight()
-    return max(0, kept)
 
 
 def sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
@@ -143,7 +101,7 @@ def sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
     under checkpointing ends there.
     """
     watch, until = sandbox.stopwatch, Stopwatch(sandbox.device)
-    own = _storages(x for _, x in tensors(sandbox.layer))
+    own = storages(x for _, x in tensors(sandbox.layer))
     last: list[float] = [0.0]
 
     def pack(x: Tensor) -> Tensor:
@@ -175,32 +133,3 @@ def sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
     sandbox.layer.zero_grad()
     own_input, again = min(own_input, backward), min(last[0], forward)
     return 1000 * forward, 1000 * own_input, 1000 * backward, 1000 * again
-
-
-def own_outputs(sandbox: Sandbox, output: Batch) -> list[Tensor]:
-    """The outputs that backward begins with; skips that pass by the layer have none here."""
-    return [
-        x
-        for key, tensors in output.parts.items()
-        if key not in sandbox.batch.skips
-        for x in tensors
-        if x.requires_grad
-    ]
-
-
-def _storages(values: Iterable[Tensor]) -> dict[int, int]:
-    """The addresses of the memory of tensors, with its bytes."""
-    storages = [x.untyped_storage() for x in values if x.layout == torch.strided and x.numel()]
-    return {x.data_ptr(): x.nbytes() for x in storages}
-
-
-def _peak(sandbox: Sandbox, run: Callable[[], T]) -> tuple[int, T]:
-    """Call a function, and return the most memory that it has used at a time, and its result."""
-    before = memory_allocated(sandbox.device)
-    if before is None:
-        with LiveStorages() as storages:
-            result = run()
-        return storages.highest, result
-    forget_peak(sandbox.device)
-    result = run()
-    return max(0, (peak_memory(sandbox.device) or 0) - before), result

@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from torchgpipe.planner.backward import SUMMED
 from torchgpipe.planner.stages import Stage
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 
 __all__ = ["peaks"]
+
+#: The share of the gradients that arrive before the one before them is used, where autograd orders
+#: backward. It has a thread for each device, and the host's timing decides which one is ahead: on
+#: virtual accelerators, between none and all of the gradients were early.
+EARLY = 0.5
 
 
 def peaks(
@@ -48,48 +54,68 @@ def peaks(
     now[placement[0]] += given
     now[placement[-1]] += taken
     peak = [*now]
+    microbatches = 1 + max(op.microbatch for _, x, _ in order for op in operations(x))
     last = len(stages) - 1
-    has_gradient: Counter[int] = Counter()
+    backwards: Counter[int] = Counter()
 
     def during(w: int, more: float) -> None:
         peak[w] = max(peak[w], now[w] + more)
 
+    def shared(j: int, i: int) -> float:
+        """The memory of an input that is the output that the stage before keeps, of one worker."""
+        if not j or placement[j - 1] != placement[j] or (j - 1, i) in again:
+            return 0.0
+        return stages[j].input * stages[j - 1].keeps_output
+
+    def left(j: int) -> float:
+        """The gradients of weights that a backward leaves behind; others are added to them."""
+        backwards[j] += 1
+        return stages[j].weights if backwards[j] == 1 else 0.0
+
+    def sent(w: int, j: int, own: float, new: float) -> None:
+        """Send what a worker has made to a stage, which takes new memory there.
+
+        What leaves is there twice, until the copy is issued.
+        """
+        if placement[j] != w:
+            during(w, own)
+        now[placement[j]] += new
+        during(placement[j], 0.0)
+
     for w, instruction, _ in order:
         for j, kind, i in operations(instruction):
             stage = stages[j]
+            output = stage.output if j < last else 0.0
+            number = min(backwards[j], SUMMED - 1)
+            common = shared(j, i)
+            checkpoint = stage.checkpoint - common
+            kept = stage.kept - common * stage.keeps_input
             if kind == "F":
                 is_again = (j, i) in again
                 during(w, stage.forward_again if is_again else stage.forward)
                 # The input has arrived before.
-                now[w] += (stage.checkpoint if is_again else stage.kept) - stage.input
+                now[w] += (checkpoint if is_again else kept) - (stage.input - common)
                 if j < last:
-                    now[placement[j + 1]] += stages[j + 1].input
-                    during(placement[j + 1], 0.0)
+                    is_kept = stage.keeps_output and not is_again
+                    new = stages[j + 1].input - shared(j + 1, i)
+                    sent(w, j + 1, output * (1 if is_kept else 2), new)
             elif kind == "R":
-                during(w, stage.forward)
-                now[w] += stage.kept - stage.checkpoint
+                during(w, stage.again)
+                now[w] += kept - checkpoint
                 during(w, 0.0)
-            elif kind in "BI":
-                # The first gradient is autograd's own, so the sum of two is another tensor. Where
-                # autograd orders backward, a gradient may arrive before the one before it is used.
-                added = 2 * stage.output if not is_summed else stage.largest * (kind == "B")
-                arrived = stage.output if j < last else 0.0
-                new = 0.0 if has_gradient[j] or kind == "I" else stage.weights
-                first = stage.first + (0.0 if is_summed else added)
-                during(w, (first if new else stage.backward + added) - arrived)
-                if kind == "I":
-                    during(w, stage.noted + 2 * stage.input - arrived)
-                now[w] += new - stage.kept
-                has_gradient[j] += kind == "B"
-                if kind == "I":
-                    now[w] += stage.pending
-                now[w] -= arrived
-                if j:
-                    now[placement[j - 1]] += stage.input
+            elif kind == "W":
+                during(w, stage.weight[number])
+                now[w] += left(j) - stage.pending
             else:
-                new = 0.0 if has_gradient[j] else stage.weights
-                # All gradients are there before they are added to the sums.
-                during(w, stage.weights + (0.0 if new else stage.largest) + stage.output)
-                has_gradient[j] += 1
-                now[w] += new - stage.pending
+                if kind == "I":
+                    most, more = stage.half, stage.pending
+                elif is_summed:
+                    most, more = stage.whole[number], left(j)
+                else:
+                    early = EARLY * (microbatches - 1 - backwards[j]) * stage.output
+                    most, more = early + (stage.adding if number else stage.alone), left(j)
+                during(w, most - output)
+                now[w] += more - kept - output
+                if j:
+                    sent(w, j - 1, 2 * stage.input, stage.input)
     return peak

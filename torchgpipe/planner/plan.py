@@ -19,10 +19,12 @@ from torchgpipe.planner.given import (
     places_of,
     sizes_of,
     slowness_of,
+    smaller_of,
     state_of,
     with_loss,
 )
 from torchgpipe.planner.layers import measured
+from torchgpipe.planner.lines import Line
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.search import Problem, Trial, search
 from torchgpipe.skip.layout import verify_skippables
@@ -131,22 +133,25 @@ def ranked(
         )
     tried = chunks_of(chunks, rows)
     module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
-    found = measured(module, sizes, places[0], timeout=timeout, progress=progress)
+    others = smaller_of(input, have, rows)
+    found = measured(module, sizes, others, places[0], timeout=timeout, progress=progress)
     if loss is not None:
         # The targets are counted by themselves.
         own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
-        found[-1] = replace(found[-1], parameters=sum(x.nbytes for x in own))
+        # Nothing leaves the last partition: a step takes note of a loss, and lets go of its memory.
+        kept = replace(found[-1].memory, output=Line(), parameters=sum(x.nbytes for x in own))
+        found[-1] = replace(found[-1], memory=kept)
     verify_timed([x.time(rows) for x in found], places[0], "layers")
 
     def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, sizes, place, timeout=0))
+        return sum(x.time(rows) for x in measured(module, sizes, sizes[-1:], place, timeout=0))
 
     scale = rows / have
     problem = Problem(
         found,
         loss is not None,
         rows,
-        limits_of(memory, places),
+        limits_of(memory, places, is_scheduled=loss is not None),
         slowness_of(places, time_on),
         {
             (places.index(a), places.index(b)): line

@@ -16,14 +16,15 @@ from math import inf
 
 from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, others
-from torchgpipe.planner.layers import Layer, Line
+from torchgpipe.planner.layers import Layer
+from torchgpipe.planner.lines import Line
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import Overlap
-from torchgpipe.schedule.rehearsal import Rehearsal
+from torchgpipe.schedule.rehearsal import Rehearsal, Step
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import built_in
 
@@ -180,7 +181,8 @@ class Search:
         times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
         again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
         given = self._given(count)
-        each = [x.parameters + (1 + problem.state) * x.trainable for x in problem.layers]
+        memory = [x.memory for x in problem.layers]
+        each = [x.parameters + (1 + problem.state) * x.trainable for x in memory]
         sizes = [*accumulate(each, initial=0.0)]
 
         def cost(j: int, start: int, stop: int) -> float:
@@ -264,28 +266,37 @@ class Search:
         """The time of a setting if nothing is computed again."""
         placement = setting.schedule.placement
         stages = self._stages(balance, setting.schedule.chunks)
-        _, rehearsal = self.rehearsal(setting, ("never",) * len(stages))
+        _, rehearsal, _ = self.rehearsal(setting, ("never",) * len(stages))
         self.effort += len(rehearsal.steps)
         return rehearsal.makespan(Table(self._costs(stages, placement), placement))
 
-    def _rehearsal(self, setting: Setting, modes: tuple[str, ...]) -> tuple[Schedule, Rehearsal]:
-        """The schedule of a setting with modes of checkpointing, ready to be timed."""
+    def _rehearsal(
+        self, setting: Setting, modes: tuple[str, ...]
+    ) -> tuple[Schedule, Rehearsal, Sequence[Step]]:
+        """The schedule of a setting with modes of checkpointing, ready to be timed.
+
+        The last item is the order in which the host issues its instructions, which does not depend
+        on what the layers cost.
+        """
         base = setting.schedule
         program = checkpointed(base.program, modes, base.chunks)
-        return replace(base, program=program), Rehearsal(program)
+        rehearsal = Rehearsal(program)
+        issued = rehearsal.order(rehearsal.times(Table(Costs(), base.placement))[0])
+        return replace(base, program=program), rehearsal, issued
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
         stages = self._stages(balance, base.chunks)
         costs = self._costs(stages, base.placement)
-        schedule, rehearsal = self.rehearsal(setting, modes)
+        schedule, rehearsal, issued = self.rehearsal(setting, modes)
         self.effort += 2 * len(rehearsal.steps)
-        start, end = rehearsal.times(Table(costs, base.placement))
+        _, end = rehearsal.times(Table(costs, base.placement))
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
-        joined = 0.0 if problem.has_loss else 3 * base.chunks * stages[-1].output
+        parts = 3 if base.chunks > 1 else 2
+        joined = 0.0 if problem.has_loss else parts * base.chunks * stages[-1].output
         memory = peaks(
-            rehearsal.order(start),
+            issued,
             base.placement,
             stages,
             state=problem.state,

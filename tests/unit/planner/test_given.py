@@ -14,6 +14,7 @@ from torchgpipe.planner.given import (
     places_of,
     sizes_of,
     slowness_of,
+    smaller_of,
     state_of,
     with_loss,
 )
@@ -41,8 +42,8 @@ def test_state_of_an_optimizer(optimizer, expected):
         (state_of, (-1,), ValueError, "optimizer: -1"),
         (chunks_of, ([0], 8), ValueError, "from 1 to the rows"),
         (chunks_of, ([16], 8), ValueError, r"chunks: \[16\], rows: 8"),
-        (limits_of, ([1.0], [CPU, CPU]), ValueError, "devices: 2"),
-        (limits_of, (0, [CPU]), ValueError, "memory"),
+        (partial(limits_of, is_scheduled=True), ([1.0], [CPU, CPU]), ValueError, "devices: 2"),
+        (partial(limits_of, is_scheduled=True), (0, [CPU]), ValueError, "memory"),
         (places_of, ([],), ValueError, "one or more devices"),
     ],
 )
@@ -54,8 +55,9 @@ def test_errors(function, args, kind, words):
 def test_defaults():
     assert chunks_of(None, 20) == [1, 2, 4, 8, 16]
     assert chunks_of(None, 1000)[-1] == 64
-    assert limits_of(None, [CPU]) == [inf]
-    assert limits_of(100, [CPU, CPU]) == [93, 93]
+    assert limits_of(None, [CPU], is_scheduled=True) == [inf]
+    assert limits_of(100, [CPU, CPU], is_scheduled=True) == [98, 98]
+    assert limits_of(100, [CPU], is_scheduled=False) == [95]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,21 @@ def test_defaults():
 )
 def test_sizes_of_micro_batches_to_measure(have, rows, expected):
     sizes = sizes_of(torch.zeros(have, 2), have, rows)
+    assert [len(next(iter(x))) for x in sizes] == expected
+
+
+@pytest.mark.parametrize(
+    ("have", "rows", "expected"),
+    [
+        (64, 64, [64, 32, 16, 8, 4]),
+        (16, 64, [16, 8, 4]),
+        (9, 9, [9, 5, 3]),
+        (3, 3, [3]),
+        (1, 64, [1]),
+    ],
+)
+def test_sizes_of_micro_batches_to_look_at(have, rows, expected):
+    sizes = smaller_of(torch.zeros(have, 2), have, rows)
     assert [len(next(iter(x))) for x in sizes] == expected
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchgpipe.planner.layers import Line, through
+from torchgpipe.planner.lines import Curve, Line, through
 
 
 @pytest.mark.parametrize(("constant", "slope"), [(0, 1), (3, 0), (2.5, 0.5)])
@@ -19,3 +19,15 @@ def test_noise_gives_no_negative_numbers():
 
 def test_one_point_is_in_proportion():
     assert through((4, 8.0)).at(1) == 2
+
+
+def test_a_curve_goes_through_its_points():
+    curve = Curve([(8, 10.0), (2, 4.0), (4, 4.0)])
+    assert [curve.at(x) for x in (2, 3, 4, 6, 8)] == [4, 4, 4, 7, 10]
+
+
+def test_a_curve_goes_on_as_it_ends():
+    curve = Curve([(2, 1.0), (4, 3.0), (8, 9.0)])
+    assert curve.at(16) == 21
+    assert curve.at(1) == 0
+    assert Curve([(4, 8.0)]).at(8) == 16
