@@ -66,8 +66,12 @@ def places() -> list[torch.device]:
 
 
 def join_others(device: torch.device) -> None:
-    """Start the communication with the other processes, by the backend for the device."""
-    backend = distributed.get_default_backend_for_device(device)
+    """Start the communication with the other processes, by the backends for the CPU and the device.
+
+    The CPU's is for what is small, which a pipeline over processes tells the others.
+    """
+    own = distributed.get_default_backend_for_device(device)
+    backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
     if "RANK" in os.environ:
         distributed.init_process_group(backend)  # torchrun has set the rest
     else:

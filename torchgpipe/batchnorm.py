@@ -229,6 +229,11 @@ def defer(module: nn.Module) -> None:
         norm.__class__ = deferred(cls)
 
 
+def has_batch_norms(module: nn.Module) -> bool:
+    """Whether a module has any batch normalisation."""
+    return any(isinstance(x, Base) for x in module.modules())
+
+
 def _obstacle(norm: nn.Module) -> str | None:
     """The reason why a batch normalisation cannot be deferred, and the remedy."""
     if isinstance(norm, nn.SyncBatchNorm):

@@ -92,6 +92,19 @@ def test_refusals_before_a_step(change, kind, rank, expected, processes):
         assert re.search(pattern, text), text
 
 
+def clipping_alone(group):
+    pipe = pipe_of([linear(), linear()], "1f1b", group)
+    x, y = torch.rand(2, 2, 6)
+    pipe.step(x, y)
+    with pytest.raises(ValueError, match=r"same method.*True.*clip_grad_norm_"):
+        pipe.clip_grad_norm_(1.0) if pipe.is_last else pipe.step(x, y)
+    assert pipe.step(x, y).isfinite()
+
+
+def test_one_process_clips_while_the_others_step(processes):
+    processes.run(clipping_alone, 2)
+
+
 def constructing(group, kind, expected, balance, **options):
     with pytest.raises(kind, match=expected):
         Pipe(nn.Sequential(*[linear() for _ in range(4)]), balance, group=group, **options)

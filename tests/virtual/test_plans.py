@@ -191,8 +191,8 @@ def test_links(devices):
 def test_layers_without_a_time(devices):
     with pytest.raises(ValueError, match="layers must take time"):
         plan(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2), devices=devices[:1], timeout=0)
-    with pytest.raises(TypeError, match="pass a sample"):
-        plan(nn.Sequential(nn.Linear(2, 2)), devices=devices[:1])
+    with pytest.raises(TypeError, match=r"a sample is.*pass.*\(argument,\)"):
+        plan(nn.Sequential(nn.Linear(2, 2)), [torch.rand(4, 2)], devices=devices[:1])
     with pytest.raises(ValueError, match="batch: 0"):
         plan(nn.Sequential(nn.Linear(2, 2)), torch.rand(4, 2), devices=devices[:1], batch=0)
 
@@ -274,3 +274,78 @@ def test_auto_finds_the_optimum_of_planted_costs(devices, seed):
             hand = by_hand(sizes, options["devices"], m, mode, None)
             other, _ = run(hand, layers, x, y, options["devices"])
             assert other > 0.999 * time
+
+
+class Tied(nn.Module):
+    """Layer with the weight of another one."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, input):
+        return F.linear(input, self.weight)
+
+
+def tied_layers():
+    layers = [nn.Linear(8, 8) for _ in range(5)]
+    return nn.Sequential(*layers, Tied(layers[0]))
+
+
+def test_layers_that_share_a_weight_are_on_one_device(devices):
+    layers = tied_layers()
+    x, y = torch.rand(16, 8), torch.rand(16, 8)
+    options = {"devices": devices[:2], "timeout": 0, "chunks": [4]}
+    with observe(costs={"addmm": 1, "mm": 1}):
+        plans = plan(layers, x, loss=F.mse_loss, targets=(y,), **options)
+    assert plans.candidates
+    for candidate in plans.candidates:
+        own = [d for n, d in zip(candidate.balance, candidate.devices) for _ in range(n)]
+        assert own[0] == own[-1]
+    training = plans.best.wrap(layers)
+    training(x.to(devices[0]), y).backward()
+    with (
+        observe(costs={"addmm": 1, "mm": 1}),
+        pytest.raises(ValueError, match=r"share a weight.*layers: 0 and 5"),
+    ):
+        plan(tied_layers(), x, **options)
+
+
+def test_tied_neighbours_are_kept_together(devices):
+    first = nn.Linear(8, 8)
+    layers = nn.Sequential(first, nn.Linear(8, 8), Tied(first), nn.Linear(8, 8))
+    with observe(costs={"addmm": 1, "mm": 1}):
+        best = plan(layers, torch.rand(16, 8), devices=devices[:2], timeout=0, chunks=[4]).best
+    assert best.balance == [3, 1]
+
+
+def test_nearest_where_not_even_the_weights_fit(devices):
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    with observe(costs={"addmm": 1, "mm": 1}):
+        plans = plan(
+            layers, torch.rand(8, 64), devices=devices[:4], timeout=0, chunks=[4], memory=1000
+        )
+    assert plans.misfits[0].balance == [2, 2, 2, 2]
+
+
+def test_batch_normalisations(devices):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    x = torch.rand(16, 8)
+    options = {"devices": devices[:2], "timeout": 0}
+    with observe(costs={"addmm": 1, "mm": 1}):
+        with pytest.warns(UserWarning, match="batch normalisations see micro-batches"):
+            plans = plan(layers, x, **options)
+        assert max(c.chunks for c in [*plans.candidates, *plans.misfits]) == 8
+        model = plan(layers, x, **options, chunks=[4]).best.wrap(layers, deferred_batch_norm=True)
+    model(x.to(devices[0]))
+    assert model[1].num_batches_tracked == 1
+
+
+def test_limits_are_shown(devices):
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    with observe(costs={"addmm": 1, "mm": 1}):
+        plans = plan(
+            layers, torch.rand(8, 8), devices=devices[:2], timeout=0, chunks=[4], memory=10 * 2**20
+        )
+    assert str(plans).splitlines()[-1].startswith("a plan fills at most 9.5 MiB")
+    assert {*plans.limits} == {*devices[:2]}

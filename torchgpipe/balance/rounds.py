@@ -83,6 +83,6 @@ def verify_timed(times: Sequence[float], device: object, what: str) -> None:
         raise ValueError(
             f"{what} must take time to be balanced by it, and on virtual accelerators only what "
             f"has a cost does (device: {device}, times: 0 for all {len(times)} {what}); measure "
-            "within torchgpipe.testing.observe(costs='measured'), or costs={{'addmm': 1.0, ...}}, or "
+            "within torchgpipe.testing.observe(costs='measured'), or costs={'addmm': 1.0, ...}, or "
             "measure a model that is on the CPU"
         )

@@ -111,6 +111,37 @@ class Agreement:
                     "the others with torch.distributed.broadcast_object_list"
                 )
 
+    def same_call(self, name: str) -> None:
+        """Check that all processes call the same method, and not a step.
+
+        Raises:
+            ValueError: another process calls something else.
+        """
+        self._agreed(None, name, 0, 0, 0, 0)
+
+    def _agreed(
+        self, error: Exception | None, settings: str, m: int, rows: int, form: int, quiet: int
+    ) -> list[list[int]]:
+        """The numbers of all processes, which have nothing wrong, and the same settings."""
+        own = [int(error is not None), m, rows, form, digest(settings), quiet]
+        texts: list[str] = []
+        with shared_failures(self._peers):
+            found = self._peers.gathered(own)
+            wrong = any(x[0] for x in found)
+            if wrong or len({x[4] for x in found}) > 1:
+                texts = self._peers.texts(_text(error) if wrong else settings)
+        if error is not None:
+            raise error
+        if wrong:
+            raise _of_others("begin the step", texts)
+        if texts:
+            raise ValueError(
+                "all processes must call the same method, and a step with the same settings "
+                "((chunks, checkpoint, whether backward runs, whether forward is called) or the "
+                f"method, by rank: {texts}); call it in all processes at the same time"
+            )
+        return found
+
     def begin(
         self,
         m: int,
@@ -133,30 +164,14 @@ class Agreement:
             error: what this process has found wrong, if anything.
 
         Raises:
-            ValueError: the settings differ.
+            ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
         """
         self._flags = flags
         quiet = int(flags == self._quiet)
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        own = [int(error is not None), m, rows, form, digest(settings), quiet]
-        texts: list[str] = []
-        with shared_failures(self._peers):
-            found = self._peers.gathered(own)
-            wrong = any(x[0] for x in found)
-            if wrong or len({x[4] for x in found}) > 1:
-                texts = self._peers.texts(_text(error) if wrong else settings)
-        if error is not None:
-            raise error
-        if wrong:
-            raise _of_others("begin the step", texts)
-        if texts:
-            raise ValueError(
-                "all processes must call a step with the same settings ((chunks, checkpoint, "
-                f"whether backward runs, whether forward is called) by rank: {texts}); change them "
-                "in all processes at the same time"
-            )
+        found = self._agreed(error, settings, m, rows, form, quiet)
         first = next(x for x in found if x[1])
         counts = {x[2] for x in found if x[2]}
         if len(counts) > 1:

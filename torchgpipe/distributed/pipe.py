@@ -293,7 +293,11 @@ class Pipe(Settings, nn.Module):
             The norm before, of shape ``()``, in all processes. It is not finite if a gradient is
             not, and then gradients are not numbers any more, as after
             :func:`torch.nn.utils.clip_grad_norm_`.
+
+        Raises:
+            ValueError: another process calls something else, as a step.
         """
+        self._agreement.same_call("clip_grad_norm_")
         with shared_failures(self._peers):
             own = self._tied.counted_here(self.parameters())
             norm = total_norm(own, norm_type, self._peers)

@@ -1,4 +1,4 @@
-"""Samples: the arguments of a call, which ``"auto"`` measures a model with."""
+"""Samples: the arguments of a call, which a plan, or ``"auto"``, measures a model with."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.values.structure import Arguments
+from torchgpipe.values.structure import Arguments, arguments
 
 __all__: list[str] = []
+
+
+def input_of(sample: Any) -> Any:
+    """Return a sample as the input of a first layer, as a call of the model would make it."""
+    given = arguments_of(sample)
+    return arguments(given.args, given.kwargs)
 
 
 def arguments_of(sample: Any) -> Arguments:

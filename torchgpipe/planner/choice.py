@@ -10,11 +10,10 @@ from torch import nn
 
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_modes
-from torchgpipe.partition.sample import arguments_of
+from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.plan import ranked
 from torchgpipe.values.microbatch import row_count
-from torchgpipe.values.structure import arguments
 
 __all__: list[str] = []
 
@@ -85,8 +84,7 @@ def chosen(
             "the balance 'auto' needs a sample to measure the layers with (sample: None); pass the "
             "arguments of a call with as many rows as a mini-batch"
         )
-    given = arguments_of(sample)
-    input = arguments(given.args, given.kwargs)
+    input = input_of(sample)
     places = places_of(devices)
     # What is wrong is better told before anything is measured.
     own = None if chunks is MISSING else checked_chunks(chunks)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.measures import memory_total, model_of
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_devices
@@ -53,14 +54,26 @@ def places_of(devices: Iterable[Device] | None) -> list[torch.device]:
     return found
 
 
-def chunks_of(chunks: Iterable[int] | None, rows: int) -> list[int]:
+def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = False) -> list[int]:
     """The numbers of micro-batches to try.
+
+    Args:
+        chunks: the numbers, if they are given.
+        rows: the rows of a mini-batch.
+        has_norms: whether there are batch normalisations, which see micro-batches.
 
     Raises:
         ValueError: one of them is not positive, or more than the rows.
     """
+    if chunks is None and has_norms:
+        warn(
+            "batch normalisations see micro-batches, so their number is no matter of speed alone "
+            "(chunks: not given); pass the number that you want to train with, or several of them"
+        )
     if chunks is None:
-        return [2**k for k in range(MOST.bit_length()) if 2**k <= min(rows, MOST)]
+        # A single row may have no variance.
+        most = min(max(1, rows // 2) if has_norms else rows, MOST)
+        return [2**k for k in range(MOST.bit_length()) if 2**k <= most]
     found = sorted({*chunks})
     if not found or not all(isinstance(x, int) and 1 <= x <= rows for x in found):
         raise ValueError(

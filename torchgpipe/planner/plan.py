@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.balance.rounds import verify_timed
+from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import Modes, positive_int
 from torchgpipe.partition.split import verify_module
@@ -27,6 +28,7 @@ from torchgpipe.planner.layers import measured
 from torchgpipe.planner.lines import Line
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.search import Problem, Trial, search
+from torchgpipe.planner.ties import tied_apart, ties_of
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.microbatch import scatter
 
@@ -131,7 +133,9 @@ def ranked(
             f"batch must be a positive number of rows (batch: {batch!r}); leave it out to plan for "
             "the rows of the sample"
         )
-    tried = chunks_of(chunks, rows)
+    # On one device, as on the CPU, all are together.
+    ties = ties_of(layers) if len({*places}) > 1 else []
+    tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
     others = smaller_of(input, have, rows)
     found = measured(module, sizes, others, places[0], timeout=timeout, progress=progress)
@@ -161,5 +165,9 @@ def ranked(
         scale * sum(x.nbytes for x in whole),
         scale * sum(x.nbytes for x in targets if isinstance(x, Tensor)),
         modes,
+        ties,
     )
-    return Ranking(problem, places, search(problem, tried))
+    trials = search(problem, tried)
+    if not trials:
+        raise tied_apart(ties)
+    return Ranking(problem, places, trials)

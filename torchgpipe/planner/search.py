@@ -20,6 +20,7 @@ from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.lines import Line
 from torchgpipe.planner.memory import peaks
 from torchgpipe.planner.stages import Stage, stage_of
+from torchgpipe.planner.ties import are_together
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
@@ -57,6 +58,7 @@ class Problem:
         targets: memory of the targets of a mini-batch.
         modes: the checkpoint modes, one for all partitions or one for each, if they are given; None
             to search them.
+        ties: pairs of layers that must be on one worker.
     """
 
     layers: Sequence[Layer]
@@ -69,6 +71,7 @@ class Problem:
     given: float
     targets: float
     modes: Modes | None = None
+    ties: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +99,8 @@ class Trial:
         costs: the costs of its stages, in milliseconds.
         time: the simulated time of a step, in milliseconds.
         memory: the most memory of each worker, in bytes.
-        excess: by how many bytes the fullest worker has too little; 0 if all fit.
+        excess: by how many bytes the fullest worker has too little; 0 if all fit, and infinite if
+            layers are apart that share a weight.
     """
 
     setting: Setting
@@ -187,8 +191,10 @@ class Search:
 
         def cost(j: int, start: int, stop: int) -> float:
             end = stop + (problem.has_loss and j == count - 1)
-            if sizes[end] - sizes[start] > problem.memory[placement[j]]:
-                return inf
+            filled = (sizes[end] - sizes[start]) / problem.memory[placement[j]]
+            if filled > 1:
+                # More than whatever fits. If nothing does, the one that needs the least fits first.
+                return 2 * times[-1] * max(problem.slowness) * filled
             own = times[end] - times[start]
             if given and given[j] != "never":
                 own += again[end] - again[start]
@@ -250,14 +256,16 @@ class Search:
         setting, placement = trial.setting, trial.schedule.placement
         fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
         for balance in others(trial.balance):
-            # Nothing is faster than without recomputation, and only the fullest worker's loss of a
-            # layer makes anything fit.
-            pairs = zip(trial.balance, balance, placement)
-            if (
-                any(y < x for x, y, w in pairs if w == fullest)
-                if trial.excess
-                else self.fastest(setting, tuple(balance)) < trial.time
-            ):
+            if trial.excess == inf:
+                is_hopeful = True
+            elif trial.excess:
+                # Only the fullest worker's loss of a layer makes anything fit.
+                pairs = zip(trial.balance, balance, placement)
+                is_hopeful = any(y < x for x, y, w in pairs if w == fullest)
+            else:
+                # Nothing is faster than without recomputation.
+                is_hopeful = self.fastest(setting, tuple(balance)) < trial.time
+            if is_hopeful:
                 found = self.fitted(setting, balance)
                 if found.key < trial.key:
                     yield found
@@ -305,6 +313,8 @@ class Search:
             is_summed=problem.has_loss,
         )
         excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
+        if not are_together(problem.ties, balance, base.placement):
+            excess = inf
         return Trial(setting, balance, modes, schedule, costs, max(end), memory, excess)
 
     def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
@@ -350,4 +360,4 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
             trial = found.improved(trial)
             best = min(best, trial, key=_key)
         ranked.append(trial)
-    return sorted(ranked, key=_key)
+    return sorted([x for x in ranked if x.excess < inf], key=_key)

@@ -56,12 +56,21 @@ class Candidate:
             sum(self.report.bubble) / len(self.report.bubble) / (self.report.makespan or 1)
         )
 
-    def wrap(self, layers: nn.Sequential, loss: Callable[..., Any] | None = None) -> nn.Module:
+    def wrap(
+        self,
+        layers: nn.Sequential,
+        loss: Callable[..., Any] | None = None,
+        *,
+        deferred_batch_norm: bool = False,
+    ) -> nn.Module:
         """Wrap a model as this candidate says.
 
         Args:
             layers: the layers that were planned, or others like them.
             loss: the loss, if the candidate has a schedule; by default the one of the plan.
+
+        Keyword Args:
+            deferred_batch_norm: as for :class:`~torchgpipe.GPipe`.
 
         Returns:
             A :class:`~torchgpipe.GPipe`, or a :class:`~torchgpipe.ScheduledLoss` around one.
@@ -72,6 +81,7 @@ class Candidate:
             devices=self.devices,
             chunks=self.chunks,
             checkpoint=self.checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
         )
         loss = loss or self._loss
         name = self.schedule if loss is not None else None
@@ -106,11 +116,14 @@ class Plans:
         candidates: those that fit.
         misfits: those that do not, the nearest to fit first.
         layers: what was measured.
+        limits: the bytes that a plan may fill each device with, if there are any: a little less
+            than the device may use, by as much as predictions are off.
     """
 
     candidates: list[Candidate]
     misfits: list[Candidate] = field(repr=False)
     layers: list[Layer] = field(repr=False)
+    limits: dict[torch.device, int]
 
     @property
     def best(self) -> Candidate:
@@ -133,4 +146,7 @@ class Plans:
         hidden = len(self.candidates) + len(self.misfits) - len(shown)
         if any(not isinstance(x.checkpoint, str) for x in shown):
             lines.append("checkpoint of each partition: a always, e except_last, n never")
+        if self.limits:
+            sizes = dict.fromkeys(f"{x / 2**20:.1f}" for x in self.limits.values())
+            lines.append(f"a plan fills at most {', '.join(sizes)} MiB of a device")
         return "\n".join([*lines, f"and {hidden} more"] if hidden else lines)

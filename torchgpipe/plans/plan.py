@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import MISSING
+from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.plan import Ranking, ranked
 from torchgpipe.planner.search import Trial
 from torchgpipe.plans.candidates import Candidate, Plans
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import simulate
-from torchgpipe.values.structure import arguments
 
 __all__ = ["plan"]
 
 
 def plan(
     layers: nn.Sequential,
-    sample: Any = MISSING,
+    sample: Any,
     *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     devices: Iterable[Device] | None = None,
     memory: float | Sequence[float] | None = None,
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
@@ -50,11 +48,11 @@ def plan(
 
     Args:
         layers: the model. It is not changed.
-        sample: the argument of the first layer, with as many rows as a mini-batch, or fewer.
+        sample: the arguments of the first layer, with as many rows as a mini-batch, or fewer: a
+            tensor, a tuple of arguments, a dict of keyword arguments, or what
+            :func:`torchgpipe.arguments` returns.
 
     Keyword Args:
-        args: the arguments of the first layer behind the sample, or all of them without a sample.
-        kwargs: the keyword arguments of the first layer.
         devices: the devices, one for each worker; by default all accelerators. Slower ones among
             them get less to do.
         memory: the bytes that each device may use, or one number for all, of which a plan leaves
@@ -74,19 +72,14 @@ def plan(
         The candidates: for each schedule and number of micro-batches the best one found.
 
     Raises:
-        TypeError: the layers could not be wrapped, or there is no input.
-        ValueError: no layer takes any time, or an argument is out of range.
+        TypeError: the layers could not be wrapped, or the sample is of another kind.
+        ValueError: no layer takes any time, an argument is out of range, or layers share weights
+            that no plan keeps on one device.
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
-    given = args if sample is MISSING else (sample, *args)
-    if not (given or kwargs):
-        raise TypeError(
-            "there must be an input of the first layer to measure with (sample: missing, args: (), "
-            "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
-        )
     found = ranked(
         layers,
-        arguments((*given,), dict(kwargs or {})),
+        input_of(sample),
         devices=devices,
         memory=memory,
         optimizer=optimizer,
@@ -102,6 +95,7 @@ def plan(
         [x for x in candidates if not x.excess],
         [x for x in candidates if x.excess],
         [*found.problem.layers],
+        {place: round(x) for place, x in zip(found.places, found.problem.memory) if x < inf},
     )
 
 
