@@ -61,7 +61,6 @@ ELSEWHERE = {
     "advice/tries": "virtual/test_advice.py",
     "advice/watch": "virtual/test_advice.py",
     "planner/backward": "virtual/test_plans.py",
-    "planner/layers": "virtual/test_plans.py",
     "planner/links": "virtual/test_plans.py",
     "planner/look": "virtual/test_plans.py",
     "planner/memory": "virtual/test_plans.py",
