@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -103,6 +104,24 @@ def clipping_alone(group):
 
 def test_one_process_clips_while_the_others_step(processes):
     processes.run(clipping_alone, 2)
+
+
+def destroying(group):
+    own = torch.distributed.new_group([0, 1])
+    pipe = pipe_of([linear(), linear()], "1f1b", own)
+    x, y = torch.rand(2, 2, 6)
+    pipe.step(x, y)
+    torch.distributed.destroy_process_group(own)
+    found = weakref.ref(own)
+    del own
+    # Its threads end with it.
+    assert found() is None
+    with pytest.raises(RuntimeError, match="must be connected.*destroyed"):
+        pipe.step(x, y)
+
+
+def test_nothing_holds_a_group_that_is_destroyed(processes):
+    processes.run(destroying, 2)
 
 
 def constructing(group, kind, expected, balance, **options):

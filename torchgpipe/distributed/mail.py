@@ -17,6 +17,7 @@ from torch import Tensor
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Form, Meta
+from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.worker import Worker
 
@@ -34,12 +35,11 @@ class Mail:
 
     Args:
         routes: in which process each stage is.
-        group: the processes of the pipeline.
-        device: the device of this process.
+        peers: the processes of the pipeline.
     """
 
-    def __init__(self, routes: Routes, group: Any, device: torch.device) -> None:
-        self.routes, self.group, self.device = routes, group, device
+    def __init__(self, routes: Routes, peers: Peers) -> None:
+        self.routes, self.peers, self.device = routes, peers, peers.device
         #: The forms that both ends know: by shapes of a step, stage that receives, and rows.
         self._known: dict[tuple[Any, int, int], Form] = {}
         #: The shapes of the steps that these are of.
@@ -100,9 +100,9 @@ class Mail:
         key = self._shapes, j, self._rows[i]
         if key not in self._known:
             size = torch.zeros(1, dtype=torch.long)
-            dist.recv(size, group=self.group, group_src=peer, tag=HOST)
+            dist.recv(size, group=self.peers.group, group_src=peer, tag=HOST)
             data = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(data, group=self.group, group_src=peer, tag=HOST)
+            dist.recv(data, group=self.peers.group, group_src=peer, tag=HOST)
             form: Form = pickle.loads(data.numpy().tobytes())
             self._known[key] = form.renamed(self.routes.parts)
         form = self._forms[j, i] = self._known[key]
@@ -155,13 +155,12 @@ class Mail:
                 # guard: clone of what goes to a process
                 if not pipelining.is_alone(x):
                     x = x.clone(memory_format=torch.contiguous_format)
-                work = dist.isend(x.detach(), group=self.group, group_dst=peer, tag=tag)
+                work = dist.isend(x.detach(), group=self.peers.group, group_dst=peer, tag=tag)
                 self._sent.append(work)
 
     def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
-        return [
-            dist.irecv(x, group=self.group, group_src=peer, tag=tag) for x in tensors if x.numel()
-        ]
+        group = self.peers.group
+        return [dist.irecv(x, group=group, group_src=peer, tag=tag) for x in tensors if x.numel()]
 
 
 def pickled(form: Form, j: int) -> Tensor:

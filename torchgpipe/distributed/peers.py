@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -31,8 +32,11 @@ class Peers:
                 "call torch.distributed.init_process_group() first, and start the script with "
                 "torchrun --nproc-per-node N"
             )
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        group = dist.group.WORLD if group is None else group
+        # PyTorch has the group, until somebody destroys it. Held here, its threads would outlive
+        # that, and end the process by an abort if the interpreter ends before them.
+        self._group = weakref.ref(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise RuntimeError(
                 "a pipeline must be made in each process of its group, and in no other (rank: "
@@ -53,6 +57,21 @@ class Peers:
                 f"device is waited for (backends: {config}); call "
                 'init_process_group("cpu:gloo,cuda:nccl") instead'
             )
+
+    @property
+    def group(self) -> Any:
+        """The group.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"the processes of a pipeline must be connected ({self.name}: destroyed); destroy "
+                "a process group when nothing uses it any more, or make the pipeline anew"
+            )
+        return group
 
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all processes."""

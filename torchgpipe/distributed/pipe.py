@@ -182,7 +182,7 @@ class Pipe(Settings, nn.Module):
         """Make the attributes that belong to this object alone: nobody copies them."""
         partitions: list[Partition] = self.__dict__["_layers"]
         self._crew = Crew(Stages(partitions, [self._device] * len(partitions), self._layout))
-        self._mail = Mail(self._routes, self._peers.group, self._device)
+        self._mail = Mail(self._routes, self._peers)
         self._programs = Programs(self._schedule, self._layout, self._mail)
         self._reader = Reader(self._routes, self._device, self._crew.streams)
 

@@ -105,7 +105,7 @@ def actions(schedule: Schedule, mail: Mail) -> list[Any]:
         program = without_recomputation(schedule.program)
         write_csv(replace(schedule, program=program), path)
         count, own = len(mail.routes.placement), mail.routes.own
-        return pipelining.lowered(path, own, count, schedule.chunks, mail.device, mail.group)
+        return pipelining.lowered(path, own, count, schedule.chunks, mail.device, mail.peers.group)
     finally:
         os.remove(path)
         os.rmdir(folder)
