@@ -10,7 +10,7 @@ from torchgpipe.testing import UnavailableError
 def test_main(devices, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(pictures, "load", lambda count: devices[:count])
     monkeypatch.setattr(pictures, "STEPS", 1)
-    assert pictures.main(["--folder", str(tmp_path), "--chunks", "4"]) == 0
+    assert pictures.main(["--folder", str(tmp_path), "--chunks", "8"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("step of ")
     assert "cpu (3)" in text
