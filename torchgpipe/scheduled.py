@@ -180,7 +180,7 @@ class ScheduledLoss(nn.Module):
             model._traps.no_pipelining(len(model.devices), model.chunks)
         with torch.set_grad_enabled(recorded):
             executor = self._executor(batches, rows, (targets, more))
-            with executor.without_hooks, explaining(targets):
+            with executor.without_hooks, explaining(targets, model[0]):
                 model._run(executor.run, whole)
         del batches
         criterion = executor.criterion

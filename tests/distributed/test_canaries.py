@@ -26,6 +26,10 @@ def test_names():
     pipelining.verify_version()
     runtime = schedules._PipelineScheduleRuntime
     assert callable(runtime._load_csv)
+    assert {*pipelining.LETTERS, *pipelining.MESSAGES} <= {
+        x.name for x in schedules._ComputationType
+    }
+    assert pipelining.OTHERS <= {x.name for x in schedules._ComputationType}
 
 
 def test_memory_of_its_own():

@@ -14,6 +14,7 @@ import torchgpipe
 from tests.distributed.test_schedules import pipe_of
 from tests.support.schedules import linear, relu, same
 from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.balance.storages import LiveStorages
 from torchgpipe.distributed import Pipe
 from torchgpipe.schedule import named
 
@@ -106,12 +107,46 @@ def test_one_process_clips_while_the_others_step(processes):
     processes.run(clipping_alone, 2)
 
 
+def clipping_otherwise(group):
+    pipe = pipe_of([linear(), linear()], "1f1b", group)
+    pipe.step(*torch.rand(2, 2, 6))
+    with pytest.raises(ValueError, match="same method.*2.0.*3.0"):
+        pipe.clip_grad_norm_(3.0 if pipe.is_last else 2.0)
+    with pytest.raises(ValueError, match=r"norm_type: -1\)"):
+        pipe.clip_grad_norm_(1.0, -1)
+
+
+def test_processes_that_clip_otherwise(processes):
+    processes.run(clipping_otherwise, 2)
+
+
+def sending(group):
+    """Sent outputs go when their gradients come."""
+    highest = []
+    for m in (8, 32):
+        pipe = pipe_of([nn.Linear(64, 64), nn.Linear(64, 64)], "1f1b", group, chunks=m)
+        x, y = torch.rand(2, 16 * m, 64)
+        pipe.step(x, y)
+        with LiveStorages() as storages:
+            pipe.step(x, y)
+        highest.append(storages.highest)
+    message = 16 * 64 * 4
+    return pipe.is_first, (highest[1] - highest[0]) / message
+
+
+def test_messages_that_are_kept(processes):
+    found = dict(processes.run(sending, 2))
+    assert found[True] < 4
+
+
 def destroying(group):
     own = torch.distributed.new_group([0, 1])
     pipe = pipe_of([linear(), linear()], "1f1b", own)
     x, y = torch.rand(2, 2, 6)
     pipe.step(x, y)
     torch.distributed.destroy_process_group(own)
+    with pytest.raises(RuntimeError, match="must be connected.*destroyed"):
+        pipe.step(x, y)
     found = weakref.ref(own)
     del own
     # Its threads end with it.

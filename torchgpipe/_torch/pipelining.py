@@ -34,6 +34,9 @@ MESSAGES = {
     "RECV_B": ("receive", "B"),
 }
 
+#: What FSDP does to its weights, which our stages see to themselves.
+OTHERS = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
+
 
 def verify_version() -> None:
     """Check that PyTorch is new enough.
@@ -62,15 +65,14 @@ def lowered(
         device: the device of the process.
         group: the processes.
     """
-    # Nothing is computed by these. With empty examples of tensors, they ask nobody for shapes.
+    # Nothing is computed by these. With empty examples of their tensors, they do not find shapes by
+    # messages between the processes.
     stages = [PipelineStage(nn.Identity(), j, count, device, (), (), group=group) for j in own]
     made: Any = schedules._PipelineScheduleRuntime
     runtime = made(stages, chunks, loss_fn=_no_loss, scale_grads=False)
     runtime._load_csv(path, format="compute_only")
     found: list[Any] = runtime.pipeline_order_with_comms[runtime.rank]
-    # What FSDP does to its weights, our stages see to themselves.
-    others = {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
-    return [x for x in found if x.computation_type.name not in others]
+    return [x for x in found if x.computation_type.name not in OTHERS]
 
 
 def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:

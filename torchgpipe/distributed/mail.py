@@ -64,7 +64,7 @@ class Mail:
         #: What has come or is on its way, by stage and micro-batch, and what to wait for.
         self._tensors: dict[tuple[str, int, int], list[Tensor]] = {}
         self._works: dict[tuple[str, int, int], list[Any]] = {}
-        self._sent: list[Any] = []
+        self._sent: dict[tuple[str, int, int], list[Any]] = {}
         self._forms: dict[tuple[int, int], Form] = {}
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
 
@@ -83,16 +83,17 @@ class Mail:
         peer = self.routes.placement[j + 1]
         key = self._shapes, j + 1, self._rows[i]
         known = self._known.get(key)
+        works: list[Any] = []
         if known is None:
             self._known[key] = form
             data = pickled(form.renamed(self.routes.names), j)
-            self._send([torch.tensor([len(data)]), data], peer, HOST)
+            works += self._send([torch.tensor([len(data)]), data], peer, HOST)
         elif not known.is_like(form):
             raise _differs(j, i, known, form)
         if self._with_numbers:
             states = self.worker.step.numbers.states[i]
-            self._send([x.detach() for x in states.values()], peer, HOST)
-        self._send(tensors, peer)
+            works += self._send([x.detach() for x in states.values()], peer, HOST)
+        self._sent["F", j, i] = works + self._send(tensors, peer)
 
     def receive_forward(self, j: int, i: int) -> None:
         """Begin to receive what stage ``j`` shall compute of micro-batch ``i``."""
@@ -122,7 +123,8 @@ class Mail:
 
     def send_backward(self, j: int, i: int) -> None:
         """Send the gradients of what stage ``j`` has received of micro-batch ``i``."""
-        self._send(self.worker.grads_leaving(j, i), self.routes.placement[j - 1])
+        grads = self.worker.grads_leaving(j, i)
+        self._sent["B", j, i] = self._send(grads, self.routes.placement[j - 1])
 
     def receive_backward(self, j: int, i: int) -> None:
         """Begin to receive the gradients of what stage ``j`` has sent of micro-batch ``i``."""
@@ -131,13 +133,21 @@ class Mail:
         self._works["B", j, i] = self._receive(tensors, self.routes.placement[j + 1])
 
     def grads_arrived(self, j: int, i: int) -> None:
-        """Wait for the gradients that were received, and give them to the worker."""
+        """Wait for the gradients that were received, and give them to the worker.
+
+        What they are gradients of has been received, then, and is let go of: under gloo, messages
+        keep their memory until somebody waits for them.
+        """
         self.worker.grads_arrive(j + 1, i, self._waited_for("B", j, i))
+        for work in self._sent.pop(("F", j, i)):
+            work.wait()
 
     def wait_for_sent(self) -> None:
         """Wait until all that was sent has left."""
         while self._sent:
-            self._sent.pop().wait()
+            _, works = self._sent.popitem()
+            for work in works:
+                work.wait()
 
     def _waited_for(self, kind: str, j: int, i: int) -> list[Tensor]:
         for work in self._works.pop((kind, j, i)):
@@ -147,7 +157,8 @@ class Mail:
     def _empty(self, metas: Iterable[Meta]) -> list[Tensor]:
         return [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in metas]
 
-    def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> None:
+    def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
+        works: list[Any] = []
         for x in tensors:
             # An empty tensor takes no message.
             if x.numel():
@@ -155,8 +166,9 @@ class Mail:
                 # guard: clone of what goes to a process
                 if not pipelining.is_alone(x):
                     x = x.clone(memory_format=torch.contiguous_format)
-                work = dist.isend(x.detach(), group=self.peers.group, group_dst=peer, tag=tag)
-                self._sent.append(work)
+                group = self.peers.group
+                works.append(dist.isend(x.detach(), group=group, group_dst=peer, tag=tag))
+        return works
 
     def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         group = self.peers.group

@@ -66,7 +66,7 @@ class Peers:
             RuntimeError: it was destroyed.
         """
         group = self._group()
-        if group is None:
+        if group is None or not _is_known(group):
             raise RuntimeError(
                 f"the processes of a pipeline must be connected ({self.name}: destroyed); destroy "
                 "a process group when nothing uses it any more, or make the pipeline anew"
@@ -114,3 +114,12 @@ class Peers:
 def digest(text: str) -> int:
     """A number of 63 bits that stands for a text, in any process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _is_known(group: Any) -> bool:
+    """Whether PyTorch knows a group, or somebody else holds it still and it was destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True

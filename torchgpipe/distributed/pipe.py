@@ -295,9 +295,15 @@ class Pipe(Settings, nn.Module):
             :func:`torch.nn.utils.clip_grad_norm_`.
 
         Raises:
-            ValueError: another process calls something else, as a step.
+            ValueError: another process calls something else, as a step, or with other numbers; or
+                the type is not positive.
         """
-        self._agreement.same_call("clip_grad_norm_")
+        if not norm_type > 0:
+            raise ValueError(
+                f"the type of a norm is a positive number (norm_type: {norm_type}); pass 2.0, or "
+                "math.inf for the largest gradient"
+            )
+        self._agreement.same_call(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
         with shared_failures(self._peers):
             own = self._tied.counted_here(self.parameters())
             norm = total_norm(own, norm_type, self._peers)
@@ -334,10 +340,15 @@ class Pipe(Settings, nn.Module):
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
         m = count(given.rows, self.chunks) if self.is_first else 0
         agreed = self._agreement.begin(m, given.rows, shapes, settings, flags, trainable, error)
-        with shared_failures(self._peers), explaining(terms[0] if terms else ()):
+        with shared_failures(self._peers), explaining(*self._explained(terms)):
             if self._replicas is not None and recorded:
                 verify_same(trainable, self._replicas)
             return self._compute(agreed, given, terms, recorded)
+
+    def _explained(self, terms: Any) -> tuple[Sequence[Any], nn.Module | None]:
+        """The arguments of a step that go to the loss, and the first layer, if it is here."""
+        first = next(iter(self.__dict__["_layers"][0].children()), None)
+        return terms[0] if terms else (), first if self.is_first else None
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
         """The object that holds the spans of a trace, and the devices."""

@@ -4,8 +4,8 @@
 each message is sent, and when its receiver begins to receive it. This file goes through the result.
 PyTorch's own runtime would do so, too, and have its stages compute. But these find shapes, split
 and differentiate by themselves, and are silently wrong where micro-batches differ in size, or where
-weights depend on no input that requires a gradient. With stages of ours in their place, PyTorch's
-runtime took 0.1 ms of the host for each action beyond the action itself.
+weights depend on no input that requires a gradient. Stages of ours in their place were right, and
+took more of the host (docs/decisions/across_processes.rst has the figure).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Runtime:
     def _computing(self, ops: Sequence[Op]) -> Callable[[], None]:
         """Compute instructions, after what they need of other processes has arrived."""
         mail, routes = self._mail, self._mail.routes
-        # While a gradient is still on its way.
+        # These run before the wait for the gradient, which is still on its way then.
         again = [
             op._replace(kind="R")
             for op in ops
@@ -98,7 +98,7 @@ class Runtime:
 
 
 def actions(schedule: Schedule, mail: Mail) -> list[Any]:
-    """The actions of this process, as PyTorch lowers a schedule."""
+    """The actions of this process, as PyTorch lowers a schedule, which it reads from a file."""
     folder = tempfile.mkdtemp()
     path = os.path.join(folder, "schedule.csv")
     try:

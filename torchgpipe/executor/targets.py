@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe.ambient.notes import add_note
@@ -23,10 +23,11 @@ class explaining:
 
     Args:
         targets: the arguments of the step behind the first one.
+        layer: the first layer.
     """
 
-    def __init__(self, targets: Sequence[Any]) -> None:
-        self._targets = targets
+    def __init__(self, targets: Sequence[Any], layer: nn.Module | None) -> None:
+        self._targets, self._layer = targets, layer
 
     def __enter__(self) -> None:
         pass
@@ -37,8 +38,11 @@ class explaining:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if not (self._targets and self._layer and isinstance(error, TypeError)):
+            return
         # Python itself says so of a layer that is called with one argument, and takes several.
-        if self._targets and isinstance(error, TypeError) and "required positional" in str(error):
+        name = getattr(type(self._layer).forward, "__qualname__", "")
+        if str(error).startswith(f"{name}() missing"):
             add_note(
                 error,
                 "the model gets the first argument of a step, and the loss gets all others "

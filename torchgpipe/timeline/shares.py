@@ -72,9 +72,9 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
             copied[span.stream.place] = copied.get(span.stream.place, 0.0) + span.time
     found = []
     for name, own in by_device(spans).items():
-        recompute = sum(span.time for span in own if span.kind == "R")
-        # A device that computes again on one stream, and forward on another, is busy with both.
-        busy = max(0.0, _covered(own) - recompute)
+        recompute = _covered([span for span in own if span.kind == "R"])
+        # Where a device computes again on one stream, what it does on another one is not seen.
+        busy = _covered(own) - recompute
         copies = copied.get(own[0].stream.place, 0.0)
         host = _host_bound(own)
         found.append(

@@ -48,6 +48,14 @@ def test_streams_of_one_device_count_once():
     assert (second.device, second.busy) == ("virtual:1", 1)
 
 
+def test_computing_again_on_two_streams_counts_once():
+    streams = [Stream(0, 0), Stream(0, 1)]
+    spans = [computation(x, 0, 2, (0, "R", 0)) for x in streams]
+    spans.append(computation(streams[0], 2, 4, (0, "B", 0)))
+    (found,) = shares(spans)
+    assert (found.recompute, found.busy, found.bubble) == (0.5, 0.5, 0)
+
+
 @pytest.mark.parametrize("time", [0, 1e-9])
 def test_anything_has_shares(time):
     assert shares([computation(A, 0, time, (0, "F", 0))])[0].recompute == 0
