@@ -349,3 +349,37 @@ def test_limits_are_shown(devices):
         )
     assert str(plans).splitlines()[-1].startswith("a plan fills at most 9.5 MiB")
     assert {*plans.limits} == {*devices[:2]}
+
+
+def test_tied_layers_far_apart_are_kept_together(devices):
+    """The first cut has them together: there are too many balances to try all."""
+    layers = [nn.Linear(8, 8) for _ in range(30)]
+    layers[14] = Tied(layers[0])
+    with observe(costs={"addmm": 1, "mm": 1}):
+        plans = plan(
+            nn.Sequential(*layers), torch.rand(16, 8), devices=devices[:4], timeout=0, chunks=[4, 8]
+        )
+    assert {c.chunks for c in plans.candidates} == {4, 8}
+    assert all(c.balance[0] == 15 for c in plans.candidates)
+
+
+class Regularised(nn.Module):
+    """A loss that uses a weight of a layer."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, output, target):
+        return F.mse_loss(output, target) + self.weight.square().sum()
+
+
+def test_loss_that_shares_a_weight(devices):
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    loss, (x, y) = Regularised(layers[0].weight), torch.rand(2, 16, 8)
+    with observe(costs={"addmm": 1, "mm": 1}):
+        best = plan(
+            layers, x, devices=devices[:2], loss=loss, targets=(y,), timeout=0, chunks=[4]
+        ).best
+    assert best.devices[0] == best.devices[-1]
+    best.wrap(layers)(x.to(devices[0]), y).backward()

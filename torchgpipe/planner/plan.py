@@ -134,7 +134,8 @@ def ranked(
             "the rows of the sample"
         )
     # On one device, as on the CPU, all are together.
-    ties = ties_of(layers) if len({*places}) > 1 else []
+    behind = [loss] if isinstance(loss, nn.Module) else []
+    ties = ties_of([*layers, *behind]) if len({*places}) > 1 else []
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
     others = smaller_of(input, have, rows)

@@ -189,8 +189,16 @@ class Search:
         each = [x.parameters + (1 + problem.state) * x.trainable for x in memory]
         sizes = [*accumulate(each, initial=0.0)]
 
+        lonely = {w for w in placement if placement.count(w) == 1}
+
         def cost(j: int, start: int, stop: int) -> float:
             end = stop + (problem.has_loss and j == count - 1)
+            block = range(start, end)
+            # Where a worker has several partitions, the other layer may be in another of them.
+            if placement[j] in lonely and any(
+                (a in block) != (b in block) for a, b in problem.ties
+            ):
+                return inf
             filled = (sizes[end] - sizes[start]) / problem.memory[placement[j]]
             if filled > 1:
                 # More than whatever fits. If nothing does, the one that needs the least fits first.

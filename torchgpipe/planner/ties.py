@@ -11,7 +11,11 @@ __all__: list[str] = []
 
 
 def ties_of(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
-    """The pairs of layers that share a parameter or a buffer, by their numbers."""
+    """The pairs of layers that share a parameter or a buffer, by their numbers.
+
+    Args:
+        layers: the layers, and the loss behind them if it is a module.
+    """
     first: dict[Tensor, int] = {}
     found = set()
     for k, layer in enumerate(layers):
@@ -33,6 +37,8 @@ def are_together(
         workers: the worker of each partition.
     """
     own = [w for size, w in zip(balance, workers) for _ in range(size)]
+    # The loss is behind the last layer, on the last worker.
+    own.append(workers[-1])
     return all(own[a] == own[b] for a, b in ties)
 
 

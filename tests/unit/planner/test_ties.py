@@ -19,6 +19,8 @@ def test_pairs():
         ([2, 2], [0, 1], False),
         ([3, 1], [0, 1], True),
         ([1, 1, 1, 1], [0, 1, 0, 1], True),
+        ([1, 1], [1, 0], False),  # Layer 2 is the loss, behind the last layer.
+        ([1, 1], [0, 0], True),
     ],
 )
 def test_together(balance, workers, expected):
