@@ -351,6 +351,14 @@ def test_limits_are_shown(devices):
     assert {*plans.limits} == {*devices[:2]}
 
 
+def test_limits_of_workers_of_one_device_add_up():
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    options = {"devices": ["cpu"] * 2, "timeout": 0, "chunks": [4], "memory": [2**20, 2**21]}
+    assert plan(layers, torch.rand(8, 8), **options).limits == {
+        torch.device("cpu"): pytest.approx(0.95 * 3 * 2**20, abs=2)
+    }
+
+
 def test_tied_layers_far_apart_are_kept_together(devices):
     """The first cut has them together: there are too many balances to try all."""
     layers = [nn.Linear(8, 8) for _ in range(30)]

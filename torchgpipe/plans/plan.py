@@ -96,8 +96,17 @@ def plan(
         [x for x in candidates if not x.excess],
         [x for x in candidates if x.excess],
         [*found.problem.layers],
-        {place: round(x) for place, x in zip(found.places, found.problem.memory) if x < inf},
+        _limits(found),
     )
+
+
+def _limits(ranking: Ranking) -> dict[torch.device, int]:
+    """The bytes that a plan may fill each device with; workers of one device add up."""
+    found: dict[torch.device, int] = {}
+    for place, size in zip(ranking.places, ranking.problem.memory):
+        if size < inf:
+            found[place] = found.get(place, 0) + round(size)
+    return found
 
 
 def _candidate(trial: Trial, ranking: Ranking, loss: Callable[..., Any] | None) -> Candidate:
