@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe import _torch
 from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.measures import memory_total, model_of
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.values.microbatch import Batch, scatter
+from torchgpipe.values.structure import NoChunk
 
 __all__: list[str] = []
 
@@ -206,25 +208,34 @@ def with_loss(
     return found
 
 
+def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The leaves of targets, with marks of what goes whole, and the containers around them."""
+    leaves, spec = _torch.tree_flatten((*targets,), lambda x: isinstance(x, NoChunk))
+    return [*leaves], spec
+
+
 class Loss(nn.Module):
     """A loss as the last layer, whose targets are as many as the rows that come."""
 
     def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
         super().__init__()
         self.loss = loss
-        self.others = [None if isinstance(x, Tensor) else x for x in targets]
-        for k, x in enumerate(targets):
-            if isinstance(x, Tensor):
-                self.register_buffer(f"target{k}", x)
+        self._leaves, self._spec = leaves_of(targets)
+        #: The number of each tensor among the leaves, and whether the loss gets it whole.
+        self._whole: dict[int, bool] = {}
+        for k, leaf in enumerate(self._leaves):
+            value = leaf.value if isinstance(leaf, NoChunk) else leaf
+            self._leaves[k] = value
+            if isinstance(value, Tensor):
+                self._whole[k] = isinstance(leaf, NoChunk) or not value.dim()
+                self.register_buffer(f"target{k}", value)
 
     def forward(self, output: Any) -> Tensor:
         rows = len(next(iter(Batch(output))))
-        found = self.loss(
-            output,
-            *[
-                getattr(self, f"target{k}")[:rows] if x is None else x
-                for k, x in enumerate(self.others)
-            ],
-        )
+        leaves = [*self._leaves]
+        for k, is_whole in self._whole.items():
+            tensor = getattr(self, f"target{k}")
+            leaves[k] = tensor if is_whole else tensor[:rows]
+        found = self.loss(output, *_torch.tree_unflatten(leaves, self._spec))
         total: Tensor = found[0] if isinstance(found, tuple) else found
         return total

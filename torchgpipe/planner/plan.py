@@ -16,6 +16,7 @@ from torchgpipe.partition.arguments import Modes, positive_int
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.given import (
     chunks_of,
+    leaves_of,
     limits_of,
     places_of,
     sizes_of,
@@ -164,7 +165,7 @@ def ranked(
         },
         state_of(optimizer),
         scale * sum(x.nbytes for x in whole),
-        scale * sum(x.nbytes for x in targets if isinstance(x, Tensor)),
+        scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
         modes,
         ties,
     )
