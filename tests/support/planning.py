@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchgpipe import GPipe, ScheduledLoss, trace
+from torchgpipe.skip import Namespace, pop, skippable, stash
 from torchgpipe.testing import observe
 from torchgpipe.testing.busy import busy
 
@@ -90,3 +91,77 @@ def by_hand(balance, devices, chunks, checkpoint, schedule):
         return model if schedule is None else ScheduledLoss(model, F.mse_loss, schedule)
 
     return wrap
+
+
+@skippable(stash=["skip"])
+class Down(Timed):
+    """Timed layer that stashes its output."""
+
+    def forward(self, input):
+        output = super().forward(input)
+        yield stash("skip", output)
+        return output
+
+
+@skippable(pop=["skip"])
+class Up(Timed):
+    """Timed layer that adds what it pops to its input."""
+
+    def forward(self, input):
+        skip = yield pop("skip")
+        return super().forward(input + skip)
+
+
+def skipping_layers(seed, count, width):
+    """Random layers, of which the first pass skips to the last, as in a U-Net."""
+    draw = random.Random(seed)
+    layers = [*random_layers(seed, count, width)]
+    for k in range(draw.choice([1, 2, count // 2])):
+        space = Namespace()
+        for j, end in ((k, Down), (count - 1 - k, Up)):
+            layers[j] = end(layers[j].layer, layers[j].per_row, layers[j].constant).isolate(space)
+    return nn.Sequential(*layers)
+
+
+@skippable(stash=["features"])
+class Keep(nn.Module):
+    """Layer that stashes its input, and passes it on."""
+
+    def forward(self, input):
+        yield stash("features", input)
+        return input
+
+
+@skippable(pop=["features"])
+class Join(nn.Module):
+    """Layer that joins channels that it pops and those of its input."""
+
+    def forward(self, input):
+        features = yield pop("features")
+        return torch.cat([features, input], 1)
+
+
+def unet(seed, width):
+    """Layers of a small U-Net with rectifiers that compute in place, from 3 channels to 3."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def timed(layer):
+        return Timed(layer, [draw.uniform(0.01, 0.1) for _ in range(3)])
+
+    def block(a, b):
+        norm = [nn.BatchNorm2d(b)] if draw.random() < 0.5 else []
+        return [timed(nn.Conv2d(a, b, 3, padding=1)), *norm, nn.ReLU(inplace=True)]
+
+    depth = draw.choice([1, 2])
+    spaces = [Namespace() for _ in range(depth)]
+    layers, channels = [], 3
+    for k in range(depth):
+        layers += [*block(channels, width * 2**k), Keep().isolate(spaces[k]), nn.MaxPool2d(2)]
+        channels = width * 2**k
+    layers += block(channels, 2 * channels)
+    for k in reversed(range(depth)):
+        channels = width * 2**k
+        layers += [timed(nn.ConvTranspose2d(2 * channels, channels, 2, stride=2))]
+        layers += [Join().isolate(spaces[k]), *block(2 * channels, channels)]
+    return nn.Sequential(*layers, timed(nn.Conv2d(width, 3, 1)))

@@ -17,6 +17,7 @@ TESTS = {
         "the other order": ("test_schedule_races", "overlaps_in_the_other_order", {}),
         "targets": ("test_schedule_races", "targets_from_another_device", {}),
         "evaluation": ("test_schedule_races", "evaluation_with_targets_from_another_device", {}),
+        "what arrives": ("test_schedule_memory", "what_arrives_is_let_go_of", {}),
         "one buffer": (
             "test_schedule_races",
             "layer_that_returns_one_buffer_each_time",
@@ -79,4 +80,5 @@ MUTANTS = {
     "sums of weights that workers share": ((" if count[key] == 1", ""), "sums of all"),
     "recording what is handed over": (DROP, "workers of one device"),
     "what only the input needed": (DROP, "halves"),
+    "letting go of what arrives": (("x.detach()", "x"), "what arrives"),
 }

@@ -88,6 +88,16 @@ def test_peak(devices, name, mode):
     assert max(left) <= m + 1
 
 
+def test_what_arrives_is_let_go_of(devices):
+    """Input that no layer keeps goes at its last use, though a gradient of it is wanted."""
+    m = 8
+    layers = [nn.Sequential(Scale(), nn.Tanh()), nn.Tanh()]
+    model = GPipe(nn.Sequential(*layers), [1, 1], devices=devices[:2], chunks=m, checkpoint="never")
+    found, _ = peaks(ScheduledLoss(model, squares, "fill_drain"), devices[:2])
+    # The output, and the difference that the loss keeps, but not the input.
+    assert 2 * m <= found[1] <= 2 * m + BESIDES
+
+
 def test_large_gradients_do_not_wait_for_each_other(devices):
     size, count = 256, 8
     layers = [

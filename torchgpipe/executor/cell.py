@@ -115,7 +115,7 @@ class Cell:
             again: whether the cell has an R.
             within: a context manager to recompute in.
         """
-        batch = self._enter(batch)
+        batch = self._enter(batch.take())
         if criterion is not None:
             run = partial(run, behind=criterion.behind(self.i))
         if again:
@@ -135,7 +135,10 @@ class Cell:
         needing = [x for x in batch if x.requires_grad] if torch.is_grad_enabled() else []
         if not needing:
             return batch.replace([x.detach() for x in batch])
-        found = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
+        # What arrives is a leaf, which the graph would keep for the gradient.
+        # guard: letting go of what arrives
+        detached = [x.detach() for x in needing]
+        found = Enter.apply(get_phony(needing[0].device, requires_grad=True), *detached)
         edges = {id(x): get_gradient_edge(y) for x, y in zip(needing, found)}
         for key in batch.parts:
             distinct = {id(x): x for x in batch.parts[key]}.values()

@@ -7,8 +7,8 @@ measured both ways.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from torchgpipe.autograd.outcome import LARGE, Sums
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.balance.sandbox import Sandbox
 from torchgpipe.planner.meter import Meter, storages
+from torchgpipe.planner.skips import popped_from
+from torchgpipe.skip.namespace import Skip
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
@@ -57,6 +59,8 @@ class Backward:
         notes_output: whether I notes the gradient of the output.
         pending: memory that is kept from I until W, the input aside.
         weight: the most memory of W, above that before.
+        passed: memory of the gradients of the input and of what is popped, together.
+        holds: the memory that the gradient of each skip that is popped keeps.
     """
 
     adding: Any = 0
@@ -66,6 +70,8 @@ class Backward:
     notes_output: bool = False
     pending: Any = 0
     weight: Any = 0
+    passed: Any = 0
+    holds: Mapping[Skip, int] = field(default_factory=dict)
 
 
 class Root(torch.autograd.Function):
@@ -93,14 +99,22 @@ class Cell:
     """
 
     def __init__(self, sandbox: Sandbox, batch: Batch, is_held: bool) -> None:
-        needing = [x for x in batch.parts[VALUE] if x.requires_grad]
+        # What is popped gets a gradient as the value does.
+        skips = popped_from(sandbox)
+        arriving = [VALUE, *skips]
+        needing = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
         entered: Iterable[Tensor] = ()
         if needing:
             entered = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
         self.inputs = [get_gradient_edge(x) for x in entered]
-        passed = iter(entered)
+        #: For each skip that is popped, the inputs that are parts of it.
+        self.popped = {
+            skip: [k for k, x in enumerate(needing) if any(x is y for y in batch.parts[skip])]
+            for skip in skips
+        }
+        passed = dict(zip(map(id, needing), entered))
         output = sandbox.forward(
-            batch.map(lambda *xs: [next(passed) if x.requires_grad else x for x in xs], [VALUE])
+            batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
         )
         outputs = own_outputs(sandbox, output)
         self.weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
@@ -136,7 +150,22 @@ def look_back(sandbox: Sandbox) -> Backward:
         found.notes_output,
         found.pending,
         found.weight,
+        *_passed(sandbox),
     )
+
+
+def _passed(sandbox: Sandbox) -> tuple[int, dict[Skip, int]]:
+    """The memory of the gradients that go on: of all together, and of each skip's."""
+    cell = Cell(sandbox, sandbox.input(), True)
+    if not cell.popped:
+        return 0, {}
+    grads = backward(cell.roots, cell.grads, cell.inputs)
+
+    def size(numbers: Iterable[int]) -> int:
+        found = [grads[k] for k in numbers]
+        return sum(storages(x for x in found if x is not None).values())
+
+    return size(range(len(grads))), {skip: size(found) for skip, found in cell.popped.items()}
 
 
 def _adding(sandbox: Sandbox) -> int:

@@ -26,6 +26,9 @@ USABLE = 0.9
 #: Predictions are off by the rest: autograd has threads, whose order is not known beforehand.
 FILLED, FILLED_BY_THREADS = 0.98, 0.95
 
+#: The share of that for models with skips, whose memory is predicted less well.
+WITH_SKIPS = 0.96
+
 #: The most micro-batches that are tried by default.
 MOST = 64
 
@@ -123,7 +126,11 @@ def smaller_of(input: Any, have: int, rows: int) -> list[Batch]:
 
 
 def limits_of(
-    memory: float | Sequence[float] | None, places: Sequence[torch.device], *, is_scheduled: bool
+    memory: float | Sequence[float] | None,
+    places: Sequence[torch.device],
+    *,
+    is_scheduled: bool,
+    has_skips: bool = False,
 ) -> list[float]:
     """The bytes that a plan may fill each device with: a little less than it may use.
 
@@ -131,6 +138,7 @@ def limits_of(
         memory: the bytes that each device may use, or all of them; None for what there is.
         places: the devices.
         is_scheduled: whether a schedule orders backward, and not autograd.
+        has_skips: whether there are skips.
 
     Raises:
         ValueError: there are not as many as devices, or one is not positive.
@@ -143,7 +151,8 @@ def limits_of(
             "memory must be the bytes that a device may use, one number for all or one for each "
             f"(memory: {found}, devices: {len(places)}); leave it out to use what there is"
         )
-    return [(FILLED if is_scheduled else FILLED_BY_THREADS) * x for x in found]
+    share = FILLED if is_scheduled else FILLED_BY_THREADS
+    return [share * (WITH_SKIPS if has_skips else 1) * x for x in found]
 
 
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:

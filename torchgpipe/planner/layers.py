@@ -186,7 +186,23 @@ class Looks:
                 first.backward.notes_output,
                 curve(lambda x: x.backward.pending),
                 curve(lambda x: x.backward.weight),
+                curve(lambda x: x.backward.passed),
             ),
+            stashed={
+                key: skip._replace(
+                    size=curve(lambda x: x.stashed[key].size),  # noqa: B023
+                    gradient=curve(lambda x: x.stashed[key].gradient),  # noqa: B023
+                )
+                for key, skip in first.stashed.items()
+            },
+            popped={
+                key: skip._replace(
+                    size=curve(lambda x: x.popped[key].size),  # noqa: B023
+                    gradient=curve(lambda x: x.popped[key].gradient),  # noqa: B023
+                    holds=curve(lambda x: x.popped[key].holds),  # noqa: B023
+                )
+                for key, skip in first.popped.items()
+            },
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.backward import Backward, look_back, own_outputs
 from torchgpipe.planner.meter import Meter, storages
+from torchgpipe.planner.skips import Popped, Stashed, popped_from
+from torchgpipe.skip.namespace import Skip
 from torchgpipe.values.microbatch import VALUE
 
 __all__ = ["Look", "look", "sample"]
@@ -37,6 +40,10 @@ class Look:
         saves_input: whether it keeps its input for backward.
         saves_output: whether it keeps its output.
         depends: whether its output depends on anything that gets a gradient.
+        passes: whether its output is its input, in the same memory, as that of a layer that
+            computes in place, or returns a view.
+        stashed: the skips that it stashes.
+        popped: the skips that it pops.
     """
 
     inner: Any
@@ -51,6 +58,9 @@ class Look:
     saves_input: bool
     saves_output: bool
     depends: bool = True
+    passes: bool = False
+    stashed: Mapping[Skip, Stashed] = field(default_factory=dict)
+    popped: Mapping[Skip, Popped] = field(default_factory=dict)
 
 
 def look(sandbox: Sandbox) -> Look:
@@ -68,15 +78,40 @@ def look(sandbox: Sandbox) -> Look:
         # An output that its own node holds, with the node that it holds, would never be freed.
         return x.detach()
 
-    incoming = storages(batch)
+    incoming = storages(batch.parts[VALUE])
+    arriving = popped_from(sandbox)
     with saved_tensors_hooks(pack, lambda x: x), Meter(sandbox.device) as meter:
         output = sandbox.forward(batch)
     forward = meter.highest
     outgoing = storages(output.parts[VALUE])
-    inner = saved.keys() - incoming.keys() - outgoing.keys()
+    stashed: dict[Skip, Stashed] = {}
+    elsewhere = incoming.keys() | outgoing.keys()
+    for skip in output.skips.keys() - batch.skips.keys():
+        tensors_of = output.parts[skip]
+        places = storages(tensors_of)
+        stashed[skip] = Stashed(
+            sum(places.values()),
+            sum(x.nbytes for x in tensors_of if x.requires_grad),
+            is_input=bool(places) and places.keys() <= incoming.keys(),
+            is_output=bool(places) and places.keys() <= outgoing.keys(),
+            saved=bool(places.keys() & saved.keys()),
+        )
+        elsewhere |= places.keys()
+    popped: dict[Skip, Popped] = {}
+    for skip in arriving:
+        places = storages(batch.parts[skip])
+        popped[skip] = Popped(
+            sum(places.values()),
+            sum(x.nbytes for x in batch.parts[skip] if x.requires_grad),
+            saved=bool(places.keys() & saved.keys()),
+        )
+        elsewhere |= places.keys()
+    inner = saved.keys() - elsewhere
     depends = bool(own_outputs(sandbox, output))
     del output, batch
     backward = look_back(sandbox) if depends else Backward()
+    for skip, size in backward.holds.items():
+        popped[skip] = popped[skip]._replace(holds=size)
     sizes = [x.nbytes for x in {*sandbox.layer.parameters()} if x.requires_grad]
     return Look(
         inner=sum(saved[x] for x in inner),
@@ -91,6 +126,9 @@ def look(sandbox: Sandbox) -> Look:
         saves_input=bool(saved.keys() & incoming.keys()),
         saves_output=bool(saved.keys() & (outgoing.keys() - incoming.keys())),
         depends=depends,
+        passes=bool(outgoing) and outgoing.keys() <= incoming.keys(),
+        stashed=stashed,
+        popped=popped,
     )
 
 
@@ -115,7 +153,8 @@ def sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
         output = sandbox.forward(batch)
     del output
     batch = sandbox.input()
-    entries = [x for x in batch.parts[VALUE] if x.requires_grad]
+    arriving = [VALUE, *popped_from(sandbox)]
+    entries = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
     watch.start()
     output = sandbox.forward(batch)
     forward = watch.stop()

@@ -1,8 +1,8 @@
 """The most memory that each device needs in a step, gone through in the order of the host.
 
 Allocators count in the order in which the host issues work, and so does this. Weights, states of
-the optimizer, gradients, cells between forward and backward, values on their way, and what a
-computation needs while it runs are counted.
+the optimizer, gradients, cells between forward and backward, values and skips on their way, and
+what a computation needs while it runs are counted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torchgpipe.planner.backward import SUMMED
+from torchgpipe.planner.skips import ways
 from torchgpipe.planner.stages import Stage
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
+from torchgpipe.skip.namespace import Skip
 
 __all__ = ["peaks"]
 
@@ -57,6 +59,11 @@ def peaks(
     microbatches = 1 + max(op.microbatch for _, x, _ in order for op in operations(x))
     last = len(stages) - 1
     backwards: Counter[int] = Counter()
+    ends = {skip: way for way, skips in ways(stages).items() for skip in skips}
+    #: The memory of each skip of a micro-batch, from its stash until nothing keeps it.
+    waiting: dict[tuple[Skip, int], float] = {}
+    #: Likewise of the gradients, until the cell that has stashed it takes them.
+    grads: dict[tuple[Skip, int], float] = {}
 
     def during(w: int, more: float) -> None:
         peak[w] = max(peak[w], now[w] + more)
@@ -82,26 +89,74 @@ def peaks(
         now[placement[j]] += new
         during(placement[j], 0.0)
 
+    def unsent(j: int, is_again: bool) -> float:
+        """The skips that a cell has beside its output, until they are sent."""
+        skips = stages[j].stashed.values()
+        return sum(x.size for x in skips if not x.is_output and (is_again or not x.keeps))
+
+    def stash(w: int, j: int, i: int) -> None:
+        """Keep what a cell has stashed for others.
+
+        A schedule sends it at once. Under autograd it waits as a clone for the cell that pops it.
+        """
+        is_again = (j, i) in again
+        # Until it is sent, the original is there, too.
+        rest = sum(x.size for x in stages[j].stashed.values() if is_again or not x.keeps)
+        for skip, end in stages[j].stashed.items():
+            there = placement[ends[skip][1]]
+            is_kept = end.is_input if is_again else end.keeps
+            new = 0.0 if there == w and is_kept else end.size
+            waiting[skip, i] = new
+            if there == w or not is_summed:
+                now[w] += new
+                during(w, rest)
+                continue
+            during(w, rest + end.size)
+            now[there] += new
+            during(there, 0.0)
+            rest -= 0.0 if end.keeps and not is_again else end.size
+
+    def pop(w: int, j: int, i: int) -> None:
+        """Take what comes from others, where it is not there yet."""
+        for skip in stages[j].popped:
+            source = placement[ends[skip][0]]
+            if source != w and not is_summed:
+                now[w] += waiting[skip, i]
+                during(w, 0.0)
+                now[source] -= waiting[skip, i]
+
+    def free(w: int, j: int, i: int, *, kept: bool) -> None:
+        """Let go of what was popped, or of what of it nobody keeps."""
+        for skip, end in stages[j].popped.items():
+            if not (kept and end.keeps):
+                now[w] -= waiting.pop((skip, i), 0.0)
+
     for w, instruction, _ in order:
         for j, kind, i in operations(instruction):
             stage = stages[j]
             output = stage.output if j < last else 0.0
+            output += sum(grads.pop((skip, i), 0.0) for skip in stage.stashed if kind in "BI")
             number = min(backwards[j], SUMMED - 1)
             common = shared(j, i)
             checkpoint = stage.checkpoint - common
             kept = stage.kept - common * stage.keeps_input
             if kind == "F":
                 is_again = (j, i) in again
+                pop(w, j, i)
                 during(w, stage.forward_again if is_again else stage.forward)
                 # The input has arrived before.
                 now[w] += (checkpoint if is_again else kept) - (stage.input - common)
+                if not is_again:
+                    free(w, j, i, kept=True)
                 if j < last:
                     is_kept = stage.keeps_output and not is_again
                     new = stages[j + 1].input - shared(j + 1, i)
-                    sent(w, j + 1, output * (1 if is_kept else 2), new)
+                    sent(w, j + 1, stage.output * (1 if is_kept else 2) + unsent(j, is_again), new)
+                stash(w, j, i)
             elif kind == "R":
                 during(w, stage.again)
                 now[w] += kept - checkpoint
+                free(w, j, i, kept=True)
                 during(w, 0.0)
             elif kind == "W":
                 during(w, stage.weight[number])
@@ -116,6 +171,11 @@ def peaks(
                     most, more = early + (stage.adding if number else stage.alone), left(j)
                 during(w, most - output)
                 now[w] += more - kept - output
+                free(w, j, i, kept=False)
                 if j:
-                    sent(w, j - 1, 2 * stage.input, stage.input)
+                    sent(w, j - 1, stage.sent + stage.input, stage.input)
+                for skip, end in stage.popped.items():
+                    stays = placement[ends[skip][0]] == w
+                    grads[skip, i] = end.holds if stays else end.gradient
+                    sent(w, ends[skip][0], stage.sent + end.gradient, grads[skip, i])
     return peak

@@ -157,7 +157,12 @@ def ranked(
         found,
         loss is not None,
         rows,
-        limits_of(memory, places, is_scheduled=loss is not None),
+        limits_of(
+            memory,
+            places,
+            is_scheduled=loss is not None,
+            has_skips=any(x.memory.stashed for x in found),
+        ),
         slowness_of(places, time_on),
         {
             (places.index(a), places.index(b)): line

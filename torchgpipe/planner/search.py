@@ -19,12 +19,13 @@ from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.lines import Line
 from torchgpipe.planner.memory import peaks
+from torchgpipe.planner.skips import ways
 from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.planner.ties import are_together
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
-from torchgpipe.schedule.program import Overlap
+from torchgpipe.schedule.program import Overlap, Skips
 from torchgpipe.schedule.rehearsal import Rehearsal, Step
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import built_in
@@ -282,12 +283,13 @@ class Search:
         """The time of a setting if nothing is computed again."""
         placement = setting.schedule.placement
         stages = self._stages(balance, setting.schedule.chunks)
-        _, rehearsal, _ = self.rehearsal(setting, ("never",) * len(stages))
+        skips = tuple(ways(stages))
+        _, rehearsal, _ = self.rehearsal(setting, ("never",) * len(stages), skips)
         self.effort += len(rehearsal.steps)
-        return rehearsal.makespan(Table(self._costs(stages, placement), placement))
+        return rehearsal.makespan(Table(self._costs(stages, placement), placement, skips))
 
     def _rehearsal(
-        self, setting: Setting, modes: tuple[str, ...]
+        self, setting: Setting, modes: tuple[str, ...], skips: Skips
     ) -> tuple[Schedule, Rehearsal, Sequence[Step]]:
         """The schedule of a setting with modes of checkpointing, ready to be timed.
 
@@ -296,17 +298,17 @@ class Search:
         """
         base = setting.schedule
         program = checkpointed(base.program, modes, base.chunks)
-        rehearsal = Rehearsal(program)
-        issued = rehearsal.order(rehearsal.times(Table(Costs(), base.placement))[0])
-        return replace(base, program=program), rehearsal, issued
+        rehearsal = Rehearsal(program, skips)
+        issued = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
+        return replace(base, program=program, skips=tuple(skips)), rehearsal, issued
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
         stages = self._stages(balance, base.chunks)
         costs = self._costs(stages, base.placement)
-        schedule, rehearsal, issued = self.rehearsal(setting, modes)
+        schedule, rehearsal, issued = self.rehearsal(setting, modes, tuple(ways(stages)))
         self.effort += 2 * len(rehearsal.steps)
-        _, end = rehearsal.times(Table(costs, base.placement))
+        _, end = rehearsal.times(Table(costs, base.placement, schedule.skips))
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
         parts = 3 if base.chunks > 1 else 2
@@ -327,12 +329,19 @@ class Search:
 
     def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
         slow = [self.problem.slowness[w] for w in placement]
+        #: What goes each way, each part on a lane of its own: there, and its gradient back.
+        there = {(j, j + 1): [(x.output, x.output)] for j, x in enumerate(stages[:-1])}
+        for (j, k), skips in ways(stages).items():
+            ends = [stages[j].stashed[skip] for skip in skips]
+            there.setdefault((j, k), []).extend([(x.size, x.gradient) for x in ends])
         copy = {}
-        for j, (w, v) in enumerate(pairwise(placement)):
+        for (j, k), parts in there.items():
+            w, v = placement[j], placement[k]
             if w != v:
-                bytes = stages[j].output
-                copy[j, j + 1] = self.problem.links.get((w, v), Line()).at(bytes)
-                copy[j + 1, j] = self.problem.links.get((v, w), Line()).at(bytes)
+                forward, back = (self.problem.links.get(x, Line()) for x in ((w, v), (v, w)))
+                sizes, gradients = zip(*parts)
+                copy[j, k] = max(map(forward.at, sizes))
+                copy[k, j] = max(map(back.at, gradients))
         return Costs(
             F=[x.F * s for x, s in zip(stages, slow)],
             I=[x.I * s for x, s in zip(stages, slow)],

@@ -6,13 +6,15 @@ that the memory of a cell is known where it is highest, and not only where it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 from torchgpipe.planner.backward import SUMMED, Peak
+from torchgpipe.planner.blocks import Blocks
 from torchgpipe.planner.layers import Layer
+from torchgpipe.planner.skips import End
+from torchgpipe.skip.namespace import Skip
 
 __all__ = ["Stage", "stage_of"]
 
@@ -41,6 +43,10 @@ class Stage:
         parameters: the memory of its parameters and buffers.
         keeps_input: whether cells keep the input.
         keeps_output: whether cells keep the output.
+        stashed: the skips that it stashes for other partitions.
+        popped: the skips that others have stashed for it. What cells keep, as above, is without
+            them.
+        sent: memory of the gradients that go to other partitions.
     """
 
     F: float
@@ -64,28 +70,9 @@ class Stage:
     parameters: float
     keeps_input: bool
     keeps_output: bool
-
-
-class Part(NamedTuple):
-    """The memory of one layer of a partition, for micro-batches of some rows.
-
-    Args:
-        before: memory of what is in front of it.
-        behind: memory of what is behind it.
-        keeps_before: whether cells keep what is in front of it.
-        keeps_behind: whether they keep what is behind it.
-        frees_behind: whether what is behind it goes when its own backward is over.
-        frees_before: whether what is in front of it goes then.
-        inner: memory that it keeps besides.
-    """
-
-    before: float
-    behind: float
-    keeps_before: bool
-    keeps_behind: bool
-    frees_before: bool
-    frees_behind: bool
-    inner: float
+    stashed: Mapping[Skip, End] = field(default_factory=dict)
+    popped: Mapping[Skip, End] = field(default_factory=dict)
+    sent: float = 0.0
 
 
 def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stage:
@@ -101,22 +88,19 @@ def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stag
     needs = before is not None and before.memory.depends
     inputs = [x.input.at(rows) for x in layers]
     memory = [x.memory for x in layers]
-    parts = _parts(layers, rows, arriving)
-    kept = sum(x.inner for x in parts) + sum(x.behind for x in parts if x.keeps_behind)
-    kept += arriving * parts[0].keeps_before
-    output = parts[-1].behind
+    blocks = Blocks(memory, rows, arriving)
+    kept, output = blocks.kept, blocks.sizes[-1]
     trainable = [float(x.trainable) for x in memory]
     small = [float(x.small) for x in memory]
 
     def whole(k: int) -> float:
         peaks = [_at(x.backward.whole[k], rows) for x in memory]
-        return _backward(parts, peaks, small if k else trainable)
+        return _backward(blocks, peaks, small if k else trainable)
 
     wholes = [whole(k) for k in range(SUMMED)]
-    pending = sum(x.backward.pending.at(rows) for x in memory) + sum(
-        part.before for part, x in zip(parts, memory) if x.saves_input and x.trainable
-    )
-    half = _half(layers, parts, rows)
+    pending = sum(x.backward.pending.at(rows) for x in memory)
+    pending += sum(x.size for x in blocks.pending)
+    half = _half(layers, blocks, rows)
     # The gradients of all weights are there before they are added to the sums. The first sum is not
     # autograd's own, and so in memory of its own.
     each = zip(accumulate(trainable, initial=0.0), memory)
@@ -125,7 +109,8 @@ def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stag
     weights = [weight, max(weight, sum(trainable) + at_once), weight]
     if not needs:
         # I has nothing to do but to keep the gradient for W, which does all.
-        pending, half, weights = kept + output, output, [x - output for x in wholes]
+        given = output + sum(x.gradient for x in blocks.stashed.values())
+        pending, half, weights = kept + given, given, [x - given for x in wholes]
     return Stage(
         F=sum(x.forward.at(rows) for x in layers),
         I=sum(inputs) if needs else 0.0,
@@ -136,28 +121,31 @@ def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stag
         kept=kept,
         checkpoint=arriving,
         pending=pending,
-        forward=_forward(layers, parts, rows),
-        forward_again=_forward(layers, [_dropped(x, k) for k, x in enumerate(parts)], rows),
-        again=_forward(layers, parts, rows, again=True),
+        forward=_forward(layers, blocks, rows),
+        forward_again=_forward(layers, blocks, rows, keeps=False),
+        again=_forward(layers, blocks, rows, again=True),
         whole=wholes,
         half=half,
         weight=weights,
         alone=_backward(
-            parts,
+            blocks,
             [Peak(x, x) for x in (y.backward.whole[0].free.at(rows) for y in memory)],
             trainable,
             is_held=False,
         ),
         adding=_backward(
-            parts,
+            blocks,
             [Peak(x, x) for x in (y.backward.adding.at(rows) for y in memory)],
-            [0.0] * len(parts),
+            [0.0] * len(blocks),
             is_held=False,
         ),
         weights=sum(trainable),
         parameters=sum(x.parameters for x in memory),
-        keeps_input=parts[0].keeps_before,
-        keeps_output=parts[-1].keeps_behind,
+        keeps_input=bool(blocks.arriving.savers),
+        keeps_output=bool(blocks.leaving.savers),
+        stashed=blocks.stashed,
+        popped=blocks.popped,
+        sent=blocks.sent,
     )
 
 
@@ -165,47 +153,27 @@ def _at(peak: Peak, rows: float) -> Peak:
     return Peak(peak.free.at(rows), peak.held.at(rows))
 
 
-def _parts(layers: Sequence[Layer], rows: float, arriving: float) -> list[Part]:
-    """The memory of each layer of a partition whose input takes some memory."""
-    memory = [x.memory for x in layers]
-    edges = [arriving, *(x.output.at(rows) for x in memory)]
-    found = []
-    for k, x in enumerate(memory):
-        made_before = k > 0 and memory[k - 1].saves_output
-        used_behind = k + 1 < len(memory) and memory[k + 1].saves_input
-        found.append(
-            Part(
-                edges[k],
-                edges[k + 1],
-                made_before or x.saves_input,
-                x.saves_output or used_behind,
-                # A tensor between two layers goes when the one in front is done, if that keeps it.
-                x.saves_input and not made_before,
-                x.saves_output,
-                x.inner.at(rows),
-            )
-        )
-    return found
-
-
-def _dropped(part: Part, k: int) -> Part:
-    """Layer ``k`` under checkpointing: it keeps nothing but the input of the partition."""
-    return part._replace(keeps_before=k == 0, keeps_behind=False, inner=0.0)
-
-
 def _again(layers: Sequence[Layer], rows: float) -> float:
     """The time of a second run, which ends at the last tensor that has to be computed again."""
     for k in reversed(range(len(layers))):
         layer = layers[k]
-        # The input of the partition is kept.
+        # The input of the partition is kept, and so is what it pops from others.
         saves = layer.memory.saves_output or layer.memory.inner.at(rows)
+        saves = saves or any(x.saved for x in layer.memory.stashed.values())
+        own = {skip for x in layers[:k] for skip in x.memory.stashed}
+        saves = saves or any(x.saved for s, x in layer.memory.popped.items() if s in own)
         if saves or (layer.memory.saves_input and k):
             return sum(x.forward.at(rows) for x in layers[:k]) + layer.again.at(rows)
     return 0.0
 
 
 def _forward(
-    layers: Sequence[Layer], parts: Sequence[Part], rows: float, *, again: bool = False
+    layers: Sequence[Layer],
+    blocks: Blocks,
+    rows: float,
+    *,
+    keeps: bool = True,
+    again: bool = False,
 ) -> float:
     """The most memory during a forward, above that before, without the input.
 
@@ -213,60 +181,59 @@ def _forward(
 
     Args:
         layers: the layers.
-        parts: their memory.
+        blocks: their memory.
         rows: the rows of a micro-batch.
+        keeps: whether something is kept for backward.
         again: whether it is the second run.
     """
     held = peak = 0.0
-    for k, (layer, part) in enumerate(zip(layers, parts)):
-        is_last = k + 1 == len(parts)
+    for k, layer in enumerate(layers):
+        is_last = k + 1 == len(layers)
         most = layer.memory.again if again and is_last else layer.memory.forward
         peak = max(peak, held + most.at(rows))
-        held += part.inner + part.behind
-        if k and not part.keeps_before:
-            held -= part.before
+        held += blocks.after(k, keeps=keeps)
     return peak
 
 
 def _backward(
-    parts: Sequence[Part], peaks: Sequence[Peak], stay: Sequence[float], *, is_held: bool = True
+    blocks: Blocks, peaks: Sequence[Peak], stay: Sequence[float], *, is_held: bool = True
 ) -> float:
-    """The most memory during a backward, above that before, with the gradient of the output.
+    """The most memory during a backward, above that before, with the gradients of the output.
 
     Args:
-        parts: the memory of the layers.
+        blocks: the memory of the layers.
         peaks: the most memory of each layer's backward.
         stay: the memory of the gradients of each layer's weights that stay until the end.
-        is_held: whether the gradient of the output stays, too.
+        is_held: whether the gradients of the output, and of skips to others, stay, too.
     """
-    given = parts[-1].behind if is_held else 0.0
-    held = peak = parts[-1].behind
-    for k in reversed(range(len(parts))):
-        part = parts[k]
-        is_last = k + 1 == len(parts)
-        most = peaks[k].held if is_last else given + peaks[k].free
-        peak = max(peak, held - part.behind + most)
+    held = peak = blocks.sizes[-1] + sum(blocks.leaves)
+    for k in reversed(range(len(blocks))):
+        given = blocks.leaves[k]
+        is_last = k + 1 == len(blocks)
+        most = peaks[k].held if is_last else peaks[k].free + (given if is_held else 0.0)
+        peak = max(peak, held - blocks.sizes[k + 1] - blocks.stays[k] - given + most)
         # The gradient of the input takes the place of that of the output.
-        held += part.before - part.behind - part.inner + stay[k]
-        if part.keeps_behind and part.frees_behind:
-            held -= part.behind
-        if part.keeps_before and part.frees_before:
-            held -= part.before
+        held += blocks.passed[k] - blocks.stays[k] - blocks.freed(k) + stay[k]
+        if not (is_last and is_held):
+            held -= blocks.gone(k)
+        if not is_held:
+            held -= given
     return peak
 
 
-def _half(layers: Sequence[Layer], parts: Sequence[Part], rows: float) -> float:
-    """The most memory during I, above that before, with the gradient of the output.
+def _half(layers: Sequence[Layer], blocks: Blocks, rows: float) -> float:
+    """The most memory during I, above that before, with the gradients of the output.
 
     What cells keep goes at the end.
     """
-    held = peak = parts[-1].behind
-    for k in reversed(range(len(parts))):
-        part, own = parts[k], layers[k].memory.backward
-        is_last = k + 1 == len(parts)
-        most = own.half.held.at(rows) if is_last else own.half.free.at(rows)
-        peak = max(peak, held - part.behind + most)
-        held += part.before + own.noted.at(rows)
+    held = peak = blocks.sizes[-1] + sum(blocks.leaves)
+    for k in reversed(range(len(blocks))):
+        own = layers[k].memory.backward
+        given = blocks.leaves[k]
+        is_last = k + 1 == len(blocks)
+        most = own.half.held.at(rows) if is_last else own.half.free.at(rows) + given
+        peak = max(peak, held - blocks.sizes[k + 1] - blocks.stays[k] - given + most)
+        held += blocks.passed[k] + own.noted.at(rows)
         if not (is_last or own.notes_output):
-            held -= part.behind
+            held -= blocks.gone(k) + blocks.stays[k]
     return peak

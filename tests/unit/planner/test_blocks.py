@@ -1,0 +1,43 @@
+"""Memory of layers that hand on the memory of their input."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe.planner.layers import measured
+from torchgpipe.planner.stages import stage_of
+from torchgpipe.values.microbatch import Batch
+
+ROWS, CHANNELS, SIZE = 4, 2, 64
+#: The bytes of what is between two layers.
+UNIT = 4 * ROWS * CHANNELS * SIZE
+
+
+def layers_of(*layers):
+    batch = Batch(torch.rand(ROWS, CHANNELS, SIZE))
+    device = torch.device("cpu")
+    return measured(nn.Sequential(*layers), [batch], [batch], device, timeout=0)
+
+
+class Scale(nn.Module):
+    """Layer that saves its input, and no output."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    "between",
+    [nn.ReLU(inplace=True), nn.Identity(), nn.Sequential(nn.Flatten(), nn.Unflatten(1, (2, 64)))],
+    ids=["in place", "itself", "view"],
+)
+def test_one_memory_is_counted_once(between):
+    found = layers_of(Scale(), between, Scale())
+    stage = stage_of(found, ROWS, None)
+    assert found[1].memory.passes
+    assert stage.kept == UNIT
+    assert stage.output == UNIT
