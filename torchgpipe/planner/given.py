@@ -229,7 +229,9 @@ class Loss(nn.Module):
     def __init__(self, loss: Callable[..., Any], targets: Sequence[Any]) -> None:
         super().__init__()
         self.loss = loss
-        self._leaves, self._spec = leaves_of(targets)
+        self._leaves, containers = leaves_of(targets)
+        # A function, which a copy of the layer shares: copies of what it holds are deprecated.
+        self._together = lambda leaves: _torch.tree_unflatten(leaves, containers)
         #: The number of each tensor among the leaves, and whether the loss gets it whole.
         self._whole: dict[int, bool] = {}
         for k, leaf in enumerate(self._leaves):
@@ -245,6 +247,6 @@ class Loss(nn.Module):
         for k, is_whole in self._whole.items():
             tensor = getattr(self, f"target{k}")
             leaves[k] = tensor if is_whole else tensor[:rows]
-        found = self.loss(output, *_torch.tree_unflatten(leaves, self._spec))
+        found = self.loss(output, *self._together(leaves))
         total: Tensor = found[0] if isinstance(found, tuple) else found
         return total

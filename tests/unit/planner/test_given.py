@@ -122,4 +122,4 @@ def test_targets_within_others():
     model = with_loss(nn.Sequential(nn.Linear(2, 2)), loss, targets)
     model(torch.rand(3, 2))
     assert seen == [(3, "a", 5)]
-    assert [*dict(model[-1].named_buffers())] == ["target0", "target1"]
+    assert [*dict(model[-1].named_buffers())] == ["target0", "target2"]
