@@ -14,7 +14,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.measures import memory_total, model_of
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_devices
-from torchgpipe.values.microbatch import Batch, scatter
+from torchgpipe.values.microbatch import Batch, divided, scatter
 from torchgpipe.values.structure import NoChunk
 
 __all__: list[str] = []
@@ -88,10 +88,10 @@ def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = Fals
     return found
 
 
-def sizes_of(input: Any, have: int, rows: int) -> list[Batch]:
+def sizes_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
     """The micro-batches to measure: a quarter and an eighth of a mini-batch, if there are so many.
 
-    They have two rows at least, if the input does.
+    They are by their rows, and have two rows at least, if the input does.
 
     Args:
         input: the input.
@@ -102,13 +102,20 @@ def sizes_of(input: Any, have: int, rows: int) -> list[Batch]:
     first = min(have, max(4, -(-rows // 4)))
     found: dict[int, Batch] = {}
     for count in (-(-have // first), max(1, have // max(2, first // 2))):
-        batch = scatter(input, count)[0]
-        found.setdefault(max((len(x) for x in batch if x.dim()), default=1), batch)
-    return [*found.values()]
+        size, batch = _first_of(input, have, count)
+        found.setdefault(size, batch)
+    return found
 
 
-def smaller_of(input: Any, have: int, rows: int) -> list[Batch]:
+def _first_of(input: Any, have: int, count: int) -> tuple[int, Batch]:
+    """The first of some micro-batches, and its rows, which not all of its tensors have."""
+    return divided(have, count)[0], scatter(input, count)[0]
+
+
+def smaller_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
     """The micro-batches to look at the memory with: a mini-batch, a half, a quarter, and so on.
+
+    They are by their rows.
 
     Args:
         input: the input.
@@ -120,9 +127,9 @@ def smaller_of(input: Any, have: int, rows: int) -> list[Batch]:
         count = max(1, have * 2**k // rows)
         # A batch normalisation takes no single row.
         if have >= 2 * count or not found:
-            batch = scatter(input, min(have, count))[0]
-            found.setdefault(max((len(x) for x in batch if x.dim()), default=1), batch)
-    return [*found.values()]
+            size, batch = _first_of(input, have, min(have, count))
+            found.setdefault(size, batch)
+    return found
 
 
 def limits_of(

@@ -7,7 +7,7 @@ needs no repetition, and is looked at for more sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -56,8 +56,8 @@ class Layer:
 
 def measured(
     module: nn.Sequential,
-    batches: Sequence[Batch],
-    others: Sequence[Batch],
+    batches: Mapping[int, Batch],
+    others: Mapping[int, Batch],
     device: torch.device,
     *,
     timeout: float = 1.0,
@@ -67,9 +67,9 @@ def measured(
 
     Args:
         module: the layers.
-        batches: a micro-batch of each of the one or two sizes to take times with.
-        others: a micro-batch of each size to look at the memory with, the largest first. What is
-            too large for the device is left out.
+        batches: by its rows, a micro-batch of each of the one or two sizes to take times with.
+        others: likewise of each size to look at the memory with, the largest first. What is too
+            large for the device is left out.
         device: where to measure.
         timeout: the seconds to measure.
         progress: whether to show a progress bar.
@@ -90,8 +90,8 @@ def measured(
 
 def _measured(
     module: nn.Sequential,
-    batches: Sequence[Batch],
-    others: Sequence[Batch],
+    batches: Mapping[int, Batch],
+    others: Mapping[int, Batch],
     device: torch.device,
     timeout: float,
     progress: bool,
@@ -102,9 +102,9 @@ def _measured(
     def brought(batch: Batch) -> Batch:
         return leaves(batch.map(here, [VALUE]))
 
-    sizes = [Sandboxes(module, brought(x), device) for x in batches]
-    rows = [_rows(x) for x in batches]
-    looks = Looks({_rows(x): brought(x) for x in others}, device)
+    sizes = [Sandboxes(module, brought(x), device) for x in batches.values()]
+    rows = [*batches]
+    looks = Looks({count: brought(x) for count, x in others.items()}, device)
     times: list[dict[str, list[tuple[float, ...]]]] = [{} for _ in sizes]
     count = len(sizes) * len(module)
     with Progress(progress, "profile", "layer", count * (1 + LEAST)) as bar:
@@ -218,7 +218,3 @@ def _layer(
 
 def _whole(k: int, backward: Backward) -> Peak:
     return backward.whole[k]
-
-
-def _rows(batch: Batch) -> int:
-    return next((len(x) for x in batch if x.dim()), 1)

@@ -31,7 +31,7 @@ from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.search import Problem, Trial, search
 from torchgpipe.planner.ties import tied_apart, ties_of
 from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.microbatch import row_count, scatter
 
 __all__ = ["Ranking", "ranked", "too_large"]
 
@@ -127,7 +127,7 @@ def ranked(
     verify_skippables(layers)
     places = places_of(devices)
     (whole,) = scatter(input, 1)
-    have = max((len(x) for x in whole if x.dim()), default=1)
+    have = max(1, row_count(input))
     rows = have if batch is None else positive_int(batch)
     if rows is None:
         raise ValueError(
@@ -140,6 +140,7 @@ def ranked(
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
     others = smaller_of(input, have, rows)
+    least = dict([[*sizes.items()][-1]])
     found = measured(module, sizes, others, places[0], timeout=timeout, progress=progress)
     if loss is not None:
         # The targets are counted by themselves.
@@ -150,7 +151,7 @@ def ranked(
     verify_timed([x.time(rows) for x in found], places[0], "layers")
 
     def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, sizes, sizes[-1:], place, timeout=0))
+        return sum(x.time(rows) for x in measured(module, sizes, least, place, timeout=0))
 
     scale = rows / have
     problem = Problem(

@@ -16,7 +16,7 @@ UNIT = 4 * ROWS * CHANNELS * SIZE
 def layers_of(*layers):
     batch = Batch(torch.rand(ROWS, CHANNELS, SIZE))
     device = torch.device("cpu")
-    return measured(nn.Sequential(*layers), [batch], [batch], device, timeout=0)
+    return measured(nn.Sequential(*layers), {ROWS: batch}, {ROWS: batch}, device, timeout=0)
 
 
 class Scale(nn.Module):

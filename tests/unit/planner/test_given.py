@@ -75,7 +75,8 @@ def test_defaults():
 )
 def test_sizes_of_micro_batches_to_measure(have, rows, expected):
     sizes = sizes_of(torch.zeros(have, 2), have, rows)
-    assert [len(next(iter(x))) for x in sizes] == expected
+    assert [*sizes] == expected
+    assert [len(next(iter(x))) for x in sizes.values()] == expected
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,8 @@ def test_sizes_of_micro_batches_to_measure(have, rows, expected):
 )
 def test_sizes_of_micro_batches_to_look_at(have, rows, expected):
     sizes = smaller_of(torch.zeros(have, 2), have, rows)
-    assert [len(next(iter(x))) for x in sizes] == expected
+    assert [*sizes] == expected
+    assert [len(next(iter(x))) for x in sizes.values()] == expected
 
 
 def test_slowness(monkeypatch):

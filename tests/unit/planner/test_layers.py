@@ -12,8 +12,9 @@ CPU = torch.device("cpu")
 
 
 def measure(module, *counts):
-    batches = [scatter(torch.rand(64, 4), count)[0] for count in counts]
-    return measured(module, batches[-1:], batches, CPU, timeout=0)
+    batches = {64 // count: scatter(torch.rand(64, 4), count)[0] for count in counts}
+    last = 64 // counts[-1]
+    return measured(module, {last: batches[last]}, batches, CPU, timeout=0)
 
 
 def test_memory_of_each_size():
