@@ -188,8 +188,9 @@ class MappedGPipe(Settings, nn.Module):
         (mode,) = self._modes
         first = next(iter(self._map.values()))
         layers: dict[torch.device, list[str]] = {}
-        for name, _, device, _ in (call.mapped for call in self._calls):
-            layers.setdefault(device, []).append(name or type(self.module).__name__)
+        for mapped in (call.mapped for call in self._calls):
+            name = mapped.name or type(self.module).__name__
+            layers.setdefault(mapped.device, []).append(name)
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
         for _, module, key in owned(self.module, self._map):
             own = held.setdefault(first if key is None else self._map[key], [])

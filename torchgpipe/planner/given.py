@@ -125,7 +125,7 @@ def smaller_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
     found: dict[int, Batch] = {}
     for k in range(LOOKS):
         count = max(1, have * 2**k // rows)
-        # A batch normalisation takes no single row.
+        # A batch normalisation takes no single row. One size there must be.
         if have >= 2 * count or not found:
             size, batch = _first_of(input, have, min(have, count))
             found.setdefault(size, batch)

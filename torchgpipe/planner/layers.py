@@ -152,7 +152,7 @@ class Looks:
                 sandbox = Sandbox(layer, batch, self._device)
                 self._found[rows, title] = look(sandbox)
             except torch.OutOfMemoryError:
-                # A plan with less rows may fit all the same.
+                # A plan with fewer rows may fit all the same.
                 del self._inputs[rows]
                 if not self._inputs:
                     raise

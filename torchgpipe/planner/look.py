@@ -75,7 +75,8 @@ def look(sandbox: Sandbox) -> Look:
         if (place := storages([x])).keys() - own.keys():
             saved.update(place)
             again = meter.highest
-        # An output that its own node holds, with the node that it holds, would never be freed.
+        # Not the tensor itself: an output of the node would hold the node, and the node the output,
+        # and nobody would free either.
         return x.detach()
 
     incoming = storages(batch.parts[VALUE])

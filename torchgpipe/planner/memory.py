@@ -21,7 +21,7 @@ __all__ = ["peaks"]
 
 #: The share of the gradients that arrive before the one before them is used, where autograd orders
 #: backward. It has a thread for each device, and the host's timing decides which one is ahead: on
-#: virtual accelerators, between none and all of the gradients were early.
+#: virtual accelerators, between none and all of them were early, and half is in the middle.
 EARLY = 0.5
 
 

@@ -101,14 +101,15 @@ def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stag
     pending = sum(x.backward.pending.at(rows) for x in memory)
     pending += sum(x.size for x in blocks.pending)
     half = _half(layers, blocks, rows)
-    # The gradients of all weights are there before they are added to the sums. The first sum is not
-    # autograd's own, and so in memory of its own.
+    # The gradients of all weights are there before they are added to the sums. The second W makes
+    # the first sum: a new tensor, since a gradient that came alone may be shared by others.
     each = zip(accumulate(trainable, initial=0.0), memory)
     weight = max(x + y.backward.weight.at(rows) for x, y in each)
     at_once = max((x.largest for x in memory if x.small < x.trainable), default=0)
     weights = [weight, max(weight, sum(trainable) + at_once), weight]
     if not needs:
-        # I has nothing to do but to keep the gradient for W, which does all.
+        # The input needs no gradient. So I only keeps the gradient of the output for W, which does
+        # the whole backward, and begins with that gradient in memory.
         given = output + sum(x.gradient for x in blocks.stashed.values())
         pending, half, weights = kept + given, given, [x - given for x in wholes]
     return Stage(
