@@ -26,8 +26,8 @@ USABLE = 0.9
 #: Predictions are off by the rest: autograd has threads, whose order is not known beforehand.
 FILLED, FILLED_BY_THREADS = 0.98, 0.95
 
-#: The share of that for models with skips, whose memory is predicted less well.
-WITH_SKIPS = 0.96
+#: The shares for models with skips, whose memory is predicted less well.
+WITH_SKIPS = {FILLED: 0.94, FILLED_BY_THREADS: 0.85}
 
 #: The most micro-batches that are tried by default.
 MOST = 64
@@ -159,7 +159,7 @@ def limits_of(
             f"(memory: {found}, devices: {len(places)}); leave it out to use what there is"
         )
     share = FILLED if is_scheduled else FILLED_BY_THREADS
-    return [share * (WITH_SKIPS if has_skips else 1) * x for x in found]
+    return [(WITH_SKIPS[share] if has_skips else share) * x for x in found]
 
 
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:

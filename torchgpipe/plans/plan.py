@@ -57,7 +57,7 @@ def plan(
             them get less to do.
         memory: the bytes that each device may use, or one number for all, of which a plan leaves
             2 % free, and 5 % without a loss, since predictions may be as much too low. For layers
-            with skips it leaves 6 % and 9 % free. By default a plan fills nine tenths of what the
+            with skips it leaves 6 % and 15 % free. By default a plan fills nine tenths of what the
             device has, where it says so, and there is no limit for the CPU.
         optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
             each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
