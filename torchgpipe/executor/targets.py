@@ -38,7 +38,7 @@ class explaining:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not (self._targets and self._layer and isinstance(error, TypeError)):
+        if not self._targets or self._layer is None or not isinstance(error, TypeError):
             return
         # Python itself says so of a layer that is called with one argument, and takes several.
         name = getattr(type(self._layer).forward, "__qualname__", "")

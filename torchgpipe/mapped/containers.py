@@ -7,14 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.values.structure import flatten
+from torchgpipe.values.structure import ATOMS, flatten
 
 __all__: list[str] = []
 
 CONTAINERS = (tuple, list, dict)
-
-#: What neither has to be replaced nor looked into.
-PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -58,7 +55,7 @@ def replaced(
         # Not by calls for each item: most are tensors or of these types, and each call of a mapped
         # module comes here.
         for key, x in value.items() if kind is dict else enumerate(value):
-            if type(x) in PLAIN:
+            if type(x) in ATOMS:
                 continue
             y = function(x) if isinstance(x, Tensor) else replaced(x, function, copies)
             if y is not x:

@@ -188,6 +188,7 @@ class Looks:
                 curve(lambda x: x.backward.weight),
                 curve(lambda x: x.backward.passed),
             ),
+            # curve() calls each function at once, while the key is the same.
             stashed={
                 key: skip._replace(
                     size=curve(lambda x: x.stashed[key].size),  # noqa: B023
