@@ -117,6 +117,7 @@ TESTS = {
         {"place": [0, 0, "cpu"]},
     ),
     "from the CPU": ("virtual.test_parity", "test_the_cpu_among_them", {"place": [0, "cpu"]}),
+    "early": ("virtual.test_memory", "test_gradients_that_nobody_needs_yet_stay_away", {"j": 1}),
     "what has left": (
         "virtual.test_memory",
         "test_what_has_left_a_device_is_not_kept_there",
@@ -342,7 +343,8 @@ MUTANTS = {
     "join [1] before the layers": (("batch.requires_grad", "False"), "detour"),
     "join [1']": (DROP, "slow host"),
     "fork [2]": (DROP, "slow host"),
-    "lead [3]": (("*[(i - lead, k) for k in self.step.lanes.held_by[j]]", ""), "slow host"),
+    "a short lead": (("k - j + 1", "self.step.lanes.lead"), "early"),
+    "lead [3]": (DROP, "slow host"),
     "lead in forward": (DROP, "few streams"),
     "gradient of a fork": (("expand_as", "view_as"), "gradients of a skip"),
     "no leaves": (

@@ -34,11 +34,17 @@ There the join is behind the layers [1']: backward begins with a micro-batch whe
 the next one. It finishes the next one first, since autograd, among the nodes that are ready, runs
 the one that was recorded last.
 
-Each partition has a small pool of copy streams, used round-robin. If a device ran ahead in backward
-by a whole pool, its gradient would queue behind an older one. The lead is the number of
-micro-batches that it may be ahead: backward comes to the cell ``(i, j+1)`` only after the cell
-``(i + lead, j)``, since a phony leads from the one to the other [3]. In forward, the cell
-``(i + lead, j)`` waits for the cell ``(i, j+1)``.
+Backward has a thread for each device. One that ran ahead would send gradients before anybody needs
+them, and these take memory. So backward comes to the cell ``(i, k)`` only after the cell
+``(i + k - j + 1, j)`` of a partition before, since a phony leads from the one to the other [3]. In
+the clock cycles of backward that is the one before its own, so no thread waits for a neighbour that
+keeps up with it. At most one gradient is early, or two behind a join [1'].
+
+Each partition has a small pool of copy streams, used round-robin. If a device ran ahead by a whole
+pool, its parts would queue behind older ones. The lead is the number of micro-batches that it may
+be ahead: in forward, the cell ``(i + lead, j)`` waits for the cell ``(i, j+1)``. Where cells block
+the host, forward is not in the order of the clock cycles, and the cell that [3] asks for may not be
+there yet. The last one before it is taken, which is there, up to a lead away.
 
 Copy itself joins phonies for what arrives from another stream. On the CPU alone there is no fence:
 autograd has one thread there, which keeps the order by itself.
@@ -160,9 +166,12 @@ class Pipeline:
 
     def phonies_for(self, i: int, j: int) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after this one."""
-        lead = self.step.lanes.lead
-        # guard: lead [3]
-        cells = [(i - 1, j), *[(i - lead, k) for k in self.step.lanes.held_by[j]]]  # [3]
+        cells = [(i - 1, j)]
+        for k in self.step.lanes.held_by[j]:
+            # guard: a short lead
+            ahead = range(k - j + 1, self.step.lanes.lead + 1)
+            # guard: lead [3]
+            cells += [(i - a, k) for a in ahead if (i - a, k) in self.phonies][:1]  # [3]
         return [phony for cell in dict.fromkeys(cells) for phony in self.phonies.get(cell, ())]
 
     def _with_popped(self, cell: Cell, batch: Batch) -> Batch:

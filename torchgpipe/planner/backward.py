@@ -7,7 +7,7 @@ measured both ways.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torchgpipe.autograd.entrance import Enter
 from torchgpipe.autograd.halves import Halves, backward
 from torchgpipe.autograd.outcome import LARGE, Sums
 from torchgpipe.autograd.phony import get_phony
+from torchgpipe.autograd.recompute import Unpack
 from torchgpipe.balance.sandbox import Sandbox
 from torchgpipe.planner.meter import Meter, storages
 from torchgpipe.planner.skips import popped_from
@@ -51,9 +52,9 @@ class Backward:
     """The memory of a layer's backward, in bytes.
 
     Args:
-        adding: the most memory of a backward that adds gradients to those in ``.grad``, above that
-            before, with the gradient of the output.
-        whole: that of the first B, the second, and a later one.
+        adding: the most memory of the first micro-batch of autograd's backward, of the second, and
+            of a later one, above that before, with the gradient of the output.
+        whole: that of the first B of a schedule, the second, and a later one.
         half: that of I.
         noted: memory of the gradients that I notes for W, that of the output aside.
         notes_output: whether I notes the gradient of the output.
@@ -63,7 +64,7 @@ class Backward:
         holds: the memory that the gradient of each skip that is popped keeps.
     """
 
-    adding: Any = 0
+    adding: Sequence[Any] = (0,) * SUMMED
     whole: Sequence[Peak] = (NO_PEAK,) * SUMMED
     half: Peak = NO_PEAK
     noted: Any = 0
@@ -75,18 +76,22 @@ class Backward:
 
 
 class Root(torch.autograd.Function):
-    """A number whose backward makes the gradients of tensors, which nobody else holds."""
+    """A number whose backward makes the gradients of tensors: ``begin, *tensors → number``.
+
+    Nobody else holds the gradients. ``begin`` is called first.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, begin: Callable[[], None], *tensors: Tensor) -> Tensor:
+        ctx.begin = begin
         ctx.metas = [(x.shape, x.dtype, x.device) for x in tensors]
         return tensors[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.metas]
-        )
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.begin()
+        made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.metas]
+        return (None, *made)
 
 
 class Cell:
@@ -124,7 +129,7 @@ class Cell:
             self.roots = [get_gradient_edge(x) for x in outputs]
             self.grads = [torch.ones_like(x) for x in outputs]
         else:
-            root = Root.apply(*outputs)
+            root = Root.apply(list, *outputs)
             self.roots, self.grads = [get_gradient_edge(root)], [torch.ones_like(root)]
 
     @property
@@ -168,18 +173,32 @@ def _passed(sandbox: Sandbox) -> tuple[int, dict[Skip, int]]:
     return size(range(len(grads))), {skip: size(found) for skip, found in cell.popped.items()}
 
 
-def _adding(sandbox: Sandbox) -> int:
-    """The most memory of a backward that finds gradients to which it adds its own."""
-    for _ in range(2):
-        output = sandbox.forward(sandbox.input())
-        # From here on only the graph holds what it has saved, as in a step.
-        root = Root.apply(*own_outputs(sandbox, output))
-        del output
-        with Meter(sandbox.device) as meter:
-            root.backward()
-        found = meter.highest
+def _adding(sandbox: Sandbox) -> list[int]:
+    """The most memory of the first micro-batch of a backward, of the second, and of a later one.
+
+    Autograd adds the gradients of a weight up, before it hands the sum over. The first sum is a new
+    tensor, unless nobody else holds the memory of the first gradient.
+    """
+    found: list[int] = []
+    with Meter(sandbox.device) as meter:
+        roots = []
+        for _ in range(SUMMED):
+            batch = sandbox.input()
+            needing = [x for x in batch if x.requires_grad]
+            # Their gradients are let go of, as those that have gone to another partition are.
+            phony = get_phony(sandbox.device, requires_grad=True)
+            passed = dict(zip(map(id, needing), Unpack.apply(phony, *needing) if needing else ()))
+            output = sandbox.forward(batch.replace([passed.get(id(x), x) for x in batch]))
+            roots.append(
+                Root.apply(lambda: found.append(meter.restart()), *own_outputs(sandbox, output))
+            )
+            # From here on only the graph holds what it has saved, as in a step.
+            del batch, needing, passed, output
+        # Autograd begins with what was recorded last.
+        torch.autograd.backward(roots)
+        found.append(meter.restart())
     sandbox.layer.zero_grad()
-    return found
+    return found[1:]
 
 
 def _whole(sandbox: Sandbox, is_held: bool) -> list[int]:

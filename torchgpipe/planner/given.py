@@ -22,12 +22,9 @@ __all__: list[str] = []
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
 USABLE = 0.9
-#: The share of what a device may use that a plan fills, under a schedule and under autograd.
-#: Predictions are off by the rest: autograd has threads, whose order is not known beforehand.
-FILLED, FILLED_BY_THREADS = 0.98, 0.95
-
-#: The shares for models with skips, whose memory is predicted less well.
-WITH_SKIPS = {FILLED: 0.94, FILLED_BY_THREADS: 0.85}
+#: The share of what a device may use that a plan fills, for models without skips and with them.
+#: Predictions are off by the rest.
+FILLED, FILLED_WITH_SKIPS = 0.98, 0.95
 
 #: The most micro-batches that are tried by default.
 MOST = 64
@@ -136,7 +133,6 @@ def limits_of(
     memory: float | Sequence[float] | None,
     places: Sequence[torch.device],
     *,
-    is_scheduled: bool,
     has_skips: bool = False,
 ) -> list[float]:
     """The bytes that a plan may fill each device with: a little less than it may use.
@@ -144,7 +140,6 @@ def limits_of(
     Args:
         memory: the bytes that each device may use, or all of them; None for what there is.
         places: the devices.
-        is_scheduled: whether a schedule orders backward, and not autograd.
         has_skips: whether there are skips.
 
     Raises:
@@ -158,8 +153,8 @@ def limits_of(
             "memory must be the bytes that a device may use, one number for all or one for each "
             f"(memory: {found}, devices: {len(places)}); leave it out to use what there is"
         )
-    share = FILLED if is_scheduled else FILLED_BY_THREADS
-    return [(WITH_SKIPS[share] if has_skips else share) * x for x in found]
+    share = FILLED_WITH_SKIPS if has_skips else FILLED
+    return [share * x for x in found]
 
 
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:

@@ -179,7 +179,7 @@ class Looks:
             forward=curve(lambda x: x.forward),
             again=curve(lambda x: x.again),
             backward=Backward(
-                curve(lambda x: x.backward.adding),
+                [curve(partial(_adding, k)) for k in range(SUMMED)],
                 [peak(partial(_whole, k)) for k in range(SUMMED)],
                 peak(lambda x: x.half),
                 curve(lambda x: x.backward.noted),
@@ -215,6 +215,11 @@ def _layer(
         max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
     )
     return Layer(title, forward, input, weight, again, memory)
+
+
+def _adding(k: int, found: Look) -> int:
+    size: int = found.backward.adding[k]
+    return size
 
 
 def _whole(k: int, backward: Backward) -> Peak:

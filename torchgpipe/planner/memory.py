@@ -19,10 +19,15 @@ from torchgpipe.skip.namespace import Skip
 
 __all__ = ["peaks"]
 
-#: The share of the gradients that arrive before the one before them is used, where autograd orders
-#: backward. It has a thread for each device, and the host's timing decides which one is ahead: on
-#: virtual accelerators, between none and all of them were early, and half is in the middle.
-EARLY = 0.5
+#: How many gradients may arrive before the one before them is used, where autograd orders backward:
+#: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
+#: decides which one is ahead; these are the most that the fence allows for. It knows when a cell
+#: begins whose input needs no gradient, and when another one ends.
+EARLY_AT_FIRST, EARLY = 2, 1
+
+#: The share of these micro-batches whose gradients of skips are early, too. They come from several
+#: devices, and on virtual accelerators between none and all of them were early.
+HALF = 0.5
 
 
 def peaks(
@@ -167,8 +172,12 @@ def peaks(
                 elif is_summed:
                     most, more = stage.whole[number], left(j)
                 else:
-                    early = EARLY * (microbatches - 1 - backwards[j]) * stage.output
-                    most, more = early + (stage.adding if number else stage.alone), left(j)
+                    # The gradients of the last stage come from the loss, all at once.
+                    most_early = (EARLY if j else EARLY_AT_FIRST) if j < last else 0
+                    early = min(most_early, microbatches - 1 - backwards[j]) * (
+                        stage.output + HALF * sum(x.gradient for x in stage.stashed.values())
+                    )
+                    most, more = early + stage.adding[number], left(j)
                 during(w, most - output)
                 now[w] += more - kept - output
                 free(w, j, i, kept=False)

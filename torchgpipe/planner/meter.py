@@ -26,6 +26,7 @@ class Meter:
         before = memory_allocated(device)
         self._storages = LiveStorages() if before is None else None
         self._before = before or 0
+        self._start = 0
 
     def __enter__(self) -> Meter:
         if self._storages is not None:
@@ -43,6 +44,18 @@ class Meter:
         if self._storages is not None:
             return sum(self._storages.sizes())
         return max(0, (memory_allocated(self._device) or 0) - self._before)
+
+    def restart(self) -> int:
+        """Return the most bytes that were taken since the last restart, above those at that time.
+
+        From here on :attr:`highest` counts anew.
+        """
+        found = self.highest - self._start
+        self._start = self.now
+        if self._storages is not None:
+            self._storages.highest = self._start
+        forget_peak(self._device)
+        return found
 
     @property
     def highest(self) -> int:

@@ -158,12 +158,7 @@ def ranked(
         found,
         loss is not None,
         rows,
-        limits_of(
-            memory,
-            places,
-            is_scheduled=loss is not None,
-            has_skips=any(x.memory.stashed for x in found),
-        ),
+        limits_of(memory, places, has_skips=any(x.memory.stashed for x in found)),
         slowness_of(places, time_on),
         {
             (places.index(a), places.index(b)): line

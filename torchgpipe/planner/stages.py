@@ -37,8 +37,8 @@ class Stage:
             with the gradient of the output.
         half: likewise of I.
         weight: likewise of the first W, of the second, and of a later one, above that before.
-        alone: likewise of the first backward under autograd.
-        adding: likewise of a later one.
+        adding: the most memory of the first micro-batch of autograd's backward, of the second, and
+            of a later one, likewise.
         weights: the memory of the gradients of its weights.
         parameters: the memory of its parameters and buffers.
         keeps_input: whether cells keep the input.
@@ -64,8 +64,7 @@ class Stage:
     whole: Sequence[float]
     half: float
     weight: Sequence[float]
-    alone: float
-    adding: float
+    adding: Sequence[float]
     weights: float
     parameters: float
     keeps_input: bool
@@ -96,6 +95,11 @@ def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stag
     def whole(k: int) -> float:
         peaks = [_at(x.backward.whole[k], rows) for x in memory]
         return _backward(blocks, peaks, small if k else trainable)
+
+    def adding(k: int) -> float:
+        each = [x.backward.adding[k].at(rows) for x in memory]
+        stay = [0.0] * len(memory) if k else trainable
+        return _backward(blocks, [Peak(x, x) for x in each], stay, is_held=False)
 
     wholes = [whole(k) for k in range(SUMMED)]
     pending = sum(x.backward.pending.at(rows) for x in memory)
@@ -128,18 +132,7 @@ def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stag
         whole=wholes,
         half=half,
         weight=weights,
-        alone=_backward(
-            blocks,
-            [Peak(x, x) for x in (y.backward.whole[0].free.at(rows) for y in memory)],
-            trainable,
-            is_held=False,
-        ),
-        adding=_backward(
-            blocks,
-            [Peak(x, x) for x in (y.backward.adding.at(rows) for y in memory)],
-            [0.0] * len(blocks),
-            is_held=False,
-        ),
+        adding=[adding(k) for k in range(SUMMED)],
         weights=sum(trainable),
         parameters=sum(x.parameters for x in memory),
         keeps_input=bool(blocks.arriving.savers),

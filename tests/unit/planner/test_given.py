@@ -43,8 +43,8 @@ def test_state_of_an_optimizer(optimizer, expected):
         (state_of, (-1,), ValueError, "optimizer: -1"),
         (chunks_of, ([0], 8), ValueError, "from 1 to the rows"),
         (chunks_of, ([16], 8), ValueError, r"chunks: \[16\], rows: 8"),
-        (partial(limits_of, is_scheduled=True), ([1.0], [CPU, CPU]), ValueError, "devices: 2"),
-        (partial(limits_of, is_scheduled=True), (0, [CPU]), ValueError, "memory"),
+        (limits_of, ([1.0], [CPU, CPU]), ValueError, "devices: 2"),
+        (limits_of, (0, [CPU]), ValueError, "memory"),
         (places_of, ([],), ValueError, "one or more devices"),
     ],
 )
@@ -56,9 +56,9 @@ def test_errors(function, args, kind, words):
 def test_defaults():
     assert chunks_of(None, 20) == [1, 2, 4, 8, 16]
     assert chunks_of(None, 1000)[-1] == 64
-    assert limits_of(None, [CPU], is_scheduled=True) == [inf]
-    assert limits_of(100, [CPU, CPU], is_scheduled=True) == [98, 98]
-    assert limits_of(100, [CPU], is_scheduled=False) == [95]
+    assert limits_of(None, [CPU]) == [inf]
+    assert limits_of(100, [CPU, CPU]) == [98, 98]
+    assert limits_of(100, [CPU], has_skips=True) == [95]
 
 
 @pytest.mark.parametrize(
