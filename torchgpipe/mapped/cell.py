@@ -193,8 +193,8 @@ class Cell:
             self._record(waiting)
             with use_stream(compute), labels.within(self.label):
                 leaving = leave(compute, self.lane, *waiting)
-            # guard: lane of what is sent on
             label = labels.of("copy", self.stage.number, self.i)
+            # guard: lane of what is sent on
             with use_stream(self.lane), labels.within(label):
                 leaving = self._fenced(leaving, self.checkpoints)
             sent |= self._left.added(waiting, leaving)
