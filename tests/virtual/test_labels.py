@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, assert_no_races
 from tests.virtual.stages import Popping, Stashing
+from tests.virtual.test_graph_overlaps import pairs, training_of
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, trace
 from torchgpipe.ambient import labels
 from torchgpipe.skip import Namespace
@@ -325,6 +326,32 @@ def test_graphs_have_cells_and_no_layers(devices):
     assert {x.kind for x in seen.spans} == {"F", "I", "W"}
     assert {x.cell for x in seen.spans} >= {f"{j}F{i}" for j in range(3) for i in range(M)}
     assert {x.layer for x in seen.spans} == {""}
+
+
+def test_both_cells_of_an_overlap(devices):
+    """Two cells whose operators are issued in turns."""
+    training = training_of(devices[:2], pairs(2, M), M)
+    x, y = (torch.rand(M, 4, device=device) for device in devices[:2])
+    for _ in range(2):
+        training(x, y)
+    with observe() as seen:
+        training(x, y)
+    found = Counter((x.kind, x.stage, x.microbatch) for x in seen.spans)
+    for kind in "FB":
+        for j in range(2):
+            (count,) = {found[kind, j, i] for i in range(M)}
+            assert count >= 3
+
+
+def test_micro_batches_in_several_threads(devices):
+    places = {name: devices[j] for name, (j, _) in PLACES.items()}
+    pipe = MappedGPipe(layers(), places, chunks=M, checkpoint="never", threads=2)
+    x = torch.rand(2 * M, 4, device=devices[0])
+    for _ in range(2):
+        with observe(costs=COSTS, jitter=0) as seen:
+            pipe(x).sum().backward()
+        assert computed(seen, "addmm") == expected("F")
+        assert not [x for x in seen.spans if not x.kind]
 
 
 def test_a_loss_has_a_name(devices):

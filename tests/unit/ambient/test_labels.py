@@ -31,11 +31,10 @@ def test_nobody_observes():
 
 
 def test_labels_are_put_back(told):
-    with labels.within(labels.of("F", 1, 2)), pytest.raises(KeyError):
-        with labels.within(labels.of("copy", 1, 2, 3)):
-            raise KeyError
-    copy = Label("copy", 1, 2, 3)
-    assert told == [CELL, copy, CELL, None]
+    inner = labels.of("copy", 1, 2, 3)
+    with labels.within(labels.of("F", 1, 2)), pytest.raises(KeyError), labels.within(inner):
+        raise KeyError
+    assert told == [CELL, Label("copy", 1, 2, 3), CELL, None]
     assert labels.current.label is None
 
 
