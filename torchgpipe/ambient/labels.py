@@ -55,8 +55,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def put(label: Label | None) -> Label | None:
     """Give this thread a label, and return the one that it had."""
     outer, current.label = current.label, label
-    if observer is not None:
-        observer(label)
+    # Read once, since the observation may end in another thread meanwhile.
+    tell = observer
+    if tell is not None:
+        tell(label)
     return outer
 
 
