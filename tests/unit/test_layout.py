@@ -49,6 +49,7 @@ ELSEWHERE = {
     "testing/build": "unit/testing/test_loading.py",
     "testing/busy": "virtual/test_clock.py",
     "testing/device_module": "virtual/test_device.py",
+    "testing/naming": "virtual/test_labels.py",
     "testing/observe": "virtual/test_observe.py",
     "testing/recurrent": "virtual/test_zoo.py",
     "testing/report": "virtual/test_races.py",

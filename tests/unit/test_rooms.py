@@ -34,7 +34,7 @@ LAYERS = [
 ]
 
 #: Rooms that stand apart: what each of them imports besides itself.
-APART = {"testing": {"_torch", "timeline"}}
+APART = {"testing": {"_torch", "timeline", "ambient"}}
 
 #: Modules that do without torch.
 PLAIN = {"balance.blockpartition", "schedule"}

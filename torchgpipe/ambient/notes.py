@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from torchgpipe.ambient import labels
 from torchgpipe.ambient.thread import registered
 
 __all__: list[str] = []
@@ -35,13 +36,19 @@ class noted:
     """Add a note to what is raised within a ``with`` block, and let it pass.
 
     If a layer raised it, the note also names the layer.
+
+    Args:
+        note: the note.
+        label: the label of the work within the block, if somebody observes it.
     """
 
-    def __init__(self, note: str) -> None:
-        self.note = note
+    def __init__(self, note: str, label: labels.Label | None = None) -> None:
+        self.note, self.label = note, label
 
     def __enter__(self) -> None:
         self.outer, layer.name = layer.name, None
+        if self.label is not None:
+            self.outer_label = labels.put(self.label)
 
     def __exit__(
         self,
@@ -50,6 +57,8 @@ class noted:
         traceback: TracebackType | None,
     ) -> None:
         name, layer.name = layer.name, self.outer
+        if self.label is not None:
+            labels.put(self.outer_label)
         if error is not None:
             # An exception that takes no notes stays without one.
             with suppress(Exception):

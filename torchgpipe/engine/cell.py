@@ -30,6 +30,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import fork, join
@@ -81,6 +82,8 @@ class Cell:
                 copy: Function = partial(method.copy, source, lane, phonies=phonies)
                 if recording is not None:
                     copy = recording.copying(copy, (source, lane), (k, self.j), self.i)
+                if k >= 0:
+                    copy = labels.around(copy, labels.of("copy", k, self.i, self.j))
                 batch = batch.map(copy, [part])
         return batch
 
@@ -168,7 +171,7 @@ class Cell:
             partial(run, copies=[]) if state.buffers.any else run,
             self.step.context,
             self.stream,
-            note,
+            noted(note.note, labels.of("R", self.j, self.i)),
             state.lasting,
             state.always_calls,
             state.shapes,
@@ -182,8 +185,9 @@ class Cell:
         """
         owner = self.step.stages.method.owner
         for lane, parts in self._by_lane(self.departing):
+            label = labels.of("copy", self.j, self.i)
             # guard: lane of what leaves
-            with use_stream(owner(lane, self.stream)):
+            with use_stream(owner(lane, self.stream)), labels.within(label):
                 batch = batch.map(departing, parts)
         rest = [part for part in batch.parts if part not in self.departing]
         if rest and staying:

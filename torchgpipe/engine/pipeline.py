@@ -54,12 +54,13 @@ Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 20
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.ambient import labels
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.engine.cell import Cell
@@ -109,7 +110,7 @@ class Pipeline:
         m, n = len(self.batches), len(self.stages.partitions)
         devices, lanes = self.stages.devices, self.step.lanes
         tasks = [
-            Task((i, j), devices[j], partial(self.run_cell, i, j), lanes.needs(i, j, m))
+            Task((i, j), devices[j], self._task(i, j), lanes.needs(i, j, m))
             for cycle in clock_cycles(m, n)
             for i, j in cycle
         ]
@@ -134,6 +135,9 @@ class Pipeline:
             finally:
                 # guard: before the caller
                 self.step.lanes.have_caller_wait()
+
+    def _task(self, i: int, j: int) -> Callable[[], None]:
+        return labels.around(partial(self.run_cell, i, j), labels.of("F", j, i))
 
     def run_cell(self, i: int, j: int) -> None:
         """Compute a cell, between the two ends of the fence that orders backward."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.microbatch import Batch
@@ -67,8 +68,13 @@ class Criterion:
             TypeError: the loss function has returned something else.
         """
         current.name, current.kind = "loss", type(self.loss).__name__
+        label = labels.of_layers()
+        if label is not None:
+            label("loss", getattr(self.loss, "__name__", type(self.loss).__name__))
         found = _checked(self.loss(output.value, *args, **kwargs))
         current.name = None
+        if label is not None:
+            label("", "")
         return found
 
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:

@@ -31,6 +31,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient import labels
 from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
@@ -193,6 +194,10 @@ class Executor:
         """The note on an exception of an instruction."""
         return f"raised in {op} on worker {w}"
 
+    def _doing(self, w: int, op: Op) -> noted:
+        """Context manager that tells what is computed, in notes on exceptions and by labels."""
+        return noted(self.where(w, op), _label(op))
+
     def perform(self, w: int, instruction: Instruction) -> None:
         """Run an instruction of a worker: receive, compute, and deliver.
 
@@ -210,7 +215,7 @@ class Executor:
         streams = [self.links.home[op.stage] for op in ops]
         runs = [self._kinds[op.kind](self, w, op, stream) for op, stream in zip(ops, streams)]
         for op, run in zip(ops, runs):
-            with use_stream(main), noted(self.where(w, op)):
+            with use_stream(main), self._doing(w, op):
                 next(run)
         for stream in streams:
             if stream != main:
@@ -229,8 +234,8 @@ class Executor:
             if stream != main:
                 # guard: end of an overlap
                 wait_stream(main, stream)
-        for run in runs:
-            with use_stream(main):
+        for op, run in zip(ops, runs):
+            with use_stream(main), self._doing(w, op):
                 next(run, None)
 
     def _compute(
@@ -242,7 +247,7 @@ class Executor:
     ) -> None:
         """Have the computations of an instruction compute, interleaved if they can be."""
         if len(ops) == 1:
-            with use_stream(streams[0]), noted(self.where(w, ops[0])):
+            with use_stream(streams[0]), self._doing(w, ops[0]):
                 work = next(runs[0], None)
                 if work is not None:
                     _hand_on(runs[0], work.run())
@@ -250,7 +255,7 @@ class Executor:
         waiting: dict[int, Work] = {}
 
         def go_on(k: int, function: Callable[[], Any]) -> Any:
-            with use_stream(streams[k]), noted(self.where(w, ops[k])):
+            with use_stream(streams[k]), self._doing(w, ops[k]):
                 return function()
 
         for k, run in enumerate(runs):
@@ -267,6 +272,7 @@ class Executor:
         found: Sequence[Any] | None = None
         if len(waiting) == 2:
             both = self.links.interleaving(w, (streams[0], streams[1]))
+            both.labels = [_label(op) for op in ops]
             found = go_on(0, partial(waiting[0].beside, waiting[1], both))
         results = dict(zip(waiting, found)) if found is not None else {}
         # In reverse, so that the blocks that both have entered are left in order.
@@ -422,6 +428,10 @@ class Executor:
                 arriving[key] = self.links.send(found, j, source, i)
 
     _kinds: ClassVar = {"F": _forward, "R": _recompute, "B": _backward, "I": _input, "W": _weight}
+
+
+def _label(op: Op) -> labels.Label | None:
+    return labels.of(op.kind, op.stage, op.microbatch)
 
 
 def _done(found: Any) -> Generator[Work | None, Any, Any]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchgpipe.ambient import labels
 from torchgpipe.devices.streams import (
     AbstractStream,
     make_current,
@@ -50,6 +51,8 @@ class Interleaving:
         self, streams: tuple[AbstractStream, AbstractStream], beside: AbstractStream
     ) -> None:
         self._streams, self._beside = streams, beside
+        #: The label of each computation, if somebody observes them.
+        self.labels: Sequence[labels.Label | None] = (None, None)
         self._last: AbstractStream | None = None
 
     def turn(self, k: int) -> None:
@@ -60,6 +63,8 @@ class Interleaving:
             wait_stream(stream, self._last)
         make_current(stream)
         self._last = stream
+        if self.labels[k] is not None:
+            labels.put(self.labels[k])
 
     def send(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Sent:
         """Call a function that communicates."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe import _torch
+from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import moved
 from torchgpipe.devices.recorder import Recorder, copy_mark
 from torchgpipe.devices.streams import (
@@ -199,8 +200,9 @@ class Links:
                 mark = None
                 if self._recorder is not None:
                     mark = self._recorder.begin(copy_mark(arriving, source, target, i), lane)
-                # guard: lane of the source
-                found = list(moved(leaving, lane, arriving, other=lane))
+                with labels.within(labels.of("copy", source, i, target)):
+                    # guard: lane of the source
+                    found = list(moved(leaving, lane, arriving, other=lane))
                 if self._recorder is not None and mark is not None:
                     self._recorder.end(mark)
         event = record(arriving)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy, leave, wait
 from torchgpipe.autograd.fork_join import fork, join, needs_backward
 from torchgpipe.autograd.recompute import Recompute
@@ -72,6 +73,11 @@ class Cell:
         #: Whether a gradient goes back from here, whose arrival the fence holds back.
         self._held = False
 
+    @property
+    def label(self) -> labels.Label | None:
+        """The label of what is computed here, if somebody observes it."""
+        return labels.of("F", self.stage.number, self.i)
+
     def fetch_all(self, value: Any, copies: list[Any]) -> Any:
         """Bring the tensors of a value here.
 
@@ -110,7 +116,7 @@ class Cell:
         known, missing = self._come.known(tensors)
         foreign = tuple([x for x in missing if needs_backward((x,)) and not self.has_made(x)])
         if foreign:
-            with use_stream(own):
+            with use_stream(own), labels.within(self.label):
                 # guard: taking over from an earlier visit
                 known |= self._come.added(foreign, wait(self.before, own, *foreign))
         return known
@@ -151,8 +157,10 @@ class Cell:
             if self.step.recording is not None:
                 stages = source.stage.number, self.stage.number
                 function = self.step.recording.copying(function, lanes, stages, self.i)
+            label = labels.of("copy", source.stage.number, self.i, self.stage.number)
+            function = labels.around(function, label)
             arriving = function(*leaving)
-        with use_stream(self.stage.compute):
+        with use_stream(self.stage.compute), labels.within(self.label):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed
         if self.stage.visit:
@@ -167,7 +175,7 @@ class Cell:
     def stay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Fence what the model returns from here."""
         self._record(tensors)
-        with use_stream(self.stage.compute):
+        with use_stream(self.stage.compute), labels.within(self.label):
             return self._fenced(tensors)
 
     def _record(self, tensors: Iterable[Tensor]) -> None:
@@ -183,10 +191,11 @@ class Cell:
         if waiting:
             compute = self.stage.compute
             self._record(waiting)
-            with use_stream(compute):
+            with use_stream(compute), labels.within(self.label):
                 leaving = leave(compute, self.lane, *waiting)
+            label = labels.of("copy", self.stage.number, self.i)
             # guard: lane of what is sent on
-            with use_stream(self.lane):
+            with use_stream(self.lane), labels.within(label):
                 leaving = self._fenced(leaving, self.checkpoints)
             sent |= self._left.added(waiting, leaving)
         return tuple([sent[id(x)] for x in tensors])

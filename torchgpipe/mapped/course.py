@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.ambient.thread import registered
@@ -105,6 +106,8 @@ class Course:
         #: Where code between mapped modules is.
         self._place = "in front of the first mapped module"
         self._noted = False
+        #: The label of what the thread computes besides.
+        self._outer = labels.current.label
         #: The cells of later visits, by device, once the model came back to one.
         self.later: dict[torch.device, Cell] = {}
         self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
@@ -127,6 +130,10 @@ class Course:
         self._noted = True
         with note:
             cell = self._enter(mapped.device, (args, kwargs))
+            if (label := cell.label) is not None:
+                # Code behind the module belongs to the cell, too.
+                labels.put(label)
+                label = label._replace(layer=mapped.name, layer_type=type(mapped.module).__name__)
             self.step.enters(mapped.module, cell.stage)
             undrawn: AbstractContextManager[None] = NOTHING
             if is_in_checkpoint():
@@ -134,11 +141,12 @@ class Course:
             copies: list[Any] = []
             args, kwargs = cell.fetch_all((args, kwargs), copies)
             uncached = self.step.uncached(mapped.module, cell.stage)
-            with use_stream(cell.stage.compute), uncached, undrawn:
+            with use_stream(cell.stage.compute), uncached, undrawn, labels.within(label):
                 if self.step.is_checkpointed(self.i):
                     batch = Batch(Arguments(args, kwargs))
                     del args, kwargs
-                    checkpoint = self._new_checkpoint(mapped, inner, cell, note)
+                    again = noted(note.note, None if label is None else label._replace(kind="R"))
+                    checkpoint = self._new_checkpoint(mapped, inner, cell, again)
                     output = checkpoint.forward(batch.take()).value
                 else:
                     if self.step.recording is not None:
@@ -218,6 +226,8 @@ class Course:
 
     def close(self) -> None:
         """End the course, after a failure too, and let go of all tensors."""
+        if labels.current.label is not self._outer:
+            labels.put(self._outer)
         self._numbers.end()
         self.step.drawn_behind |= self._numbers.drawn_behind
         for cell in self._all:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_compiling
 
+from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import layer as current
 
 __all__: list[str] = []
@@ -34,11 +35,15 @@ class Partition(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled partition must not depend on what changes from run to run.
-        then, visit = (None, None) if is_compiling() else (current.then, current.visit)
+        then, visit, label = (None, None, None)
+        if not is_compiling():
+            then, visit, label = current.then, current.visit, labels.of_layers()
         output = None
         for name, layer in self._modules.items():
             assert layer is not None
             current.name, current.kind = name, type(layer).__name__
+            if label is not None:
+                label(name, type(layer).__name__)
             output = layer(*args, **kwargs)
             if visit is not None:
                 visit(output)
@@ -46,6 +51,8 @@ class Partition(nn.Sequential):
                 then()
             args, kwargs = (output,), {}
         current.name = None
+        if label is not None:
+            label("", "")
         return output
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from torchgpipe.ambient import labels
 from torchgpipe.testing.loading import verify_loaded
+from torchgpipe.testing.naming import Naming
 from torchgpipe.testing.report import (
     Access,
     Race,
@@ -28,7 +30,9 @@ from torchgpipe.testing.report import (
 )
 from torchgpipe.testing.settings import MEASURED, index_of, name_of, table_of, verify_settings
 from torchgpipe.timeline import perfetto
+from torchgpipe.timeline.pieces import cells
 from torchgpipe.timeline.span import Span, Stream
+from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ["Observation", "observe"]
 
@@ -50,6 +54,7 @@ class Observation:
         self._stacks: dict[int, tuple[tuple[CodeType, int], ...]] = {}
         self._stack_numbers: dict[tuple[tuple[CodeType, int], ...], int] = {}
         self._last: dict[str, Any] | None = None
+        self._naming = Naming()
 
     def _get(self, name: str) -> Any:
         return getattr(_ops, name)() if self._last is None else self._last[name]
@@ -79,11 +84,25 @@ class Observation:
 
     @property
     def spans(self) -> list[Span]:
-        """All work that took time, in the order in which it was issued."""
+        """All work that took time, in the order in which it was issued.
+
+        Each span is an operator. What a wrapper computes also has its kind, partition, micro-batch
+        and layer.
+        """
         return [
-            Span(Stream(span.pop("device"), span.pop("stream")), **span)
+            Span(
+                Stream(span.pop("device"), span.pop("stream")),
+                **self._naming.work(*span.pop("labels"))._asdict(),
+                **span,
+            )
             for span in json.loads(self._get("spans"))
         ]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The timeline of the cells, to be printed or drawn; without spans if there are none."""
+        spans = self.spans
+        return Timeline(cells(spans) if any(span.computes for span in spans) else [])
 
     @property
     def waits(self) -> list[Wait]:
@@ -126,11 +145,14 @@ class Observation:
     def _access(self, access: dict[str, Any]) -> Access:
         # The stack of an operator that began earlier is not in this observation.
         stack = self._stacks.get(access["stack"], ())
+        stream = Stream(access["device"], access["stream"])
+        work = self._naming.work(*access["labels"])
         return Access(
             access["op"],
-            Stream(access["device"], access["stream"]),
+            stream,
             access["write"],
             tuple([_line(code, number) for code, number in stack]),
+            Span(stream, 0, 0, "", **work._asdict()).title,
         )
 
     def _take_stack(self) -> int:
@@ -227,8 +249,10 @@ def observe(
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
         for (source, target), bytes in bandwidth.items():
             _ops.set_bandwidth(index_of(source), index_of(target), bytes)
+        labels.observer = observation._naming.put
         yield observation
     finally:
+        labels.observer = None
         observation._end()
         _ops.observe(False, -1, False, 0)
         _observing.release()

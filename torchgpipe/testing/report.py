@@ -20,17 +20,21 @@ class Access:
         write: whether the operator writes.
         stack: the Python stack where the operator was issued, innermost last, if stacks were asked
             for. Operators that autograd itself runs in backward have none.
+        work: the cell and the layer, such as ``0F3 encoder.0 (Linear)``, where they are known. Of a
+            race that happened several times, they are those of the first time.
     """
 
     op: str
     stream: Stream
     write: bool
     stack: tuple[str, ...] = field(default=(), repr=False)
+    work: str = ""
 
     def __str__(self) -> str:
         verb = "writes" if self.write else "reads"
         stack = "".join(f"\n    {line}" for line in self.stack)
-        return f"{self.op} {verb} on {self.stream}{stack}"
+        work = f" in {self.work}" if self.work else ""
+        return f"{self.op}{work} {verb} on {self.stream}{stack}"
 
 
 @dataclass(frozen=True)

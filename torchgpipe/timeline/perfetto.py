@@ -38,7 +38,7 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         events.append(
             {
                 "ph": "X",
-                "name": span.name,
+                "name": span.title,
                 "cat": span.kind or "work",
                 **place(span.stream),
                 "ts": _micro(span.start),
@@ -61,7 +61,8 @@ def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 def _arguments(span: Span) -> dict[str, Any]:
     if span.stage is None:
         return {}
-    return {"partition": span.stage, "micro-batch": span.microbatch, "step": span.step}
+    found = {"partition": span.stage, "micro-batch": span.microbatch, "step": span.step}
+    return found | ({"layer": span.layer, "class": span.layer_type} if span.layer else {})
 
 
 def _micro(milliseconds: float) -> float:

@@ -67,7 +67,7 @@ def _parts(spans: Sequence[Span]) -> Iterator[tuple[Span, tuple[int, int]]]:
 
 
 def _tip(span: Span, unit: str) -> str:
-    return f"{span.name} from {span.start:.6g} to {span.end:.6g} {unit}".rstrip()
+    return f"{span.title} from {span.start:.6g} to {span.end:.6g} {unit}".rstrip()
 
 
 def png(path: str | PathLike[str], panels: Sequence[Panel]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torchgpipe.timeline.span import Span
 
-__all__ = ["pieces"]
+__all__ = ["cells", "pieces"]
 
 
 def pieces(spans: Sequence[Span]) -> list[Span]:
@@ -28,6 +28,24 @@ def pieces(spans: Sequence[Span]) -> list[Span]:
     for span in spans:
         inner = again.get(_cell(span), []) if span.kind == "B" else []
         found += _without(span, [x for x in inner if span.start <= x.start and x.end <= span.end])
+    return _joined(found)
+
+
+def cells(spans: Sequence[Span]) -> list[Span]:
+    """Make one span of the operators of each computation, as if the cell had been recorded.
+
+    Args:
+        spans: the spans of operators, in the order in which they were issued.
+    """
+    places = {span.stage: span.stream.device for span in spans if span.computes}
+    found = []
+    for span in spans:
+        stream = span.stream
+        if span.target in places:
+            # The device that sends a copy makes it, and a timeline has it where it arrives.
+            stream = stream._replace(device=places[span.target])
+        name = span.cell or span.name
+        found.append(replace(span, stream=stream, name=name, after=-1, layer="", layer_type=""))
     return _joined(found)
 
 

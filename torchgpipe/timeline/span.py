@@ -49,8 +49,8 @@ class Span:
         stream: the stream that did the work.
         start: when the work started.
         end: when the work ended.
-        name: the instruction, as ``0F3``; or the operator; for a busy layer, F, I or W and the name
-            of the layer.
+        name: the instruction, as ``0F3``; or the operator; for a busy layer, F, I or W and its own
+            name.
         after: the index of the span whose end let this one start; -1 if nothing held it up, or
             nobody knows.
         kind: ``F``, ``R``, ``B``, ``I`` or ``W`` for a computation of a cell, ``copy`` for what
@@ -60,6 +60,9 @@ class Span:
         target: the partition that a copy goes to.
         issued: when the host issued the work, if that is known.
         step: the number of the training step.
+        layer: the name in the model of the layer that an operator belongs to; empty if it belongs
+            to none, or nobody knows.
+        layer_type: the class of the layer.
     """
 
     stream: Stream
@@ -73,6 +76,28 @@ class Span:
     target: int | None = None
     issued: float | None = None
     step: int = 0
+    layer: str = ""
+    layer_type: str = ""
+
+    @property
+    def cell(self) -> str:
+        """The cell, as ``0F3``, or ``0 to 1 3`` for a copy; empty if the work belongs to none."""
+        if self.stage is None:
+            return ""
+        if self.kind == "copy":
+            way = f"from {self.stage}" if self.target is None else f"{self.stage} to {self.target}"
+            return f"{way} {self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def title(self) -> str:
+        """All that is known of the work: ``0F3 encoder.0 (Linear) addmm``."""
+        layer = f"{self.layer} ({self.layer_type})" if self.layer else ""
+        words = (self.cell, layer, self.name)
+        return " ".join(dict.fromkeys(filter(None, words)))
+
+    def __str__(self) -> str:
+        return f"{self.title} on {self.stream} from {self.start:.6g} to {self.end:.6g}"
 
     @property
     def time(self) -> float:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.timeline.cases import A
-from torchgpipe.timeline.pieces import pieces
-from torchgpipe.timeline.span import computation
+from tests.unit.timeline.cases import A, B
+from torchgpipe.timeline.pieces import cells, pieces
+from torchgpipe.timeline.span import Span, Stream, computation, copy
 
 
 def times(spans):
@@ -52,3 +52,30 @@ def test_no_time_is_lost(cuts):
     found = pieces([computation(A, 0, 20, (0, "B", 0)), *again])
     assert sum(x.time for x in found) == 20
     assert all(x.end <= y.start for x, y in pairwise(found))
+
+
+def test_operators_of_one_cell_are_one_span():
+    lane = Stream("cuda:0", 7)
+
+    def operator(name, stream, start, end, kind="", *where, layer="0"):
+        stage, i, target = (*where, None, None, None)[:3]
+        return Span(stream, start, end, name, 0, kind, stage, i, target, layer=layer)
+
+    spans = [
+        operator("addmm", A, 0, 1, "F", 0, 0),
+        operator("tanh", A, 1, 2, "F", 0, 0, layer="1"),
+        operator("copy to cuda:1", lane, 2, 3, "copy", 0, 0, 1, layer=""),
+        operator("addmm", A, 2, 4, "F", 0, 1),
+        operator("addmm", B, 3, 5, "F", 1, 0),
+        operator("mse_loss", B, 5, 6, layer=""),
+        operator("mm", B, 6, 8, "B", 1, 0),
+    ]
+    assert cells(spans) == [
+        computation(A, 0, 2, (0, "F", 0)),
+        # It is drawn where it arrives.
+        copy(Stream("cuda:1", 7), 2, 3, 0, 1, 0),
+        computation(A, 2, 4, (0, "F", 1)),
+        computation(B, 3, 5, (1, "F", 0)),
+        Span(B, 5, 6, "mse_loss"),
+        computation(B, 6, 8, (1, "B", 0)),
+    ]

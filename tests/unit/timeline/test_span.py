@@ -18,3 +18,19 @@ def test_cells():
     assert (span.name, span.time, span.computes) == ("2B5", 2, True)
     assert not copy(Stream("cuda:0", 1), 0, 1, 0, 1, 5).computes
     assert not Span(Stream(0, 0), 0, 1, "addmm").computes
+
+
+def test_titles():
+    """All that is known of a piece of work, each word once."""
+    stream = Stream(0, 0)
+    cell = {"kind": "F", "stage": 0, "microbatch": 3}
+    span = Span(stream, 0, 1, "addmm", **cell, layer="encoder.0", layer_type="Linear")
+    assert span.cell == "0F3"
+    assert span.title == "0F3 encoder.0 (Linear) addmm"
+    assert str(span) == f"{span.title} on stream 0 of virtual:0 from 0 to 1"
+    assert Span(stream, 0, 1, "addmm", **cell).title == "0F3 addmm"
+    assert Span(stream, 0, 1, "addmm").title == "addmm"
+    assert computation(stream, 0, 1, (0, "F", 3)).title == "0F3"
+    assert copy(stream, 0, 1, 0, 1, 5).title == "0 to 1 5"
+    leaving = Span(stream, 0, 1, "as_strided", kind="copy", stage=0, microbatch=5)
+    assert leaving.title == "from 0 5 as_strided"

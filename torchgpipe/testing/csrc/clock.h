@@ -19,6 +19,7 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+#include "labels.h"
 
 namespace virtual_accelerator {
 
@@ -29,9 +30,6 @@ constexpr int kStreams = kPool + 2;  // The default stream, the pool, and one of
 constexpr int kHost = -1;     // Stands for the host where a device is expected.
 
 using VectorClock = std::vector<uint32_t>;
-
-// Counts the beginnings and ends of observations.
-inline std::atomic<int64_t> epoch{0};
 
 // A point in time, and the span of work that ends there: -1 for none.
 struct Time {
@@ -58,6 +56,7 @@ struct Span {
   double start, end;
   std::string name;
   int64_t after;  // The span whose end let this one start.
+  Labels labels;
 };
 struct Traffic {
   int64_t copies = 0, bytes = 0;
@@ -164,7 +163,8 @@ inline void begin(int s) {
 inline void spend(int s, double cost, const std::string& name) {
   if (cost <= 0) return;
   auto& it = state().streams[s];
-  if (state().observed) state().spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span});
+  if (state().observed)
+    state().spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span, current_labels()});
   it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
 }
 inline void spend_by_table(int s, const std::string& name) {

@@ -21,6 +21,7 @@ struct Access {
   bool write;
   std::string op;
   int64_t stack;  // The number of a Python stack, -1 for none.
+  Labels labels;
 };
 struct Block {
   int device;
@@ -86,7 +87,7 @@ inline void report(const char* kind, int device, int64_t bytes, const Access& fi
 inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, const std::string& op, int64_t stack) {
   if (!block || high <= low) return;
   auto& clock = state().streams[s].clock;
-  Access access{s, clock[s], low, high, write, op, stack};
+  Access access{s, clock[s], low, high, write, op, stack, current_labels()};
   auto& all = block->accesses;
   for (auto& a : all)
     if (a.stream != s && (a.write || write) && a.low < high && low < a.high && clock[a.stream] < a.clock)
@@ -117,7 +118,7 @@ inline void reuse(int s, const std::string& op, int64_t stack) {
     for (auto& a : block.accesses)
       if (clock[a.stream] < a.clock)
         report("reuse of freed memory", block.device, block.bytes, a,
-               {s, clock[s], 0, block.bytes, true, op, stack});
+               {s, clock[s], 0, block.bytes, true, op, stack, current_labels()});
 }
 inline void free_block(void* context) {
   if (!context) return;
@@ -140,7 +141,7 @@ inline c10::DataPtr new_block(int device, int64_t bytes, c10::DataPtr cpu_memory
   int s = current_stream(device);
   auto* block = new Block{device, bytes, s, {}, {}, std::move(cpu_memory), own};
   // Earlier work of this stream may still use the memory, and other streams must wait for that work.
-  block->accesses.push_back({s, stream_state(s).clock[s], 0, bytes, true, op, stack});
+  block->accesses.push_back({s, stream_state(s).clock[s], 0, bytes, true, op, stack, current_labels()});
   void* data = own ? own : block->cpu_memory.get();
   c10::DataPtr pointer(data, block, &free_block, c10::Device(kDeviceType, device));
   account(device, bytes);

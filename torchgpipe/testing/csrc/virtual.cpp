@@ -1,5 +1,6 @@
 // Virtual accelerators: N devices on the CPU, whose streams are bookkeeping.
 //
+//   labels.h    which layer and cell a piece of work belongs to
 //   clock.h     order and time
 //   memory.h    accesses and races
 //   device.h    the interfaces that PyTorch asks of a device
@@ -72,6 +73,7 @@ void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
   auto& s = state();
   s.jitter = jitter_seed;
   epoch++;
+  observe_labels(begins);
   s.observed = begins;
   s.measured = false;
   s.issue = 0;
@@ -120,9 +122,14 @@ std::string quoted(const std::string& text) {
   }
   return out + '"';
 }
+void put(std::ostream& o, const Labels& labels) {
+  o << ",\"labels\":[" << labels.own << ',' << labels.node << ']';
+}
 void put(std::ostream& o, const Access& a) {
   o << "{\"op\":" << quoted(a.op) << ",\"device\":" << a.stream / kStreams << ",\"stream\":" << a.stream % kStreams
-    << ",\"write\":" << (a.write ? "true" : "false") << ",\"stack\":" << a.stack << '}';
+    << ",\"write\":" << (a.write ? "true" : "false") << ",\"stack\":" << a.stack;
+  put(o, a.labels);
+  o << '}';
 }
 void put(std::ostream& o, const Race& r) {
   o << "{\"kind\":" << quoted(r.kind) << ",\"device\":" << r.device << ",\"bytes\":" << r.bytes << ",\"count\":" << r.count
@@ -134,7 +141,9 @@ void put(std::ostream& o, const Race& r) {
 }
 void put(std::ostream& o, const Span& s) {
   o << "{\"device\":" << s.stream / kStreams << ",\"stream\":" << s.stream % kStreams << ",\"start\":" << s.start
-    << ",\"end\":" << s.end << ",\"name\":" << quoted(s.name) << ",\"after\":" << s.after << '}';
+    << ",\"end\":" << s.end << ",\"name\":" << quoted(s.name) << ",\"after\":" << s.after;
+  put(o, s.labels);
+  o << '}';
 }
 template <class T>
 std::string listed(const std::vector<T>& items) {
@@ -201,6 +210,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("spans() -> str", &spans);
   m.def("traffic() -> int[]", &traffic);
   m.def("makespan() -> float", &makespan);
+  m.def("label_address() -> int", [] { return reinterpret_cast<int64_t>(&set_label); });
   m.def("generator(int device) -> Generator?", &generator);
 }
 

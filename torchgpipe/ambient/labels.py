@@ -1,0 +1,115 @@
+"""Labels: which cell, and which layer of it, a thread computes, for whoever observes devices.
+
+A driver labels the work of a cell, and a partition each of its layers. While nobody observes, there
+are no labels.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from torchgpipe.ambient.thread import registered
+
+__all__: list[str] = []
+
+
+class Label(NamedTuple):
+    """The cell and the layer of a piece of work.
+
+    Args:
+        kind: its kind, as in :class:`~torchgpipe.timeline.span.Span`.
+        stage: the partition, or the one that a copy leaves.
+        microbatch: the number of the micro-batch.
+        target: the partition that a copy goes to; None if that is not known yet.
+        layer: the name of the layer in the model; empty for work of the cell besides its layers.
+        layer_type: the class of the layer.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    target: int | None = None
+    layer: str = ""
+    layer_type: str = ""
+
+
+class Current(threading.local):
+    """The label of a thread."""
+
+    label: Label | None = None
+
+
+current = registered(Current())
+
+#: A function that is called with each new label, in the thread that has it, while somebody
+#: observes. It is the same for all threads, since autograd and workers have threads of their own.
+observer: Callable[[Label | None], None] | None = None
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def put(label: Label | None) -> Label | None:
+    """Give this thread a label, and return the one that it had."""
+    outer, current.label = current.label, label
+    # Read once, since the observation may end in another thread meanwhile.
+    tell = observer
+    if tell is not None:
+        tell(label)
+    return outer
+
+
+class Labelled:
+    """A label of this thread within a ``with`` block."""
+
+    __slots__ = ("_label", "_outer")
+
+    def __init__(self, label: Label) -> None:
+        self._label = label
+
+    def __enter__(self) -> None:
+        self._outer = put(self._label)
+
+    def __exit__(self, *_: object) -> None:
+        put(self._outer)
+
+
+def of(
+    kind: str, stage: int, microbatch: int, target: int | None = None, layer: str = "", of: str = ""
+) -> Label | None:
+    """Make a label, if somebody observes; the arguments are those of :class:`Label`."""
+    return None if observer is None else Label(kind, stage, microbatch, target, layer, of)
+
+
+def within(label: Label | None) -> AbstractContextManager[Any]:
+    """Context manager that gives this thread a label, if there is one."""
+    return _NOTHING if label is None else Labelled(label)
+
+
+def around(function: Callable[..., Any], label: Label | None) -> Callable[..., Any]:
+    """Make a function whose work has a label, if there is one."""
+    return function if label is None else partial(_run, function, label)
+
+
+def _run(function: Callable[..., Any], label: Label, *args: Any, **kwargs: Any) -> Any:
+    with Labelled(label):
+        return function(*args, **kwargs)
+
+
+def of_layers() -> Callable[[str, str], None] | None:
+    """A function that labels the layers of the cell that this thread computes, one by one.
+
+    Returns:
+        The function, which takes the name of the layer that comes next and its class, both empty
+        behind the last layer; None if nobody observes, or this is no cell.
+    """
+    return None if observer is None or current.label is None else _put_layer
+
+
+def _put_layer(name: str, kind: str) -> None:
+    label = current.label
+    if label is not None:
+        put(label._replace(layer=name, layer_type=kind))
