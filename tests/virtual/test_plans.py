@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import random
+import re
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -91,7 +92,7 @@ def test_prediction_is_what_is_measured(devices, seed):
     time, memory = run(best.wrap, layers, x, y, options["devices"])
     assert best.time == pytest.approx(time)
     # Under autograd, threads run backward, and the host's timing decides which one is ahead.
-    error = 0.08 if best.schedule is None else 0.02
+    error = 0.06 if best.schedule is None else 0.02
     assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=error)
     assert max(memory.values()) <= limit
 
@@ -125,9 +126,7 @@ def test_prediction_with_skips(devices, kind, seed):
     best = plans.best
     time, memory = run(best.wrap, layers, x, y, options["devices"])
     assert best.time == pytest.approx(time)
-    # With skips, threads are off by more.
-    error = 0.18 if best.schedule is None else 0.06
-    assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=error)
+    assert max(best.memory.values()) == pytest.approx(max(memory.values()), rel=0.07)
     assert max(memory.values()) <= limit
 
 
@@ -199,6 +198,7 @@ def test_wrapped(devices):
     training(x.to(places[0]), y.to(places[1])).backward()
     text = str(plans)
     assert text.splitlines()[1].startswith(best.schedule)
+    assert re.fullmatch(rf"{best.schedule}, balance=.*: [\d.]+ ms a step, .* bubble .*%", str(best))
     assert "and" in text.splitlines()[-1]
     without = planned(layers, x, {"devices": options["devices"], "timeout": 0, "chunks": [4]})
     assert isinstance(without.best.wrap(layers), GPipe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torchgpipe.planner.backward import SUMMED
 from torchgpipe.planner.skips import ways
@@ -17,7 +18,7 @@ from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.skip.namespace import Skip
 
-__all__ = ["peaks"]
+__all__ = ["Issued", "issued", "peaks"]
 
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
@@ -30,8 +31,30 @@ EARLY_AT_FIRST, EARLY = 2, 1
 HALF = 0.5
 
 
+class Issued(NamedTuple):
+    """The computations of a step in the order in which the host issues them.
+
+    Args:
+        computations: for each its worker, stage, kind and micro-batch. There is an R for each cell
+            that is computed again.
+        again: the stages and micro-batches of these cells.
+        microbatches: the number of micro-batches.
+    """
+
+    computations: Sequence[tuple[int, int, str, int]]
+    again: frozenset[tuple[int, int]]
+    microbatches: int
+
+
+def issued(order: Sequence[Step]) -> Issued:
+    """The computations of the instructions that the host issues."""
+    found = [(w, *op) for w, x, _ in order for op in operations(x)]
+    again = frozenset((j, i) for _, j, kind, i in found if kind == "R")
+    return Issued(found, again, 1 + max(i for *_, i in found))
+
+
 def peaks(
-    order: Sequence[Step],
+    order: Issued,
     placement: Sequence[int],
     stages: Sequence[Stage],
     *,
@@ -43,8 +66,7 @@ def peaks(
     """Find the most memory of each worker.
 
     Args:
-        order: the instructions as the host issues them, with an R for each cell that is computed
-            again.
+        order: what the host issues.
         placement: the worker of each stage.
         stages: the stages.
         state: memory of the optimizer, for each byte of a parameter that it changes.
@@ -52,16 +74,13 @@ def peaks(
         taken: memory of what the caller has of the last stage.
         is_summed: whether gradients are added up by a schedule, and not by autograd.
     """
-    again = {
-        (op.stage, op.microbatch) for _, x, _ in order for op in operations(x) if op.kind == "R"
-    }
+    again = order.again
     now = [0.0] * (max(placement) + 1)
     for j, stage in enumerate(stages):
         now[placement[j]] += stage.parameters + state * stage.weights
     now[placement[0]] += given
     now[placement[-1]] += taken
     peak = [*now]
-    microbatches = 1 + max(op.microbatch for _, x, _ in order for op in operations(x))
     last = len(stages) - 1
     backwards: Counter[int] = Counter()
     ends = {skip: way for way, skips in ways(stages).items() for skip in skips}
@@ -71,7 +90,8 @@ def peaks(
     grads: dict[tuple[Skip, int], float] = {}
 
     def during(w: int, more: float) -> None:
-        peak[w] = max(peak[w], now[w] + more)
+        if now[w] + more > peak[w]:
+            peak[w] = now[w] + more
 
     def shared(j: int, i: int) -> float:
         """The memory of an input that is the output that the stage before keeps, of one worker."""
@@ -136,55 +156,55 @@ def peaks(
             if not (kept and end.keeps):
                 now[w] -= waiting.pop((skip, i), 0.0)
 
-    for w, instruction, _ in order:
-        for j, kind, i in operations(instruction):
-            stage = stages[j]
-            output = stage.output if j < last else 0.0
-            output += sum(grads.pop((skip, i), 0.0) for skip in stage.stashed if kind in "BI")
-            number = min(backwards[j], SUMMED - 1)
-            common = shared(j, i)
-            checkpoint = stage.checkpoint - common
-            kept = stage.kept - common * stage.keeps_input
-            if kind == "F":
-                is_again = (j, i) in again
-                pop(w, j, i)
-                during(w, stage.forward_again if is_again else stage.forward)
-                # The input has arrived before.
-                now[w] += (checkpoint if is_again else kept) - (stage.input - common)
-                if not is_again:
-                    free(w, j, i, kept=True)
-                if j < last:
-                    is_kept = stage.keeps_output and not is_again
-                    new = stages[j + 1].input - shared(j + 1, i)
-                    sent(w, j + 1, stage.output * (1 if is_kept else 2) + unsent(j, is_again), new)
-                stash(w, j, i)
-            elif kind == "R":
-                during(w, stage.again)
-                now[w] += kept - checkpoint
+    for w, j, kind, i in order.computations:
+        stage = stages[j]
+        output = stage.output if j < last else 0.0
+        if stage.stashed and kind in "BI":
+            output += sum(grads.pop((skip, i), 0.0) for skip in stage.stashed)
+        number = min(backwards[j], SUMMED - 1)
+        common = shared(j, i)
+        checkpoint = stage.checkpoint - common
+        kept = stage.kept - common * stage.keeps_input
+        if kind == "F":
+            is_again = (j, i) in again
+            pop(w, j, i)
+            during(w, stage.forward_again if is_again else stage.forward)
+            # The input has arrived before.
+            now[w] += (checkpoint if is_again else kept) - (stage.input - common)
+            if not is_again:
                 free(w, j, i, kept=True)
-                during(w, 0.0)
-            elif kind == "W":
-                during(w, stage.weight[number])
-                now[w] += left(j) - stage.pending
+            if j < last:
+                is_kept = stage.keeps_output and not is_again
+                new = stages[j + 1].input - shared(j + 1, i)
+                sent(w, j + 1, stage.output * (1 if is_kept else 2) + unsent(j, is_again), new)
+            stash(w, j, i)
+        elif kind == "R":
+            during(w, stage.again)
+            now[w] += kept - checkpoint
+            free(w, j, i, kept=True)
+            during(w, 0.0)
+        elif kind == "W":
+            during(w, stage.weight[number])
+            now[w] += left(j) - stage.pending
+        else:
+            if kind == "I":
+                most, more = stage.half, stage.pending
+            elif is_summed:
+                most, more = stage.whole[number], left(j)
             else:
-                if kind == "I":
-                    most, more = stage.half, stage.pending
-                elif is_summed:
-                    most, more = stage.whole[number], left(j)
-                else:
-                    # The gradients of the last stage come from the loss, all at once.
-                    most_early = (EARLY if j else EARLY_AT_FIRST) if j < last else 0
-                    early = min(most_early, microbatches - 1 - backwards[j]) * (
-                        stage.output + HALF * sum(x.gradient for x in stage.stashed.values())
-                    )
-                    most, more = early + stage.adding[number], left(j)
-                during(w, most - output)
-                now[w] += more - kept - output
-                free(w, j, i, kept=False)
-                if j:
-                    sent(w, j - 1, stage.sent + stage.input, stage.input)
-                for skip, end in stage.popped.items():
-                    stays = placement[ends[skip][0]] == w
-                    grads[skip, i] = end.holds if stays else end.gradient
-                    sent(w, ends[skip][0], stage.sent + end.gradient, grads[skip, i])
+                # The gradients of the last stage come from the loss, all at once.
+                most_early = (EARLY if j else EARLY_AT_FIRST) if j < last else 0
+                early = min(most_early, order.microbatches - 1 - backwards[j]) * (
+                    stage.output + HALF * sum(x.gradient for x in stage.stashed.values())
+                )
+                most, more = early + stage.adding[number], left(j)
+            during(w, most - output)
+            now[w] += more - kept - output
+            free(w, j, i, kept=False)
+            if j:
+                sent(w, j - 1, stage.sent + stage.input, stage.input)
+            for skip, end in stage.popped.items():
+                stays = placement[ends[skip][0]] == w
+                grads[skip, i] = end.holds if stays else end.gradient
+                sent(w, ends[skip][0], stage.sent + end.gradient, grads[skip, i])
     return peak

@@ -18,7 +18,7 @@ from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.lines import Line
-from torchgpipe.planner.memory import peaks
+from torchgpipe.planner.memory import Issued, issued, peaks
 from torchgpipe.planner.skips import ways
 from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.planner.ties import are_together
@@ -26,15 +26,18 @@ from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import Overlap, Skips
-from torchgpipe.schedule.rehearsal import Rehearsal, Step
+from torchgpipe.schedule.rehearsal import Rehearsal
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import built_in
 
 __all__ = ["Problem", "Setting", "Trial", "search"]
 
-#: How many instructions are timed, in all trials together, before no further setting is improved. A
-#: million take some ten seconds.
-EFFORT = 6_000_000
+#: How many instructions are timed, in all trials together, before nothing more is improved. A
+#: million take about half a second.
+EFFORT = 80_000_000
+#: How many times as long it takes to count the memory of an instruction as to time it, and to find
+#: out what it waits for.
+COUNTING, REHEARSING = 3, 45
 #: How many times the time of the fastest one a setting may take, with the first balance and nothing
 #: computed again, to be improved.
 HOPE = 1.5
@@ -157,7 +160,7 @@ class Search:
         # Each has thousands of instructions.
         self.rehearsal = lru_cache(REHEARSALS)(self._rehearsal)
         self.fastest = cache(self._fastest)
-        #: The number of instructions that were timed.
+        #: The number of instructions that could have been timed so far.
         self.effort = 0
 
     def _stage(self, start: int, stop: int, m: int, is_last: bool) -> Stage:
@@ -265,6 +268,8 @@ class Search:
         setting, placement = trial.setting, trial.schedule.placement
         fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
         for balance in others(trial.balance):
+            if self.effort > EFFORT:
+                return
             if trial.excess == inf:
                 is_hopeful = True
             elif trial.excess:
@@ -290,31 +295,32 @@ class Search:
 
     def _rehearsal(
         self, setting: Setting, modes: tuple[str, ...], skips: Skips
-    ) -> tuple[Schedule, Rehearsal, Sequence[Step]]:
+    ) -> tuple[Schedule, Rehearsal, Issued]:
         """The schedule of a setting with modes of checkpointing, ready to be timed.
 
-        The last item is the order in which the host issues its instructions, which does not depend
-        on what the layers cost.
+        The last item is what the host issues, in an order that does not depend on what the layers
+        cost.
         """
         base = setting.schedule
         program = checkpointed(base.program, modes, base.chunks)
         rehearsal = Rehearsal(program, skips)
-        issued = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
-        return replace(base, program=program, skips=tuple(skips)), rehearsal, issued
+        self.effort += REHEARSING * len(rehearsal.steps)
+        order = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
+        return replace(base, program=program, skips=tuple(skips)), rehearsal, issued(order)
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
         stages = self._stages(balance, base.chunks)
         costs = self._costs(stages, base.placement)
-        schedule, rehearsal, issued = self.rehearsal(setting, modes, tuple(ways(stages)))
-        self.effort += 2 * len(rehearsal.steps)
+        schedule, rehearsal, order = self.rehearsal(setting, modes, tuple(ways(stages)))
+        self.effort += (1 + COUNTING) * len(rehearsal.steps)
         _, end = rehearsal.times(Table(costs, base.placement, schedule.skips))
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
         parts = 3 if base.chunks > 1 else 2
         joined = 0.0 if problem.has_loss else parts * base.chunks * stages[-1].output
         memory = peaks(
-            issued,
+            order,
             base.placement,
             stages,
             state=problem.state,
@@ -373,7 +379,7 @@ def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     ranked = []
     for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
         hope = best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time
-        if hope and found.effort < EFFORT:
+        if hope:
             trial = found.improved(trial)
             best = min(best, trial, key=_key)
         ranked.append(trial)

@@ -21,7 +21,7 @@ __all__ = ["Candidate", "Plans"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train a model: how to wrap it, and what that is expected to take.
+    """One way to train a model: how to wrap it, and what that is expected to take; print it.
 
     Args:
         balance: how many layers each partition takes.
@@ -88,6 +88,14 @@ class Candidate:
         if name == self.schedule:
             model._predict(self.time, self.memory, name)
         return model if name is None or loss is None else ScheduledLoss(model, loss, name)
+
+    def __str__(self) -> str:
+        placed = f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+        size = in_bytes(max(self.memory.values()))
+        return (
+            f"{self.schedule or 'gpipe'}, {placed}: {self.time:.4g} ms a step, {size} on the "
+            f"fullest device, bubble {self.bubble:.1%}"
+        )
 
     def _row(self) -> list[str]:
         fullest = max(self.memory.values())

@@ -44,7 +44,8 @@ def plan(
 
     The layers are measured once, with micro-batches of a few sizes. Everything else is simulated:
     times exactly, and memory in the order in which the host issues work. Skips count where they
-    wait, and their copies take time. Not counted is what a library takes for itself.
+    wait, and their copies take time. Not counted is what a library takes for itself, nor targets
+    that are not given.
 
     Args:
         layers: the model. It is not changed.
@@ -56,9 +57,9 @@ def plan(
         devices: the devices, one for each worker; by default all accelerators. Slower ones among
             them get less to do.
         memory: the bytes that each device may use, or one number for all, of which a plan leaves
-            2 % free, and 5 % without a loss, since predictions may be as much too low. For layers
-            with skips it leaves 6 % and 15 % free. By default a plan fills nine tenths of what the
-            device has, where it says so, and there is no limit for the CPU.
+            2 % free, and 5 % for layers with skips, since predictions may be as much too low. By
+            default a plan fills nine tenths of what the device has, where it says so, and there is
+            no limit for the CPU.
         optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
             each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
         batch: the rows of a mini-batch; by default those of the sample.
