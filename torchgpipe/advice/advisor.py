@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 from torchgpipe.advice.replays import Replays, Traced
-from torchgpipe.advice.tries import tries
+from torchgpipe.advice.tries import Try, tries
 from torchgpipe.timeline.advice import Advice
 
 __all__: list[str] = []
@@ -32,7 +33,7 @@ class Advisor:
         replays = Replays(self._traced)
         if not replays.are_right:
             return None
-        gains = [(replays.gain(x.setting), x) for x in tries(replays)]
+        gains = [(replays.gain(x.setting), _known(x, replays)) for x in tries(replays)]
         most = max((gain for gain, _ in gains), default=0.0)
         if most < LEAST:
             return None
@@ -41,3 +42,9 @@ class Advisor:
         # Of equal gains, the first is the smallest change.
         gain, best = max(enough or gains, key=lambda x: round(x[0], 2))
         return Advice(best.reason, best.change, gain, best.caution)
+
+
+def _known(change: Try, replays: Replays) -> Try:
+    """A change without its caution, where the plan of the model knows that it fits."""
+    fits = change.caution and replays.excess(change.setting) == 0
+    return replace(change, caution="") if fits else change

@@ -6,6 +6,7 @@ that the replay knows nothing of, and no advice is better than a wrong one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,6 +14,8 @@ from torchgpipe.advice.figures import Figures
 from torchgpipe.advice.replay import Host, replayed
 from torchgpipe.advice.setting import Setting
 from torchgpipe.schedule.costs import Table
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.schedule.simulator import in_order
 
 __all__: list[str] = []
@@ -36,6 +39,8 @@ class Traced:
         slowest: the name of the device that computes longest.
         longer: by which share it computes longer than the mean.
         memory: how much of which device is in use; empty if nobody knows.
+        excess: the bytes by which a device has too little memory for a setting, with its schedule
+            and the order in which the host issues that; None if nobody knows.
     """
 
     setting: Setting
@@ -47,6 +52,7 @@ class Traced:
     slowest: str
     longer: float
     memory: str
+    excess: Callable[[Setting, Schedule, Sequence[Step]], float | None]
 
 
 class Replays:
@@ -85,9 +91,19 @@ class Replays:
             table.copy |= {x: costs.copy.get(x, 0.0) for x in table.copy}
         return replayed(self._order(schedule), table, self._host)
 
+    def excess(self, setting: Setting) -> float | None:
+        """The bytes by which the memory is too small for a setting; None if nobody knows."""
+        schedule = setting.made()
+        if schedule is None:
+            return None
+        return self.traced.excess(setting, schedule, self._order(schedule))
+
     def gain(self, setting: Setting) -> float:
-        """The share of the step's time that a setting saves; 0 if there is no such step."""
+        """The share of the step's time that a setting saves.
+
+        It is 0 if there is no such step, or if it is known not to fit into the memory.
+        """
         time = self.time(setting)
-        if time is None or self.now is None:
+        if time is None or self.now is None or self.excess(setting):
             return 0.0
         return (self.now - time) / self.traced.makespan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import mean
 
 import torch
@@ -17,6 +18,8 @@ from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Traceable
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.timeline.shares import Shares
 from torchgpipe.timeline.timeline import Timeline
@@ -93,6 +96,7 @@ class Watch:
                 slowest.device,
                 _computing(slowest) / mean(map(_computing, shares)) - 1,
                 _in_use(timeline.memory),
+                partial(_excess, model, figures.rows),
             )
         )
 
@@ -115,6 +119,17 @@ def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int,
 def _skips(model: GPipe) -> tuple[tuple[int, int], ...]:
     popped = model._stages.skip_layout.popped
     return tuple(sorted({(k, j) for j, found in enumerate(popped) for k in found.values()}))
+
+
+def _excess(
+    model: GPipe, rows: int, setting: Setting, schedule: Schedule, order: Sequence[Step]
+) -> float | None:
+    """The bytes that a device has too little for a setting, if the plan of the model knows."""
+    room = model._room
+    if room is None:
+        return None
+    has_loss = setting.schedule is not None
+    return room.excess(schedule, order, setting.balance, model.devices, rows, has_loss=has_loss)
 
 
 def _in_use(memory: Mapping[str, int]) -> str:
