@@ -17,7 +17,10 @@ ROWS, WIDTH, CHUNKS = 256, 64, 16
 def layers_of(count=6):
     torch.manual_seed(0)
     return nn.Sequential(
-        *[Timed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), (0.1,) * 3) for _ in range(count)]
+        *[
+            Timed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), (0.1,) * 3)
+            for _ in range(count)
+        ]
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from torchgpipe.advice.figures import Layer
 from torchgpipe.advice.replays import Replays, Traced
 from torchgpipe.advice.tries import Try, tries
 from torchgpipe.timeline.advice import Advice
@@ -29,8 +31,13 @@ class Advisor:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """The change that gains the most; None if none is worth it, or nobody can tell."""
+        """What gains the most; None if nothing is worth it, or nobody can tell."""
         replays = Replays(self._traced)
+        # As long as there are such copies, everything else is beside the point.
+        stray = replays.without_strays
+        if stray is not None and stray >= LEAST:
+            reason, remedy = _stray(self._traced.figures.layers)
+            return Advice(reason, {}, stray, remedy=remedy)
         if not replays.are_right:
             return None
         gains = [(replays.gain(x.setting), _known(x, replays)) for x in tries(replays)]
@@ -42,6 +49,18 @@ class Advisor:
         # Of equal gains, the first is the smallest change.
         gain, best = max(enough or gains, key=lambda x: round(x[0], 2))
         return Advice(best.reason, best.change, gain, best.caution)
+
+
+def _stray(layers: Sequence[Layer]) -> tuple[str, str]:
+    """Name the layers that copy between devices by themselves, and what to do about it."""
+    found = {k: layer for k, layer in enumerate(layers) if layer.copied}
+    if len(found) > 1:
+        reason = f"layers {', '.join(map(str, found))} copy between devices, which wait for that"
+        return reason, "with what they read on their own devices, the step"
+    ((k, layer),) = found.items()
+    places = " and ".join([layer.device, *layer.copied])
+    reason = f"layer {k} copies between {places}, which wait for that"
+    return reason, f"with what it reads on {layer.device}, the step"
 
 
 def _known(change: Try, replays: Replays) -> Try:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchgpipe._torch import tree_leaves
 from torchgpipe.advice.figures import Layer
+from torchgpipe.advice.strays import Stray, Strays
 from torchgpipe.devices.recorder import Recorder, Times
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.recompute.phase import is_recomputing
@@ -46,6 +47,7 @@ class Layers:
         self._bytes: dict[int, int] = {}
         #: The rows of a micro-batch; 0 if no tensor has any.
         self.rows = 0
+        self._strays = Strays(devices, recorder)
         #: The hooks of each layer.
         self._handles: dict[int, list[Any]] = {}
         # A hook cannot tell which of its places a layer is called at.
@@ -57,6 +59,7 @@ class Layers:
         self.stop()
         self._times.clear()
         self._bytes.clear()
+        self._strays.clear()
         for k, (layer, device) in enumerate(self._found):
             before = partial(self._begin, k, device)
             self._handles[k] = [
@@ -78,10 +81,20 @@ class Layers:
         count = len(self._found)
         if len(self._bytes) < count:
             return []
-        return [
-            Layer(min(map(self._recorder.between, self._times[k])), self._bytes[k])
-            for k in range(count)
-        ]
+        strays: dict[int, list[Stray]] = {}
+        for stray in self._strays.found():
+            strays.setdefault(stray.layer, []).append(stray)
+        return [self._layer(k, strays.get(k, [])) for k in range(count)]
+
+    def _layer(self, k: int, strays: Sequence[Stray]) -> Layer:
+        bounds = [*map(self._recorder.bounds, self._times[k])]
+        times = [stop - start for start, stop in bounds]
+        if strays:
+            # What is behind the copy, in the micro-batch in which it was looked for, the first one.
+            start, stop = bounds[0]
+            times.append(max(0.0, stop - max(start, *(x.end for x in strays))))
+        others = tuple([str(x.device) for x in strays])
+        return Layer(min(times), self._bytes[k], str(self._found[k][1]), others)
 
     def _begin(self, k: int, device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> None:
         if is_recomputing():
@@ -89,14 +102,18 @@ class Layers:
         if k == 0:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self.rows = max([len(x) for x in tensors if x.dim()], default=0)
-        stream = current_stream(device)
-        self._times.setdefault(k, []).append(self._recorder.before(stream))
+        times = self._times.setdefault(k, [])
+        if not times:
+            self._strays.before(k, device)
+        times.append(self._recorder.before(current_stream(device)))
 
     def _end(self, k: int, _: nn.Module, input: Any, output: Any) -> None:
         if is_recomputing():
             return
         times = self._times[k]
         times[-1].end()
+        if len(times) == 1:
+            self._strays.after(k)
         if len(times) == TIMED:
             self._remove(k)
         self._bytes[k] = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))

@@ -91,6 +91,18 @@ class Replays:
             table.copy |= {x: costs.copy.get(x, 0.0) for x in table.copy}
         return replayed(self._order(schedule), table, self._host)
 
+    @property
+    def without_strays(self) -> float | None:
+        """The share of the step's time that goes into copies that layers make by themselves.
+
+        None if there are none, or nobody can tell.
+        """
+        traced = self.traced
+        if not any(layer.copied for layer in traced.figures.layers):
+            return None
+        without = Replays(replace(traced, figures=traced.figures.without_strays))
+        return None if without.now is None else 1 - without.now / traced.makespan
+
     def excess(self, setting: Setting) -> float | None:
         """The bytes by which the memory is too small for a setting; None if nobody knows."""
         schedule = setting.made()

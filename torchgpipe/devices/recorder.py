@@ -142,9 +142,9 @@ class Recorder:
         """Take the time before a piece of work that is no cell."""
         return Times(stream)
 
-    def between(self, times: Times) -> float:
-        """The milliseconds that such a piece of work took, once the devices are done."""
-        return self._time(times.stream, times.stop) - self._time(times.stream, times.start)
+    def bounds(self, times: Times) -> tuple[float, float]:
+        """When such a piece of work started and ended, once the devices are done."""
+        return self._time(times.stream, times.start), self._time(times.stream, times.stop)
 
     def spans(self) -> list[Span]:
         """Wait for the devices, and return what was recorded, in the order it was issued."""
