@@ -86,3 +86,25 @@ def test_a_plan_of_something_else_knows_nothing(devices):
     assert "more activations are kept" in advice.caution
     # What belongs to the plan is not copied.
     assert copy.deepcopy(model)._room is None
+
+
+@pytest.mark.parametrize("loss", [None, F.mse_loss])
+def test_a_device_that_is_too_small(devices, loss, monkeypatch):
+    """Without a plan, what cells have kept tells what does not fit into the device."""
+    options = {"balance": [3, 3], "devices": devices[:2], "chunks": CHUNKS}
+
+    def wrapped(mode):
+        model = GPipe(layers_of(), checkpoint=mode, **options)
+        return model if loss is None else ScheduledLoss(model, loss, "fill_drain")
+
+    def limited(total):
+        monkeypatch.setattr("torchgpipe.advice.watch.memory_total", lambda _: total)
+        return advised(wrapped("always"), devices)
+
+    advised(wrapped("never"), devices)
+    needed = max(torch.accelerator.max_memory_allocated(x) for x in devices[:2])
+    told = limited(1.2 * needed)
+    assert told.change == {"checkpoint": "never"}
+    assert "more activations are kept" in told.caution
+    advice = limited(0.8 * needed)
+    assert advice is None or advice.change != told.change

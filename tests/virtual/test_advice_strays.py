@@ -90,7 +90,7 @@ def test_a_copy_that_costs_little(devices):
 
 
 def test_what_several_threads_issue(devices):
-    """What is between two times of a stream may be another thread's."""
+    """Other threads may have work between two times of a stream."""
     strays = Strays(devices[:2], Recorder(devices[:2]))
 
     def layer(k):

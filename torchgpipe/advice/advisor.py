@@ -31,7 +31,7 @@ class Advisor:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """What gains the most; None if nothing is worth it, or nobody can tell."""
+        """The change that gains the most; None if none is worth it, or nobody can tell."""
         replays = Replays(self._traced)
         # As long as there are such copies, everything else is beside the point.
         stray = replays.without_strays

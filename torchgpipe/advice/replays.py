@@ -6,11 +6,12 @@ that the replay knows nothing of, and no advice is better than a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from torchgpipe.advice.figures import Figures
+from torchgpipe.advice.memory import most
 from torchgpipe.advice.replay import Host, replayed
 from torchgpipe.advice.setting import Setting
 from torchgpipe.schedule.costs import Table
@@ -40,7 +41,11 @@ class Traced:
         longer: by which share it computes longer than the mean.
         memory: how much of which device is in use; empty if nobody knows.
         excess: the bytes by which a device has too little memory for a setting, with its schedule
-            and the order in which the host issues that; None if nobody knows.
+            and the order in which the host issues that; None if the model was not planned.
+        kept: the bytes that a cell of each partition keeps for its backward, as far as known.
+        in_use: the most bytes of each device, by its name.
+        places: the name of the device of each partition.
+        total: the bytes that each device has, by its name.
     """
 
     setting: Setting
@@ -53,6 +58,10 @@ class Traced:
     longer: float
     memory: str
     excess: Callable[[Setting, Schedule, Sequence[Step]], float | None]
+    kept: Mapping[int, float]
+    in_use: Mapping[str, int]
+    places: Sequence[str]
+    total: Mapping[str, float]
 
 
 class Replays:
@@ -108,7 +117,30 @@ class Replays:
         schedule = setting.made()
         if schedule is None:
             return None
-        return self.traced.excess(setting, schedule, self._order(schedule))
+        known = self.traced.excess(setting, schedule, self._order(schedule))
+        return self._estimated(setting) if known is None else known
+
+    def _estimated(self, setting: Setting) -> float | None:
+        """Likewise without a plan: an estimate is good enough to say no, but not to say yes."""
+        traced = self.traced
+        if setting.balance != traced.setting.balance or len(traced.kept) < len(setting.balance):
+            return None
+        before, behind = self._most(traced.setting), self._most(setting)
+        excess = max(
+            size + behind[name] - before[name] - traced.total[name]
+            for name, size in traced.in_use.items()
+        )
+        return excess if excess > 0 else None
+
+    def _most(self, setting: Setting) -> Mapping[str, float]:
+        traced, schedule = self.traced, setting.made()
+        assert schedule is not None
+        figures = traced.figures
+        scale = figures.chunks / setting.chunks
+        ends = [sum(setting.balance[:j]) for j in range(len(setting.balance))]
+        inputs = [scale * figures.layers[k - 1].bytes if k and figures.layers else 0 for k in ends]
+        kept = {j: scale * size for j, size in traced.kept.items()}
+        return most(self._order(schedule), traced.places, kept, inputs)
 
     def gain(self, setting: Setting) -> float:
         """The share of the step's time that a setting saves.

@@ -13,6 +13,7 @@ from torchgpipe.advice.figures import figures_of
 from torchgpipe.advice.layers import Layers
 from torchgpipe.advice.replays import Traced
 from torchgpipe.advice.setting import Setting
+from torchgpipe.devices.measures import memory_total
 from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Traceable
@@ -37,6 +38,7 @@ class Watch:
     """
 
     def __init__(self, model: Traceable, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._choice: Choice | None = None
         self._model: GPipe | None = model if isinstance(model, GPipe) else None
         self._layers: Layers | None = None
@@ -97,8 +99,18 @@ class Watch:
                 _computing(slowest) / mean(map(_computing, shares)) - 1,
                 _in_use(timeline.memory),
                 partial(_excess, model, figures.rows),
+                self._kept(),
+                timeline.memory,
+                [str(device) for device in model.devices],
+                {str(device): memory_total(device) for device in model.devices},
             )
         )
+
+    def _kept(self) -> dict[int, float]:
+        """The bytes that a cell of each partition keeps for its backward."""
+        kept = self._recorder.kept()
+        # Of a cell that is computed again, F keeps the output alone.
+        return {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()}
 
 
 def _computing(share: Shares) -> float:

@@ -19,6 +19,7 @@ from time import perf_counter
 
 import torch
 
+from torchgpipe.devices.measures import memory_allocated
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
@@ -28,6 +29,9 @@ from torchgpipe.timeline.pieces import pieces
 from torchgpipe.timeline.span import Span, Stream
 
 __all__: list[str] = []
+
+#: The kinds that keep activations.
+KEEPING = "FR"
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +61,9 @@ class Mark:
     others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
     end: torch.Event | float | None = None
     issued: torch.Event | None = None
+    #: The bytes that the device had in use before the work, and how many more behind it.
+    in_use: int | None = None
+    kept: int | None = None
     #: Whether no later end counts.
     is_over: bool = False
 
@@ -132,11 +139,27 @@ class Recorder:
             assert isinstance(issued, torch.Event)
             mark.issued = issued
         self._marks.append(mark)
+        if mark.microbatch == 0 and mark.kind in KEEPING:
+            mark.in_use = memory_allocated(mark.stream.device)
         return mark
 
     def end(self, mark: Mark) -> None:
         """Take the time behind a piece of work; of several calls the last one counts."""
         mark.end = _timed(mark.stream)
+        if mark.in_use is not None:
+            mark.kept = (memory_allocated(mark.stream.device) or 0) - mark.in_use
+
+    def kept(self) -> dict[tuple[str, int], int]:
+        """The bytes that F and R of the first micro-batch have kept, by kind and partition.
+
+        A cell of any model is several modules, whose bytes add up.
+        """
+        found: dict[tuple[str, int], int] = {}
+        for mark in self._marks:
+            if mark.kept is not None and mark.step == self.step:
+                key = mark.kind, mark.stage
+                found[key] = found.get(key, 0) + mark.kept
+        return found
 
     def before(self, stream: AbstractStream) -> Times:
         """Take the time before a piece of work that is no cell."""

@@ -68,7 +68,7 @@ class Ranking:
 
     @cached_property
     def room(self) -> Room:
-        """What is known of the memory of other settings."""
+        """The memory of other settings, as far as it is known."""
         return Room(self.problem, self.places)
 
     def devices(self, trial: Trial) -> list[torch.device]:
