@@ -132,7 +132,7 @@ class GPipe(Settings, nn.Module):
         self._traps.sequence_first(partitions, self._chunks)
         self._prepare()
         if choice.time is not None:
-            self._predict(choice.time, choice.memory or {}, choice.room)
+            self._predict(choice.time, choice.memory or {}, None, choice.room)
 
     def _prepare(self) -> None:
         """Make the attributes that belong to this object alone: nobody copies or pickles them."""
@@ -245,7 +245,7 @@ class GPipe(Settings, nn.Module):
         )
 
     def _predict(
-        self, time: float, memory: Mapping[Any, int], room: Room | None, name: str | None = None
+        self, time: float, memory: Mapping[Any, int], name: str | None = None, room: Any = None
     ) -> None:
         """Take note of what a plan has predicted for the settings as they are now."""
         if self._devices.count(CPU) > 1:

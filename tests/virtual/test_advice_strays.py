@@ -41,7 +41,7 @@ def issued_by_the_caller(monkeypatch):
     monkeypatch.setattr(workers, "has_streams", has_streams)
 
 
-def traced(devices, schedule, reading, mode="never"):
+def traced(devices, schedule, reading, mode="never", host=0.0):
     """The timeline of a step whose layers read tables: by the layer, the index of the device."""
     layers = [Timed(nn.Tanh(), (0.5, 0.5, 0.5)) for _ in range(8)]
     for k, place in reading.items():
@@ -50,7 +50,7 @@ def traced(devices, schedule, reading, mode="never"):
     training = model if schedule is None else ScheduledLoss(model, F.mse_loss, schedule)
     x, y = torch.rand(ROWS, 4, device=devices[0]), torch.rand(ROWS, 4, device=devices[3])
     for _ in range(2):
-        with observe(bandwidth=SLOW), trace(training) as timeline:
+        with observe(bandwidth=SLOW, host=host), trace(training) as timeline:
             (F.mse_loss(training(x), y) if schedule is None else training(x, y)).backward()
     return timeline
 
@@ -80,6 +80,13 @@ def test_several_layers(devices):
     after = traced(devices, "1f1b", {2: 1, 6: 3})
     assert before.advice.reason.startswith("layers 2, 6 copy between devices")
     assert before.advice.gain == pytest.approx(1 - after.makespan / before.makespan, abs=0.05)
+
+
+def test_a_host_that_is_late(devices):
+    """A stream without work is where the host is, at both times, which is no copy."""
+    assert not traced(devices, "1f1b", {}, host=0.02).advice.remedy
+    advice = traced(devices, "1f1b", {6: 2}, host=0.02).advice
+    assert advice.reason.startswith("layer 6 copies")
 
 
 def test_a_copy_that_costs_little(devices):

@@ -2,7 +2,8 @@
 
 PyTorch makes the current streams of both devices wait for each other then. So, around a layer,
 times are taken on the current streams of all other devices. Without such a copy nothing is between
-the two times of a stream. With one, the layer goes on when the other stream does::
+the two times of a stream, and the second one is when the first one is, or when the host issues it,
+if the device has nothing to do. With one, the layer goes on when the other stream does::
 
     own stream    ... start | waits           copy | computes   stop | ...
     other stream  ... work of other cells ... start copy stop | ...
@@ -21,8 +22,8 @@ from torchgpipe.devices.streams import current_stream
 
 __all__: list[str] = []
 
-#: The milliseconds between two events from which on something is between them, as even a small copy
-#: is, and how many times what is between the closest quarter of them that has to be.
+#: The milliseconds by which the second time has to be late, as even a small copy makes it, and how
+#: many times as late as a quarter of all are.
 APART, TIMES = 0.005, 5
 
 
@@ -51,7 +52,8 @@ class Strays:
     def __init__(self, devices: Iterable[torch.device], recorder: Recorder) -> None:
         self._recorder = recorder
         self._devices = [*dict.fromkeys(devices)]
-        self._seen: dict[int, list[Times]] = {}
+        #: For each layer, the times of each other device, and that of the host at its end.
+        self._seen: dict[int, list[list[Times]]] = {}
         self._threads: set[int] = set()
 
     def clear(self) -> None:
@@ -63,12 +65,14 @@ class Strays:
         """Take the times before a layer that runs on a device."""
         self._threads.add(threading.get_ident())
         others = [current_stream(x) for x in self._devices if x != device]
-        self._seen[layer] = [self._recorder.before(stream) for stream in others]
+        self._seen[layer] = [[self._recorder.before(stream)] for stream in others]
 
     def after(self, layer: int) -> None:
         """Take the times behind a layer."""
-        for times in self._seen[layer]:
+        for each in self._seen[layer]:
+            (times,) = each
             times.end()
+            each.append(self._recorder.issued(times.stream.device))
 
     def found(self) -> Sequence[Stray]:
         """The copies, once the devices are done.
@@ -78,12 +82,13 @@ class Strays:
         """
         if len(self._threads) > 1:
             return []
-        each = [(layer, times) for layer, some in self._seen.items() for times in some]
-        bounds = [self._recorder.bounds(times) for _, times in each]
-        gaps = sorted(stop - start for start, stop in bounds)
-        least = TIMES * gaps[len(gaps) // 4] if gaps else 0.0
-        return [
-            Stray(layer, times.stream.device, stop)
-            for (layer, times), (start, stop) in zip(each, bounds)
-            if stop - start > max(APART, least)
-        ]
+        found = []
+        for layer, some in self._seen.items():
+            # A layer that raises has no time of the host.
+            for times, issued in (x for x in some if len(x) == 2):
+                start, stop = self._recorder.bounds(times)
+                late = stop - max(start, *self._recorder.bounds(issued))
+                found.append((late, Stray(layer, times.stream.device, stop)))
+        delays = sorted(late for late, _ in found)
+        least = max(APART, TIMES * delays[len(delays) // 4]) if delays else 0.0
+        return [stray for late, stray in found if late > least]

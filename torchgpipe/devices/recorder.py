@@ -165,6 +165,10 @@ class Recorder:
         """Take the time before a piece of work that is no cell."""
         return Times(stream)
 
+    def issued(self, device: torch.device) -> Times:
+        """Take the time of the host, as an accelerator sees it on a stream without work."""
+        return Times(self._beside[device])
+
     def bounds(self, times: Times) -> tuple[float, float]:
         """When such a piece of work started and ended, once the devices are done."""
         return self._time(times.stream, times.start), self._time(times.stream, times.stop)

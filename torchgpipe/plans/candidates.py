@@ -88,7 +88,7 @@ class Candidate:
         loss = loss or self._loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
-            model._predict(self.time, self.memory, self._room, name)
+            model._predict(self.time, self.memory, name, self._room)
         return model if name is None or loss is None else ScheduledLoss(model, loss, name)
 
     def _row(self) -> list[str]:
