@@ -11,10 +11,10 @@ from tests.support.planning import Timed, links
 from torchgpipe import GPipe, ScheduledLoss, plan, trace
 from torchgpipe.testing import observe
 
-ROWS, WIDTH, CHUNKS = 256, 64, 16
+ROWS, WIDTH, CHUNKS = 256, 64, 8
 
 
-def layers_of(count=6):
+def layers_of(count=4):
     torch.manual_seed(0)
     return nn.Sequential(
         *[
@@ -91,7 +91,7 @@ def test_a_plan_of_something_else_knows_nothing(devices):
 @pytest.mark.parametrize("loss", [None, F.mse_loss])
 def test_a_device_that_is_too_small(devices, loss, monkeypatch):
     """Without a plan, what cells have kept tells what does not fit into the device."""
-    options = {"balance": [3, 3], "devices": devices[:2], "chunks": CHUNKS}
+    options = {"balance": [2, 2], "devices": devices[:2], "chunks": CHUNKS}
 
     def wrapped(mode):
         model = GPipe(layers_of(), checkpoint=mode, **options)

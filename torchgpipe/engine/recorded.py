@@ -68,6 +68,8 @@ class Recording:
 
     def begin_step(self) -> None:
         """Take note that another step begins."""
+        # What comes next is of another step, so it does not tell when the last backward ended.
+        self._running = None
         self.recorder.begin_step()
 
     def around(
