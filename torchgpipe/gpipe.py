@@ -34,6 +34,7 @@ from torchgpipe.partition.sharding import verify_sharding
 from torchgpipe.partition.split import plain_module, split_module, verify_module
 from torchgpipe.partition.traps import Traps
 from torchgpipe.planner.choice import chosen
+from torchgpipe.planner.room import Room
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
@@ -131,7 +132,7 @@ class GPipe(Settings, nn.Module):
         self._traps.sequence_first(partitions, self._chunks)
         self._prepare()
         if choice.time is not None:
-            self._predict(choice.time, choice.memory or {})
+            self._predict(choice.time, choice.memory or {}, None, choice.room)
 
     def _prepare(self) -> None:
         """Make the attributes that belong to this object alone: nobody copies or pickles them."""
@@ -140,11 +141,12 @@ class GPipe(Settings, nn.Module):
         partitions: Any = self.partitions
         self._stages = Stages(partitions, self._devices)
         self._norms = deferred_batch_norms(self.partitions)
+        self._room: Room | None = None
         # Setting an attribute would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_stages", "_norms", "_plain"}
+        own = {"_process", "_stages", "_norms", "_plain", "_room"}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -243,15 +245,15 @@ class GPipe(Settings, nn.Module):
         )
 
     def _predict(
-        self, time: float, memory: Mapping[torch.device, int], schedule: str | None = None
+        self, time: float, memory: Mapping[Any, int], name: str | None = None, room: Any = None
     ) -> None:
         """Take note of what a plan has predicted for the settings as they are now."""
         if self._devices.count(CPU) > 1:
             # No plan knows that partitions on the CPU compute one after another.
             return
         sizes = {str(device): size for device, size in memory.items()}
-        found = Prediction(time, sizes, self.chunks, self._modes, schedule)
-        self._stages.prediction = found
+        found = Prediction(time, sizes, self.chunks, self._modes, name)
+        self._stages.prediction, self._room = found, room
 
     def _parts(self, loss: Any = None) -> list[Part]:
         """The partitions to be described, with a loss behind the last one."""

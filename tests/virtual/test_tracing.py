@@ -235,11 +235,12 @@ def test_cells_on_the_cpu_come_one_after_another(mode):
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
     model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=mode)
     with trace(model) as timeline:
-        model(torch.rand(8, 8)).sum().backward()
+        for _ in range(2):
+            model(torch.rand(8, 8)).sum().backward()
     spans = sorted((x.start, x.end) for x in timeline.spans)
     assert all(before[1] <= behind[0] for before, behind in pairwise(spans))
-    found = {(x.stage, x.microbatch) for x in timeline.spans if x.kind == "B"}
-    assert len(found) == 12
+    found = {(x.step, x.stage, x.microbatch) for x in timeline.spans if x.kind == "B"}
+    assert len(found) == 24
     assert len({x.stream for x in timeline.spans}) == 3
 
 

@@ -217,6 +217,7 @@ ATTRIBUTES = {
     "_version": "How often a tensor was changed in place.",
     "_base": "What a tensor is a view of.",
     "_backward_hooks": "The table of a tensor's hooks, which are not for the parts of a gradient.",
+    "_register_hook_dict": "What calls such a table before the node behind a tensor runs.",
     "_backward_pre_hooks": "A module's hooks around its backward.",
     "_indices": "The parts of a sparse tensor, also of one that is not coalesced.",
     "_values": "Likewise.",

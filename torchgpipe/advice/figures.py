@@ -9,7 +9,7 @@ that. The device is taken to be busy half of this time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from math import inf
 from operator import itemgetter
@@ -36,10 +36,14 @@ class Layer:
     Args:
         forward: the time of its forward, in any unit.
         bytes: the memory of its output.
+        device: its device.
+        copied: the other devices that it copies from, or to, by itself.
     """
 
     forward: float
     bytes: int
+    device: str = ""
+    copied: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,21 @@ class Figures:
             for (j, k), time in self.copies.items()
         }
         return Costs(F=each("F"), I=each("I"), W=each("W"), R=each("R"), copy=copy)
+
+    @property
+    def without_strays(self) -> Figures:
+        """The figures without the copies that layers make by themselves."""
+        times = dict(self.times)
+        first = 0
+        for j, size in enumerate(self.balance):
+            own = self.layers[first : first + size]
+            first += size
+            if any(layer.copied for layer in own):
+                forward = sum(layer.forward for layer in own)
+                for key in (("F", j), ("R", j)):
+                    if key in times:
+                        times[key] = min(times[key], forward)
+        return replace(self, times=times)
 
     @property
     def layer_times(self) -> list[float]:

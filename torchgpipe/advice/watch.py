@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import mean
 
 import torch
@@ -12,11 +13,14 @@ from torchgpipe.advice.figures import figures_of
 from torchgpipe.advice.layers import Layers
 from torchgpipe.advice.replays import Traced
 from torchgpipe.advice.setting import Setting
+from torchgpipe.devices.measures import memory_total
 from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Traceable
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
+from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.timeline.shares import Shares
 from torchgpipe.timeline.timeline import Timeline
@@ -34,6 +38,7 @@ class Watch:
     """
 
     def __init__(self, model: Traceable, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._choice: Choice | None = None
         self._model: GPipe | None = model if isinstance(model, GPipe) else None
         self._layers: Layers | None = None
@@ -93,8 +98,19 @@ class Watch:
                 slowest.device,
                 _computing(slowest) / mean(map(_computing, shares)) - 1,
                 _in_use(timeline.memory),
+                partial(_excess, model, figures.rows),
+                self._kept(),
+                timeline.memory,
+                [str(device) for device in model.devices],
+                {str(device): memory_total(device) for device in model.devices},
             )
         )
+
+    def _kept(self) -> dict[int, float]:
+        """The bytes that a cell of each partition keeps for its backward."""
+        kept = self._recorder.kept()
+        # Of a cell that is computed again, F keeps the output alone.
+        return {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()}
 
 
 def _computing(share: Shares) -> float:
@@ -115,6 +131,17 @@ def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int,
 def _skips(model: GPipe) -> tuple[tuple[int, int], ...]:
     popped = model._stages.skip_layout.popped
     return tuple(sorted({(k, j) for j, found in enumerate(popped) for k in found.values()}))
+
+
+def _excess(
+    model: GPipe, rows: int, setting: Setting, schedule: Schedule, order: Sequence[Step]
+) -> float | None:
+    """The bytes that a device has too little for a setting, if the plan of the model knows."""
+    room = model._room
+    if room is None:
+        return None
+    has_loss = setting.schedule is not None
+    return room.excess(schedule, order, setting.balance, model.devices, rows, has_loss=has_loss)
 
 
 def _in_use(memory: Mapping[str, int]) -> str:

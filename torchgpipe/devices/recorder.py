@@ -6,16 +6,20 @@ not wait, and the time is that of the device. On a device without streams the cl
 Events of different devices cannot be compared. So the times of a device count from an event of its
 own, and these are recorded together, when all devices have nothing to do. A third event, on a
 stream that does nothing else, tells when the host issued the work.
+
+While a step runs, nothing is done but to read clocks, and to keep the readings. Spans and their
+names are made when the trace ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
+from torchgpipe.devices.measures import memory_allocated
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
@@ -26,14 +30,16 @@ from torchgpipe.timeline.span import Span, Stream
 
 __all__: list[str] = []
 
+#: The kinds that keep activations.
+KEEPING = "FR"
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class Mark:
     """A piece of work whose times are being taken.
 
     Args:
         kind: its kind, as in :class:`~torchgpipe.timeline.span.Span`.
-        name: its name.
         stream: the stream that does it.
         line: the number of its worker, which stands for the stream where there are none.
         stage: the partition, or the one that a copy leaves.
@@ -42,7 +48,6 @@ class Mark:
     """
 
     kind: str
-    name: str
     stream: AbstractStream
     line: int
     stage: int
@@ -50,12 +55,24 @@ class Mark:
     target: int | None = None
     #: The number of the step; by default the one that is under way when the work begins.
     step: int = -1
-    #: The events, or times, before the work: it starts behind all of them.
-    starts: list[tuple[AbstractStream, torch.Event | float]] = field(default_factory=list)
+    #: The event, or the time, before the work.
+    start: torch.Event | float | None = None
+    #: Those of other streams: the work starts behind all of them.
+    others: Sequence[tuple[AbstractStream, torch.Event | float]] = ()
     end: torch.Event | float | None = None
     issued: torch.Event | None = None
+    #: The bytes that the device had in use before the work, and how many more behind it.
+    in_use: int | None = None
+    kept: int | None = None
     #: Whether no later end counts.
     is_over: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the instruction, or of the copy."""
+        if self.target is not None:
+            return f"{self.stage} to {self.target} {self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 class Times:
@@ -89,6 +106,8 @@ class Recorder:
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
         self.step = -1
+        #: What to call when a step begins.
+        self.at_steps: list[Callable[[], None]] = []
         for device in self._devices:
             torch.accelerator.synchronize(device)
         #: The current stream of each device, which has number 0.
@@ -99,6 +118,8 @@ class Recorder:
     def begin_step(self) -> None:
         """Take note that another step begins."""
         self.step += 1
+        for call in self.at_steps:
+            call()
 
     def begin(self, mark: Mark, *others: AbstractStream) -> Mark:
         """Take the time before a piece of work.
@@ -110,27 +131,47 @@ class Recorder:
         """
         if mark.step < 0:
             mark.step = self.step
-        for stream in (mark.stream, *others):
-            mark.starts.append((stream, _timed(stream)))
-        beside = self._beside.get(mark.stream.device)
-        if beside is not None:
-            issued = _timed(beside)
+        mark.start = _timed(mark.stream)
+        if others:
+            mark.others = [(stream, _timed(stream)) for stream in others]
+        if isinstance(mark.start, torch.Event):
+            issued = _timed(self._beside[mark.stream.device])
             assert isinstance(issued, torch.Event)
             mark.issued = issued
         self._marks.append(mark)
+        if mark.microbatch == 0 and mark.kind in KEEPING:
+            mark.in_use = memory_allocated(mark.stream.device)
         return mark
 
     def end(self, mark: Mark) -> None:
         """Take the time behind a piece of work; of several calls the last one counts."""
         mark.end = _timed(mark.stream)
+        if mark.in_use is not None:
+            mark.kept = (memory_allocated(mark.stream.device) or 0) - mark.in_use
+
+    def kept(self) -> dict[tuple[str, int], int]:
+        """The bytes that F and R of the first micro-batch have kept, by kind and partition.
+
+        A cell of any model is several modules, whose bytes add up.
+        """
+        found: dict[tuple[str, int], int] = {}
+        for mark in self._marks:
+            if mark.kept is not None and mark.step == self.step:
+                key = mark.kind, mark.stage
+                found[key] = found.get(key, 0) + mark.kept
+        return found
 
     def before(self, stream: AbstractStream) -> Times:
         """Take the time before a piece of work that is no cell."""
         return Times(stream)
 
-    def between(self, times: Times) -> float:
-        """The milliseconds that such a piece of work took, once the devices are done."""
-        return self._time(times.stream, times.stop) - self._time(times.stream, times.start)
+    def issued(self, device: torch.device) -> Times:
+        """Take the time of the host, as an accelerator sees it on a stream without work."""
+        return Times(self._beside[device])
+
+    def bounds(self, times: Times) -> tuple[float, float]:
+        """When such a piece of work started and ended, once the devices are done."""
+        return self._time(times.stream, times.start), self._time(times.stream, times.stop)
 
     def spans(self) -> list[Span]:
         """Wait for the devices, and return what was recorded, in the order it was issued."""
@@ -140,8 +181,9 @@ class Recorder:
         found = []
         for mark in self._marks:
             # What has no end raised an exception, or its gradients never came.
-            if mark.end is None:
+            if mark.start is None or mark.end is None:
                 continue
+            starts = [(mark.stream, mark.start), *mark.others]
             device = mark.stream.device
             if has_streams(device):
                 known = numbers.setdefault(device, {self._first[device]: 0})
@@ -150,7 +192,7 @@ class Recorder:
                 number = mark.line
             span = Span(
                 Stream(str(device), number),
-                max(self._time(stream, at) for stream, at in mark.starts),
+                max(self._time(stream, at) for stream, at in starts),
                 self._time(mark.stream, mark.end),
                 mark.name,
                 kind=mark.kind,
@@ -174,7 +216,7 @@ class Recorder:
 
 def copy_mark(stream: AbstractStream, source: int, target: int, i: int) -> Mark:
     """A mark of a copy from one partition to another, which arrives on a stream."""
-    return Mark("copy", f"{source} to {target} {i}", stream, target, source, i, target)
+    return Mark("copy", stream, target, source, i, target)
 
 
 def _timed(stream: AbstractStream) -> torch.Event | float:

@@ -34,7 +34,6 @@ from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import fork, join
-from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream
 from torchgpipe.engine.step import PipelineStep
 from torchgpipe.recompute.checkpoint import Checkpoint
@@ -100,7 +99,7 @@ class Cell:
             run = partial(run, note=note.note)
         recording = step.stages.recording
         if recording is not None:
-            run = recording.around(run, self._mark)
+            run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
         checkpoint = self._new_checkpoint(run, note) if again else None
         if checkpoint:
@@ -194,9 +193,6 @@ class Cell:
             with use_stream(self.stream):
                 batch = batch.map(staying, rest)
         return batch
-
-    def _mark(self, kind: str) -> Mark:
-        return Mark(kind, f"{self.j}{kind}{self.i}", self.stream, self.j, self.j, self.i)
 
     def _lane(self, part: Hashable) -> AbstractStream:
         return self.step.lanes.lane(self.i, self.j, part)

@@ -7,6 +7,10 @@ node: they change neither the graph nor what it computes.
 
 The first cells of a model have no node before their input. There, the node that was recorded first
 runs last, so the graph of the cell is searched for it.
+
+A hook takes ten microseconds of the host. On the CPU, autograd computes one cell after another, so
+a backward ends where the next one begins, and only the first micro-batch, which comes last, needs
+hooks that tell its end.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from torchgpipe.autograd.hooks import before_node
 from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.describe.figures import Figures
 from torchgpipe.devices.recorder import Mark, Recorder, copy_mark
@@ -28,6 +33,9 @@ from torchgpipe.devices.streams import AbstractStream, has_streams
 from torchgpipe.recompute.phase import is_recomputing
 
 __all__: list[str] = []
+
+#: The compute stream of a cell, the number of its worker, its stage, and its micro-batch.
+Where: TypeAlias = tuple[AbstractStream, int, int, int]
 
 
 class Holder(Protocol):
@@ -60,33 +68,35 @@ class Recording:
 
     def begin_step(self) -> None:
         """Take note that another step begins."""
-        self.recorder.step += 1
+        # What comes next is of another step, so it does not tell when the last backward ended.
+        self._running = None
+        self.recorder.begin_step()
 
     def around(
         self,
         run: Callable[..., Any],
-        mark: Callable[[str], Mark],
+        where: Where,
         tensors: Callable[[Any], Iterable[Tensor]] = iter,
     ) -> Callable[..., Any]:
         """Make a function that runs layers, for the first or the second time, and takes the times.
 
         Args:
             run: runs the layers on a value.
-            mark: makes a mark of a kind.
+            where: the cell.
             tensors: the tensors of the value, and of the output; by default they are iterable.
         """
-        return partial(self._run, run, mark, tensors)
+        return partial(self._run, run, where, tensors)
 
     def _run(
         self,
         run: Callable[..., Any],
-        mark: Callable[[str], Mark],
+        where: Where,
         tensors: Callable[[Any], Iterable[Tensor]],
         value: Any,
         **more: Any,
     ) -> Any:
         if is_recomputing():
-            again = mark("R")
+            again = Mark("R", *where)
             self._leave(again)
             self.recorder.begin(again)
             try:
@@ -94,24 +104,38 @@ class Recording:
                 return run(value, **more)
             finally:
                 self.recorder.end(again)
-        # The layers let go of their input, so it is not kept here.
-        before = {x.grad_fn for x in tensors(value) if x.requires_grad}
-        forward = self.recorder.begin(mark("F"))
-        number = next_number()
+        forward = Mark("F", *where)
+        is_ended = forward.microbatch == 0 or has_streams(forward.stream.device)
+        before: set[Node | None] = set()
+        number = 0
+        if is_ended:
+            # The layers let go of their input, so it is not kept here.
+            before = {x.grad_fn for x in tensors(value) if x.requires_grad}
+            number = next_number()
+        self.recorder.begin(forward)
         output = run(value, **more)
         self.recorder.end(forward)
-        behind = _nodes(tensors(output))
-        if behind:
-            backward = mark("B")
-            backward.step = forward.step
-            for node in behind:
-                node.register_prehook(partial(self._begin, backward, ()))
-            for entrance in before:
-                if entrance is not None:
-                    entrance.register_prehook(partial(self._end, backward))
-            if not before or None in before:
-                _first(behind, number).register_hook(partial(self._end, backward))
+        backward = Mark("B", *where)
+        backward.step = forward.step
+        begin = partial(self._begin, backward, ())
+        for x in tensors(output):
+            before_node(x, begin)
+        if is_ended:
+            behind = _nodes(tensors(output))
+            if behind:
+                self._end_at(backward, before, behind, number)
         return output
+
+    def _end_at(
+        self, backward: Mark, before: set[Node | None], behind: set[Node], number: int
+    ) -> None:
+        """Have a backward end at the nodes before its input, or at the first one of its own."""
+        end = partial(self._end, backward)
+        for node in before:
+            if node is not None:
+                node.register_prehook(end)
+        if not before or None in before:
+            _first(behind, number).register_hook(end)
 
     def copying(
         self,
@@ -150,29 +174,30 @@ class Recording:
     def _begin(self, mark: Mark, others: Sequence[AbstractStream], *_: Any) -> None:
         # A cell with several outputs begins with the first gradient. Another backward of the same
         # graph is not recorded.
-        if not mark.starts:
+        if mark.start is None:
             self._leave(mark)
             self.recorder.begin(mark, *others)
             if not has_streams(mark.stream.device):
                 self._running = mark
 
     def _end(self, mark: Mark, *_: Any) -> None:
-        if mark.starts and not mark.is_over:
+        if mark.start is not None and not mark.is_over:
             self.recorder.end(mark)
 
     def _leave(self, mark: Mark) -> None:
-        """End the backward that was under way when another cell begins.
+        """End the backward that was under way on the CPU when something else begins there.
 
-        On the CPU, autograd computes one cell after another, and comes to the node before the input
-        of a cell much later.
+        What is computed again within a backward of the same cell does not end it.
         """
         running = self._running
-        if running is None or (running.stage, running.microbatch) == (mark.stage, mark.microbatch):
+        if running is None or has_streams(mark.stream.device):
+            return
+        own = running.stage, running.microbatch
+        if mark.kind == "R" and own == (mark.stage, mark.microbatch):
             return
         self._running = None
-        if not has_streams(mark.stream.device):
-            self.recorder.end(running)
-            running.is_over = True
+        self.recorder.end(running)
+        running.is_over = True
 
 
 def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
@@ -180,7 +205,7 @@ def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
     return {x.grad_fn for x in tensors if x.grad_fn is not None}
 
 
-def _first(nodes: set[Node], number: int) -> Node:
+def _first(nodes: Iterable[Node], number: int) -> Node:
     """The node that was recorded first, of all that lead to some nodes.
 
     A search that goes on from the lowest number is there soon: where layers add to a sum, it goes

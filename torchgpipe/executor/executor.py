@@ -221,15 +221,16 @@ class Executor:
             if stream != main:
                 # guard: start of an overlap
                 wait_stream(stream, main)
-        marks = []
-        if self.recorder is not None:
-            for op, stream in zip(ops, streams):
-                mark = Mark(op.kind, str(op), stream, w, op.stage, op.microbatch)
-                marks.append(self.recorder.begin(mark))
-        self._compute(w, ops, runs, streams)
-        if self.recorder is not None:
+        recorder = self.recorder
+        if recorder is None:
+            self._compute(w, ops, runs, streams)
+        else:
+            marks = [Mark(op.kind, x, w, op.stage, op.microbatch) for op, x in zip(ops, streams)]
             for mark in marks:
-                self.recorder.end(mark)
+                recorder.begin(mark)
+            self._compute(w, ops, runs, streams)
+            for mark in marks:
+                recorder.end(mark)
         for stream in streams:
             if stream != main:
                 # guard: end of an overlap

@@ -34,9 +34,9 @@ from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.ambient.thread import registered
-from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.engine.body import Body
+from torchgpipe.engine.recorded import Where
 from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import lists_and_dicts, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
@@ -166,7 +166,7 @@ class Course:
         assert state is not None
         run: Callable[..., Batch] = partial(_run, body)
         if self.step.recording is not None:
-            run = self.step.recording.around(run, partial(self._mark, cell))
+            run = self.step.recording.around(run, self._where(cell))
         checkpoint = Checkpoint(
             partial(run, copies=[] if state.buffers.any else None),
             self.step.new_context(),
@@ -187,13 +187,11 @@ class Course:
         def run(arguments: tuple[Any, Any]) -> Any:
             return inner(*arguments[0], **arguments[1])
 
-        mark = partial(self._mark, cell)
-        around = recording.around(run, mark, tensors_of)
+        around = recording.around(run, self._where(cell), tensors_of)
         return lambda *args, **kwargs: around((args, kwargs))
 
-    def _mark(self, cell: Cell, kind: str) -> Mark:
-        j = cell.stage.number
-        return Mark(kind, f"{j}{kind}{self.i}", cell.stage.compute, j, j, self.i)
+    def _where(self, cell: Cell) -> Where:
+        return cell.stage.compute, cell.stage.number, cell.stage.number, self.i
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Bring a tensor to another device, for code between mapped modules."""

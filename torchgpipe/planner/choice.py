@@ -13,6 +13,7 @@ from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_mode
 from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.plan import ranked
+from torchgpipe.planner.room import Room
 from torchgpipe.values.microbatch import row_count
 
 __all__: list[str] = []
@@ -28,6 +29,7 @@ class Chosen(NamedTuple):
         checkpoint: the checkpoint modes.
         time: milliseconds of a step; None if nothing was planned.
         memory: the most bytes of each device, likewise.
+        room: what is known of the memory of other settings, likewise.
     """
 
     balance: Iterable[int] | None
@@ -36,6 +38,7 @@ class Chosen(NamedTuple):
     checkpoint: Any
     time: float | None = None
     memory: dict[torch.device, int] | None = None
+    room: Room | None = None
 
 
 def chosen(
@@ -105,4 +108,5 @@ def chosen(
         best.checkpoint if modes is None else modes,
         best.time,
         ranking.memory(best),
+        ranking.room,
     )

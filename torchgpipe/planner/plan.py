@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torchgpipe.planner.given import (
 from torchgpipe.planner.layers import measured
 from torchgpipe.planner.lines import Line
 from torchgpipe.planner.links import measured_links
+from torchgpipe.planner.room import Room
 from torchgpipe.planner.search import Problem, Trial, search
 from torchgpipe.planner.ties import tied_apart, ties_of
 from torchgpipe.skip.layout import verify_skippables
@@ -63,6 +65,11 @@ class Ranking:
                 best.setting.name, best.schedule.chunks, [*best.balance], round(best.excess)
             )
         return best
+
+    @cached_property
+    def room(self) -> Room:
+        """The memory of other settings, as far as it is known."""
+        return Room(self.problem, self.places)
 
     def devices(self, trial: Trial) -> list[torch.device]:
         """The device of each partition."""

@@ -315,23 +315,37 @@ class Search:
         schedule, rehearsal, order = self.rehearsal(setting, modes, tuple(ways(stages)))
         self.effort += (1 + COUNTING) * len(rehearsal.steps)
         _, end = rehearsal.times(Table(costs, base.placement, schedule.skips))
+        memory = self.peaks(order, base.placement, base.chunks, balance)
+        excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
+        if not are_together(problem.ties, balance, base.placement):
+            excess = inf
+        return Trial(setting, balance, modes, schedule, costs, max(end), memory, excess)
+
+    def peaks(
+        self, order: Issued, placement: Sequence[int], m: int, balance: Sequence[int]
+    ) -> list[float]:
+        """The most memory of each worker.
+
+        Args:
+            order: what the host issues.
+            placement: the worker of each partition.
+            m: the number of micro-batches.
+            balance: the layers of each partition, without the loss.
+        """
+        problem, stages = self.problem, self._stages(balance, m)
         # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
         # logarithms of a cross entropy, and they get a gradient.
-        parts = 3 if base.chunks > 1 else 2
-        joined = 0.0 if problem.has_loss else parts * base.chunks * stages[-1].output
-        memory = peaks(
+        parts = 3 if m > 1 else 2
+        joined = 0.0 if problem.has_loss else parts * m * stages[-1].output
+        return peaks(
             order,
-            base.placement,
+            placement,
             stages,
             state=problem.state,
             given=problem.given,
             taken=problem.targets + joined,
             is_summed=problem.has_loss,
         )
-        excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
-        if not are_together(problem.ties, balance, base.placement):
-            excess = inf
-        return Trial(setting, balance, modes, schedule, costs, max(end), memory, excess)
 
     def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
         slow = [self.problem.slowness[w] for w in placement]

@@ -13,6 +13,7 @@ from torchgpipe.describe.tables import in_bytes
 from torchgpipe.gpipe import GPipe
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.plan import too_large
+from torchgpipe.planner.room import Room
 from torchgpipe.schedule.simulator import Report
 from torchgpipe.scheduled import ScheduledLoss
 
@@ -48,6 +49,7 @@ class Candidate:
     report: Report = field(repr=False)
     gap: float
     _loss: Callable[..., Any] | None = field(repr=False)
+    _room: Room = field(repr=False)
 
     @property
     def bubble(self) -> float:
@@ -86,7 +88,7 @@ class Candidate:
         loss = loss or self._loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
-            model._predict(self.time, self.memory, name)
+            model._predict(self.time, self.memory, name, self._room)
         return model if name is None or loss is None else ScheduledLoss(model, loss, name)
 
     def __str__(self) -> str:

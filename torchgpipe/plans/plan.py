@@ -125,4 +125,5 @@ def _candidate(trial: Trial, ranking: Ranking, loss: Callable[..., Any] | None) 
         report,
         bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips).gap(report),
         loss,
+        ranking.room,
     )

@@ -15,17 +15,20 @@ class Advice:
 
     Args:
         reason: what takes the time now.
-        change: the settings to change, such as ``{"chunks": 16}``.
+        change: the settings to change, such as ``{"chunks": 16}``; empty if it is the code that has
+            to change.
         gain: the share of the step's time that is expected to be saved.
         caution: what has to be seen to, such as memory; empty if nothing.
+        remedy: what to change in the code; empty if settings are to change.
     """
 
     reason: str
     change: Mapping[str, Any]
     gain: float
     caution: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
         change = ", ".join(f"{name}={value!r}" for name, value in self.change.items())
-        text = f"{self.reason}: {change} is expected to take {self.gain:.0%} less"
+        text = f"{self.reason}: {self.remedy or change} is expected to take {self.gain:.0%} less"
         return f"{text} ({self.caution})" if self.caution else text

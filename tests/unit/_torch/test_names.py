@@ -30,7 +30,7 @@ def test_canary_of_attributes(attribute):
         owners = (nn.Linear(1, 1).state_dict(), torch.compiler.disable(lambda: None))
     elif attribute in ("_indices", "_values"):
         owners = (torch.empty(1).to_sparse(),)
-    elif attribute == "_sequence_nr":
+    elif attribute in ("_sequence_nr", "_register_hook_dict"):
         owners = (torch.empty(1, requires_grad=True).exp().grad_fn,)
     assert any(hasattr(owner, attribute) for owner in owners)
 

@@ -1,9 +1,11 @@
 """Hooks of tensors are away within a block, and back after it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from torchgpipe.autograd.hooks import without_hooks
+from torchgpipe.autograd.hooks import before_node, without_hooks
 
 
 def test_hooks_are_away_and_back():
@@ -47,3 +49,36 @@ def test_removed_handle():
     handle.remove()
     x.sum().backward()
     assert not calls
+
+
+@pytest.mark.parametrize("way", ["fast", "has hooks", "subclass", "private name is gone"])
+def test_before_a_node(way):
+    """The function is called before the node, and the tensor has no other hooks than before."""
+    calls = []
+    x = torch.rand(3, requires_grad=True)
+    y = x * 2
+    if way == "subclass":
+        y = torch.rand(3).as_subclass(type("Own", (torch.Tensor,), {})) * x
+    if way == "has hooks":
+        y.register_hook(lambda _: calls.append("own"))
+    if way == "private name is gone":
+        y = SimpleNamespace(grad_fn=Node(y.grad_fn), made=y)
+    own = getattr(y, "_backward_hooks", None)
+    before_node(y, lambda *_: calls.append("before"))
+    assert getattr(y, "_backward_hooks", None) is own
+    y = getattr(y, "made", y)
+    x.register_hook(lambda _: calls.append("behind"))
+    y.sum().backward()
+    assert calls == ["own"] * (way == "has hooks") + ["before", "behind"]
+
+
+class Node:
+    """A node without private names."""
+
+    def __init__(self, node):
+        self.register_prehook = node.register_prehook
+
+
+def test_no_node_is_there():
+    before_node(torch.rand(3), None)
+    before_node(torch.rand(3, requires_grad=True), None)

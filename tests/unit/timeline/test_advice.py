@@ -10,3 +10,8 @@ def test_sentence():
     other = Advice("devices wait", {"schedule": "zbh1"}, 0.5, "more memory")
     expected = "devices wait: schedule='zbh1' is expected to take 50% less (more memory)"
     assert str(other) == expected
+
+
+def test_code_that_has_to_change():
+    advice = Advice("layer 6 copies", {}, 0.35, remedy="without that, the step")
+    assert str(advice) == "layer 6 copies: without that, the step is expected to take 35% less"

@@ -1,0 +1,119 @@
+"""Advice on layers that copy between devices by themselves: without the copy, it is as it says."""
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.planning import Timed
+from torchgpipe import GPipe, ScheduledLoss, trace
+from torchgpipe.advice.strays import Strays
+from torchgpipe.devices.recorder import Recorder
+from torchgpipe.devices.streams import has_streams
+from torchgpipe.engine import workers
+from torchgpipe.testing import observe
+
+ROWS = 32
+#: Bytes per millisecond: the table takes a few hundredths of one.
+SLOW = {(a, b): 400.0 for a in range(8) for b in range(8) if a != b}
+
+
+class Reading(nn.Module):
+    """Layer that adds a table, which may be on another device."""
+
+    def __init__(self, layer, device):
+        super().__init__()
+        self.layer = layer
+        # No wrapper knows of it, nor moves it.
+        self.table = [torch.zeros(1, 4, device=device)]
+
+    def forward(self, input):
+        return self.layer(input + self.table[0].to(input.device))
+
+
+@pytest.fixture(autouse=True)
+def issued_by_the_caller(monkeypatch):
+    """Have one thread issue all: what is between the times is another thread's otherwise."""
+    monkeypatch.setattr(workers, "ASLEEP", math.inf)
+    monkeypatch.setattr(workers, "has_streams", has_streams)
+
+
+def traced(devices, schedule, reading, mode="never", host=0.0):
+    """The timeline of a step whose layers read tables: by the layer, the index of the device."""
+    layers = [Timed(nn.Tanh(), (0.5, 0.5, 0.5)) for _ in range(8)]
+    for k, place in reading.items():
+        layers[k] = Reading(layers[k], devices[place])
+    model = GPipe(nn.Sequential(*layers), [2] * 4, devices=devices[:4], chunks=16, checkpoint=mode)
+    training = model if schedule is None else ScheduledLoss(model, F.mse_loss, schedule)
+    x, y = torch.rand(ROWS, 4, device=devices[0]), torch.rand(ROWS, 4, device=devices[3])
+    for _ in range(2):
+        with observe(bandwidth=SLOW, host=host), trace(training) as timeline:
+            (F.mse_loss(training(x), y) if schedule is None else training(x, y)).backward()
+    return timeline
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize(
+    ("schedule", "layer", "place"), [("1f1b", 6, 2), ("1f1b", 2, 0), ("1f1b", 7, 1), ("zbh1", 6, 2)]
+)
+def test_a_stray_copy_is_named(devices, schedule, layer, place, mode):
+    before = traced(devices, schedule, {layer: place}, mode)
+    after = traced(devices, schedule, {layer: layer // 2}, mode)
+    gain = 1 - after.makespan / before.makespan
+    advice = before.advice
+    if gain < 0.02:
+        assert advice is None or not advice.remedy
+        return
+    own = devices[layer // 2]
+    assert advice.reason.startswith(f"layer {layer} copies between {own} and {devices[place]}")
+    assert advice.gain == pytest.approx(gain, abs=0.05)
+    assert not advice.change
+    assert f"with what it reads on {own}, the step is expected to take" in str(before)
+    assert after.advice is None or not after.advice.remedy
+
+
+def test_several_layers(devices):
+    before = traced(devices, "1f1b", {2: 0, 6: 2})
+    after = traced(devices, "1f1b", {2: 1, 6: 3})
+    assert before.advice.reason.startswith("layers 2, 6 copy between devices")
+    assert before.advice.gain == pytest.approx(1 - after.makespan / before.makespan, abs=0.05)
+
+
+def test_a_host_that_is_late(devices):
+    """A stream without work is where the host is, at both times, which is no copy."""
+    assert not traced(devices, "1f1b", {}, host=0.02).advice.remedy
+    advice = traced(devices, "1f1b", {6: 2}, host=0.02).advice
+    assert advice.reason.startswith("layer 6 copies")
+
+
+def test_a_copy_that_costs_little(devices):
+    """Under GPipe's order devices go in step, so there is something better to change."""
+    advice = traced(devices, None, {6: 2}).advice
+    assert set(advice.change) == {"chunks"}
+    assert not advice.remedy
+
+
+def test_what_several_threads_issue(devices):
+    """Other threads may have work between two times of a stream."""
+    strays = Strays(devices[:2], Recorder(devices[:2]))
+
+    def layer(k):
+        with observe(bandwidth=SLOW):
+            strays.before(k, devices[1])
+            torch.zeros(1, 4, device=devices[0]).to(devices[1])
+            strays.after(k)
+
+    layer(0)
+    for k in range(2, 5):
+        strays.before(k, devices[1])
+        strays.after(k)
+    assert [x.layer for x in strays.found()] == [0]
+    thread = threading.Thread(target=layer, args=(1,))
+    thread.start()
+    thread.join()
+    assert strays.found() == []
+    strays.clear()
+    assert strays.found() == []
