@@ -7,17 +7,17 @@ arguments must not leave the others waiting. So all exchange a few numbers first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.streams import device_types
+from torchgpipe.devices.streams import CPU, device_types
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.peers import Peers, digest
-from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.worker import Worker
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.values.microbatch import Batch
@@ -117,18 +117,25 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        self._agreed(None, name, 0, 0, 0, 0)
+        self._asked(None, name, [0, 0, 0, 0])()
 
-    def _agreed(
-        self, error: Exception | None, settings: str, m: int, rows: int, form: int, quiet: int
+    def _asked(
+        self, error: Exception | None, settings: str, numbers: Sequence[int]
+    ) -> Callable[[], list[list[int]]]:
+        """Tell the other processes some numbers; return what waits for the numbers of all."""
+        with shared_failures(self._peers):
+            answers = self._peers.gathering([int(error is not None), digest(settings), *numbers])
+        return partial(self._answered, answers, error, settings)
+
+    def _answered(
+        self, answers: Callable[[], list[list[int]]], error: Exception | None, settings: str
     ) -> list[list[int]]:
         """The numbers of all processes, which have nothing wrong, and the same settings."""
-        own = [int(error is not None), m, rows, form, digest(settings), quiet]
         texts: list[str] = []
         with shared_failures(self._peers):
-            found = self._peers.gathered(own)
+            found = answers()
             wrong = any(x[0] for x in found)
-            if wrong or len({x[4] for x in found}) > 1:
+            if wrong or len({x[1] for x in found}) > 1:
                 texts = self._peers.texts(_text(error) if wrong else settings)
         if error is not None:
             raise error
@@ -140,7 +147,7 @@ class Agreement:
                 "((chunks, checkpoint, whether backward runs, whether forward is called) or the "
                 f"method, by rank: {texts}); call it in all processes at the same time"
             )
-        return found
+        return [x[2:] for x in found]
 
     def begin(
         self,
@@ -151,8 +158,8 @@ class Agreement:
         flags: Any,
         trainable: int,
         error: Exception | None,
-    ) -> Agreed:
-        """Agree on a step.
+    ) -> Callable[[], Agreed]:
+        """Begin to agree on a step.
 
         Args:
             m: the number of micro-batches, where the first stage is; 0 elsewhere.
@@ -163,6 +170,9 @@ class Agreement:
             trainable: stands for the parameters of this process.
             error: what this process has found wrong, if anything.
 
+        Returns:
+            What waits for the other processes, and returns what all have agreed on.
+
         Raises:
             ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
@@ -171,21 +181,15 @@ class Agreement:
         quiet = int(flags == self._quiet)
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        found = self._agreed(error, settings, m, rows, form, quiet)
-        first = next(x for x in found if x[1])
-        counts = {x[2] for x in found if x[2]}
-        if len(counts) > 1:
-            raise ValueError(
-                "the first and the last stage must be given as many rows (rows by rank, 0 where "
-                f"nothing is read: {[x[2] for x in found]}); load the same mini-batch in both "
-                "processes"
-            )
-        # guard: numbers travel until nothing draws
-        with_numbers = not all(x[5] for x in found)
-        return Agreed(first[1], first[2], digest(repr([x[3] for x in found])), with_numbers)
+        answers = self._asked(error, settings, [m, rows, form, quiet])
+        return lambda: _compared(answers())
 
     def end(
-        self, worker: Worker, routes: Routes, total: Tensor | None, divisor: Tensor | None
+        self,
+        worker: Worker,
+        placement: Sequence[int],
+        total: Tensor | None,
+        divisor: Tensor | None,
     ) -> Loss | None:
         """Agree on the loss of a step, and on the state of the generators after it.
 
@@ -193,35 +197,56 @@ class Agreement:
 
         Args:
             worker: what has computed the step.
-            routes: in which process each stage is.
+            placement: the process of each stage.
             total: the sum of the losses, where the last stage is; None without a loss.
             divisor: what it is divided by, there.
         """
         numbers = worker.step.numbers
         drew = [worker.drew[i] or numbers.has_drawn(i) for i in range(len(worker.drew))]
-        last = routes.placement[-1]
+        last = placement[-1]
         code = -1 if total is None else DTYPES.index(total.dtype)
-        found = self._peers.gathered([drew[0], any(drew), code, divisor is not None])
+        # A host does not wait for its device.
+        here = self._peers.device == CPU
+        pair = [float(x) if here and x is not None else 1.0 for x in (total, divisor)]
+        found = self._peers.gathered([drew[0], any(drew), code, divisor is not None, *pair])
         self._quiet = None if any(x[1] for x in found) else self._flags
         if self._quiet is None:
-            of_first = any(x[0] for x in found)
-            states = numbers.states[0] if of_first else numbers.after()
+            # States that do not travel are those of whoever has drawn.
+            drawers = [k for k, x in enumerate(found) if x[0]]
+            states = numbers.states[0] if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}
+            source = last if drawers and not worker.quiet else [*drawers, placement[0]][0]
             for state in states.values():
-                self._peers.fill(state, last if of_first else routes.placement[0])
+                self._peers.fill(state, source)
             # guard: generators of all processes
             numbers.settle(states)
-        _, _, code, weighted = found[last]
+        _, _, code, weighted, *pair = found[last]
         if code < 0:
             return None
-        pair = torch.ones(2, dtype=DTYPES[code], device=self._peers.device)
-        if total is not None:
-            pair[0] = total
-            if divisor is not None:
-                pair[1] = divisor
-        self._peers.fill(pair, last)
-        value, divisor = pair
+        # A number of 64 bits holds any of the others as it is.
+        both = torch.tensor(pair, dtype=DTYPES[int(code)], device=self._peers.device)
+        if not here:
+            if total is not None:
+                both[0] = total
+                if divisor is not None:
+                    both[1] = divisor
+            self._peers.fill(both, last)
+        value, divisor = both
         return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
+
+
+def _compared(found: Sequence[Sequence[int]]) -> Agreed:
+    """What processes agree on, from the numbers of micro-batches and rows, and so on, of each."""
+    first = next(x for x in found if x[0])
+    if len({x[1] for x in found if x[1]}) > 1:
+        raise ValueError(
+            "the first and the last stage must be given as many rows (rows by rank, 0 where "
+            f"nothing is read: {[x[1] for x in found]}); load the same mini-batch in both "
+            "processes"
+        )
+    # guard: numbers travel until nothing draws
+    with_numbers = not all(x[3] for x in found)
+    return Agreed(first[0], first[1], digest(repr([x[2] for x in found])), with_numbers)
 
 
 def _text(error: Exception | None) -> str:
