@@ -132,8 +132,6 @@ class Graph:
         self, roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
     ) -> None:
         self.weights = {id(x): x for x in weights}
-        #: Tensors that require a gradient, and are not among the weights.
-        self.strays: list[Tensor] = []
         #: For each node, where its edges lead to.
         self.leads: dict[Node, int] = {}
         #: The nodes and their edges, each behind those that it leads to.
@@ -176,7 +174,6 @@ class Graph:
         if leaf is None:
             return 0
         if id(leaf) not in self.weights:
-            self.strays.append(leaf)
             self.weights[id(leaf)] = leaf
         self._leaves[node] = id(leaf)
         return WEIGHT

@@ -7,9 +7,8 @@ arguments must not leave the others waiting. So all exchange a few numbers first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,25 +116,18 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        self._asked(None, name, [0, 0, 0, 0])()
+        self._agreed(None, name, 0, 0, 0, 0)
 
-    def _asked(
-        self, error: Exception | None, settings: str, numbers: Sequence[int]
-    ) -> Callable[[], list[list[int]]]:
-        """Tell the other processes some numbers; return what waits for the numbers of all."""
-        with shared_failures(self._peers):
-            answers = self._peers.gathering([int(error is not None), digest(settings), *numbers])
-        return partial(self._answered, answers, error, settings)
-
-    def _answered(
-        self, answers: Callable[[], list[list[int]]], error: Exception | None, settings: str
+    def _agreed(
+        self, error: Exception | None, settings: str, m: int, rows: int, form: int, quiet: int
     ) -> list[list[int]]:
         """The numbers of all processes, which have nothing wrong, and the same settings."""
+        own = [int(error is not None), m, rows, form, digest(settings), quiet]
         texts: list[str] = []
         with shared_failures(self._peers):
-            found = answers()
+            found = self._peers.gathered(own)
             wrong = any(x[0] for x in found)
-            if wrong or len({x[1] for x in found}) > 1:
+            if wrong or len({x[4] for x in found}) > 1:
                 texts = self._peers.texts(_text(error) if wrong else settings)
         if error is not None:
             raise error
@@ -147,7 +139,7 @@ class Agreement:
                 "((chunks, checkpoint, whether backward runs, whether forward is called) or the "
                 f"method, by rank: {texts}); call it in all processes at the same time"
             )
-        return [x[2:] for x in found]
+        return found
 
     def begin(
         self,
@@ -158,8 +150,8 @@ class Agreement:
         flags: Any,
         trainable: int,
         error: Exception | None,
-    ) -> Callable[[], Agreed]:
-        """Begin to agree on a step.
+    ) -> Agreed:
+        """Agree on a step.
 
         Args:
             m: the number of micro-batches, where the first stage is; 0 elsewhere.
@@ -170,9 +162,6 @@ class Agreement:
             trainable: stands for the parameters of this process.
             error: what this process has found wrong, if anything.
 
-        Returns:
-            What waits for the other processes, and returns what all have agreed on.
-
         Raises:
             ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
@@ -181,8 +170,18 @@ class Agreement:
         quiet = int(flags == self._quiet)
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        answers = self._asked(error, settings, [m, rows, form, quiet])
-        return lambda: _compared(answers())
+        found = self._agreed(error, settings, m, rows, form, quiet)
+        first = next(x for x in found if x[1])
+        counts = {x[2] for x in found if x[2]}
+        if len(counts) > 1:
+            raise ValueError(
+                "the first and the last stage must be given as many rows (rows by rank, 0 where "
+                f"nothing is read: {[x[2] for x in found]}); load the same mini-batch in both "
+                "processes"
+            )
+        # guard: numbers travel until nothing draws
+        with_numbers = not all(x[5] for x in found)
+        return Agreed(first[1], first[2], digest(repr([x[3] for x in found])), with_numbers)
 
     def end(
         self,
@@ -233,20 +232,6 @@ class Agreement:
             self._peers.fill(both, last)
         value, divisor = both
         return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
-
-
-def _compared(found: Sequence[Sequence[int]]) -> Agreed:
-    """What processes agree on, from the numbers of micro-batches and rows, and so on, of each."""
-    first = next(x for x in found if x[0])
-    if len({x[1] for x in found if x[1]}) > 1:
-        raise ValueError(
-            "the first and the last stage must be given as many rows (rows by rank, 0 where "
-            f"nothing is read: {[x[1] for x in found]}); load the same mini-batch in both "
-            "processes"
-        )
-    # guard: numbers travel until nothing draws
-    with_numbers = not all(x[3] for x in found)
-    return Agreed(first[0], first[1], digest(repr([x[2] for x in found])), with_numbers)
 
 
 def _text(error: Exception | None) -> str:

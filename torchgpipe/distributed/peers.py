@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -75,20 +75,11 @@ class Peers:
 
     def gathered(self, numbers: Sequence[float]) -> list[list[Any]]:
         """The numbers of all processes: whole numbers of 63 bits, or floats of 64 bits."""
-        return self.gathering(numbers)()
-
-    def gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[Any]]]:
-        """Begin to gather numbers; return what waits for those of all processes."""
         whole = all(isinstance(x, int) for x in numbers)
         own = torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        work: Any = dist.all_gather(found, own, group=self.group, async_op=True)
-
-        def wait() -> list[list[Any]]:
-            work.wait()
-            return [x.tolist() for x in found]
-
-        return wait
+        dist.all_gather(found, own, group=self.group)
+        return [x.tolist() for x in found]
 
     def texts(self, text: str) -> list[str]:
         """The texts of all processes."""

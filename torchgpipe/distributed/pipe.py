@@ -339,8 +339,7 @@ class Pipe(Settings, nn.Module):
             error = raised
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
         m = count(given.rows, self.chunks) if self.is_first else 0
-        wait = self._agreement.begin(m, given.rows, shapes, settings, flags, trainable, error)
-        agreed = wait()
+        agreed = self._agreement.begin(m, given.rows, shapes, settings, flags, trainable, error)
         with shared_failures(self._peers), explaining(*self._explained(terms)):
             if self._replicas is not None and recorded:
                 verify_same(trainable, self._replicas)
