@@ -204,3 +204,44 @@ def wrong_modes(group):
 
 def test_wrong_modes(processes):
     processes.run(wrong_modes, 2)
+
+
+class Sudden(nn.Module):
+    """A layer that begins to draw without a sign of it."""
+
+    draws = 0
+
+    def forward(self, input):
+        return input + torch.rand_like(input) if self.draws else input * 1
+
+
+def sudden(group, j):
+    """Check the step after one in which layers draw all of a sudden: of stage j, or of both."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(3, 3), Sudden()) for _ in range(2)]
+    one = GPipe(nn.Sequential(*copy.deepcopy(layers)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    training = ScheduledLoss(one, F.mse_loss, "1f1b")
+    pipe = pipe_of(layers, "1f1b", group, chunks=2)
+    x, y = torch.rand(2, 4, 3)
+    for _ in range(2):
+        torch.testing.assert_close(pipe.step(x, y), training(x, y))
+    for k, stage in enumerate([*one.module, *layers]):
+        stage[1].draws = int(j in (None, k % 2))
+    # It takes note of that, too.
+    training(x, y)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    pipe.step(x, y)
+    after = torch.get_rng_state()
+    assert not torch.equal(before, after)
+    loss = pipe.step(x, y)
+    assert not torch.equal(after, torch.get_rng_state())
+    torch.set_rng_state(after)
+    torch.testing.assert_close(loss, training(x, y))
+    return after
+
+
+@pytest.mark.parametrize("j", [None, 0, 1])
+def test_layer_that_draws_suddenly(j, processes):
+    one, two = processes.run(sudden, 2, j)
+    assert torch.equal(one, two)

@@ -168,7 +168,7 @@ class StepNumbers:
     def has_drawn(self, i: int) -> bool:
         """Whether a cell of micro-batch ``i`` has drawn from any of the generators."""
         first = self._first[i]
-        return any(content(x) != content(first[kind]) for kind, x in self.states[i].items())
+        return any(_differ(x, first[kind]) for kind, x in self.states[i].items())
 
     def go_on(self, i: int, states: dict[str, Tensor]) -> None:
         """Take micro-batch ``i`` over from another process, with its states by type of device."""
@@ -200,11 +200,10 @@ class StepNumbers:
     def _last(self, device: torch.device) -> Tensor:
         """The state that the caller continues with."""
         kind, found = device.type, self._found[device]
-        if content(self.states[0][kind]) != content(found):
+        if _differ(self.states[0][kind], found):
             return self.states[0][kind]
         drawn = any(
-            content(first[kind]) != content(state[kind])
-            for first, state in zip(self._first, self.states)
+            _differ(first[kind], state[kind]) for first, state in zip(self._first, self.states)
         )
         # Later micro-batches have drawn, and the next step must not draw the same numbers.
         # guard: seeds of steps
@@ -328,6 +327,10 @@ def _get(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
 def _set(states: Mapping[torch.device, Tensor]) -> None:
     for device, state in states.items():
         set_state(device, state)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one is not other and content(one) != content(other)
 
 
 def content(state: Tensor) -> bytes:

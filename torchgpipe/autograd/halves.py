@@ -85,6 +85,40 @@ def backward(
     return found
 
 
+def leaves(
+    roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
+) -> list[Tensor]:
+    """Find the leaves that a cell's part of autograd's graph leads to, besides its weights.
+
+    Args:
+        roots: the edges from which gradients come in.
+        inputs: the node that hands gradients to the cell's input, if any is wanted.
+        weights: the weights.
+    """
+    known = set()
+    seen = {inputs}
+    for x in weights:
+        known.add(id(x))
+        # What a weight was computed from is not ours.
+        seen.add(x.grad_fn)
+    found = []
+    waiting = [root.node for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        edges = node.next_functions
+        if edges:
+            waiting += [x for x, _ in edges if x is not None]
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            known.add(id(leaf))
+            found.append(leaf)
+    return found
+
+
 class Graph:
     """The part of autograd's graph that one cell has made.
 
@@ -98,8 +132,6 @@ class Graph:
         self, roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
     ) -> None:
         self.weights = {id(x): x for x in weights}
-        #: Tensors that require a gradient, and are not among the weights.
-        self.strays: list[Tensor] = []
         #: For each node, where its edges lead to.
         self.leads: dict[Node, int] = {}
         #: The nodes and their edges, each behind those that it leads to.
@@ -142,7 +174,6 @@ class Graph:
         if leaf is None:
             return 0
         if id(leaf) not in self.weights:
-            self.strays.append(leaf)
             self.weights[id(leaf)] = leaf
         self._leaves[node] = id(leaf)
         return WEIGHT

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.devices.streams import AbstractStream, record_stream
+from torchgpipe.devices.streams import CPU, AbstractStream, record_stream
 
 __all__: list[str] = []
 
@@ -127,7 +127,8 @@ class Sums:
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
         """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""
         own = [self._sums[key] for key in self._sums if key in self._own]
-        if own:
+        # A host does not wait for its device to know the factor.
+        if own and not (factor.device == CPU and factor == 1):
             _torch.multiply_each(own, factor)
         del own
         for key in self._sums:

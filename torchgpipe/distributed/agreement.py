@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.streams import device_types
+from torchgpipe.devices.streams import CPU, device_types
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.peers import Peers, digest
-from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.worker import Worker
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.values.microbatch import Batch
@@ -185,7 +184,11 @@ class Agreement:
         return Agreed(first[1], first[2], digest(repr([x[3] for x in found])), with_numbers)
 
     def end(
-        self, worker: Worker, routes: Routes, total: Tensor | None, divisor: Tensor | None
+        self,
+        worker: Worker,
+        placement: Sequence[int],
+        total: Tensor | None,
+        divisor: Tensor | None,
     ) -> Loss | None:
         """Agree on the loss of a step, and on the state of the generators after it.
 
@@ -193,34 +196,41 @@ class Agreement:
 
         Args:
             worker: what has computed the step.
-            routes: in which process each stage is.
+            placement: the process of each stage.
             total: the sum of the losses, where the last stage is; None without a loss.
             divisor: what it is divided by, there.
         """
         numbers = worker.step.numbers
         drew = [worker.drew[i] or numbers.has_drawn(i) for i in range(len(worker.drew))]
-        last = routes.placement[-1]
+        last = placement[-1]
         code = -1 if total is None else DTYPES.index(total.dtype)
-        found = self._peers.gathered([drew[0], any(drew), code, divisor is not None])
+        # A host does not wait for its device.
+        here = self._peers.device == CPU
+        pair = [float(x) if here and x is not None else 1.0 for x in (total, divisor)]
+        found = self._peers.gathered([drew[0], any(drew), code, divisor is not None, *pair])
         self._quiet = None if any(x[1] for x in found) else self._flags
         if self._quiet is None:
-            of_first = any(x[0] for x in found)
-            states = numbers.states[0] if of_first else numbers.after()
+            # States that do not travel are those of whoever has drawn.
+            drawers = [k for k, x in enumerate(found) if x[0]]
+            states = numbers.states[0] if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}
+            source = last if drawers and not worker.quiet else [*drawers, placement[0]][0]
             for state in states.values():
-                self._peers.fill(state, last if of_first else routes.placement[0])
+                self._peers.fill(state, source)
             # guard: generators of all processes
             numbers.settle(states)
-        _, _, code, weighted = found[last]
+        _, _, code, weighted, *pair = found[last]
         if code < 0:
             return None
-        pair = torch.ones(2, dtype=DTYPES[code], device=self._peers.device)
-        if total is not None:
-            pair[0] = total
-            if divisor is not None:
-                pair[1] = divisor
-        self._peers.fill(pair, last)
-        value, divisor = pair
+        # A number of 64 bits holds any of the others as it is.
+        both = torch.tensor(pair, dtype=DTYPES[int(code)], device=self._peers.device)
+        if not here:
+            if total is not None:
+                both[0] = total
+                if divisor is not None:
+                    both[1] = divisor
+            self._peers.fill(both, last)
+        value, divisor = both
         return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
 
 

@@ -58,8 +58,11 @@ class Mail:
             # All processes see the same shapes, and forget them in the same step.
             self._seen.clear()
             self._known.clear()
+        #: Whether both ends know the forms of all messages of the step.
+        self.forms_are_known = shapes in self._seen
         self._seen.add(shapes)
         self.worker, self._shapes, self._rows = worker, shapes, rows
+        self._group = self.peers.group
         self._with_numbers = with_numbers
         #: What has come or is on its way, by stage and micro-batch, and what to wait for.
         self._tensors: dict[tuple[str, int, int], list[Tensor]] = {}
@@ -70,7 +73,7 @@ class Mail:
 
     def end(self) -> None:
         """Let go of all tensors."""
-        del self.worker
+        del self.worker, self._group
         self._tensors.clear()
         self._works.clear()
         self._sent.clear()
@@ -101,9 +104,9 @@ class Mail:
         key = self._shapes, j, self._rows[i]
         if key not in self._known:
             size = torch.zeros(1, dtype=torch.long)
-            dist.recv(size, group=self.peers.group, group_src=peer, tag=HOST)
+            dist.recv(size, group=self._group, group_src=peer, tag=HOST)
             data = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(data, group=self.peers.group, group_src=peer, tag=HOST)
+            dist.recv(data, group=self._group, group_src=peer, tag=HOST)
             form: Form = pickle.loads(data.numpy().tobytes())
             self._known[key] = form.renamed(self.routes.parts)
         form = self._forms[j, i] = self._known[key]
@@ -166,12 +169,11 @@ class Mail:
                 # guard: clone of what goes to a process
                 if not pipelining.is_alone(x):
                     x = x.clone(memory_format=torch.contiguous_format)
-                group = self.peers.group
-                works.append(dist.isend(x.detach(), group=group, group_dst=peer, tag=tag))
+                works.append(dist.isend(x.detach(), group=self._group, group_dst=peer, tag=tag))
         return works
 
     def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
-        group = self.peers.group
+        group = self._group
         return [dist.irecv(x, group=group, group_src=peer, tag=tag) for x in tensors if x.numel()]
 
 

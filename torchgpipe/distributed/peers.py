@@ -73,9 +73,10 @@ class Peers:
             )
         return group
 
-    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all processes."""
-        own = torch.tensor(numbers)
+    def gathered(self, numbers: Sequence[float]) -> list[list[Any]]:
+        """The numbers of all processes: whole numbers of 63 bits, or floats of 64 bits."""
+        whole = all(isinstance(x, int) for x in numbers)
+        own = torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64)
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.group)
         return [x.tolist() for x in found]

@@ -387,8 +387,8 @@ class Pipe(Settings, nn.Module):
             known = [x for x in chain(*weights, *inputs) if x.requires_grad]
             with without_hooks(known) as hooks:
                 worker = Worker(
-                    *(self._routes, self._tied, self._crew, plan, batches, criterion),
-                    *(weights, hooks, arriving),
+                    *(self._routes, self._tied, not agreed.with_numbers),
+                    *(self._crew, plan, batches, criterion, weights, hooks, arriving),
                 )
                 self._mail.begin(worker, agreed.shapes, rows or [0], agreed.with_numbers)
                 with Snapshot([self._device]), deferred_updates(norms), unchanged(in_all):
@@ -397,7 +397,7 @@ class Pipe(Settings, nn.Module):
                     finally:
                         self._mail.end()
             total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
-            found = self._agreement.end(worker, self._routes, total, divisor)
+            found = self._agreement.end(worker, self._routes.placement, total, divisor)
             if criterion.outputs is not None and self.is_last:
                 output = microbatch.gather([x for x in criterion.outputs if x is not None], rows)
             if found is not None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 from torchgpipe._torch import pipelining
+from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.executor.plan import again_in
 from torchgpipe.schedule.exchange import write_csv
@@ -26,6 +28,12 @@ from torchgpipe.schedule.program import Op, together
 from torchgpipe.schedule.rewrite import without_recomputation
 
 __all__: list[str] = []
+
+#: What to do (compute, send or receive), and what with.
+Action: TypeAlias = tuple[str, Sequence[Op]]
+
+#: How many computations a receive is moved up.
+AHEAD = 3
 
 
 class Runtime:
@@ -40,20 +48,24 @@ class Runtime:
     def __init__(self, schedule: Schedule, mail: Mail, recorded: bool) -> None:
         self._mail = mail
         self._again = again_in(schedule)
+        found = actions(schedule, mail)
+        if not recorded:
+            # PyTorch lowers no schedule without a backward for each forward.
+            forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in found]
+            found = [(does, ops) for does, ops in forward if ops]
         #: What to call, in order.
-        self._actions: list[Callable[[], None]] = []
-        for action in actions(schedule, mail):
-            does, parts = pipelining.read(action)
-            ops = [Op(*part) for part in parts]
-            if not recorded:
-                # PyTorch lowers no schedule without a backward for each forward.
-                ops = [op for op in ops if op.kind == "F"]
-            if ops:
-                self._actions.append(self._bound(does, ops))
+        self._actions = [self._bound(does, ops) for does, ops in found]
+        #: The same for steps whose messages have forms that are known before.
+        self._early = self._actions
+        placement = mail.routes.placement
+        # Messages of several stages would overtake each other.
+        if mail.device == CPU and len({*placement}) == len(placement):
+            self._early = [self._bound(does, ops) for does, ops in earlier(found)]
 
     def run(self) -> None:
         """Go through the actions of a step."""
-        for action in self._actions:
+        # Receiving the first of its form waits for the sender.
+        for action in self._early if self._mail.forms_are_known else self._actions:
             action()
         self._mail.wait_for_sent()
 
@@ -97,7 +109,38 @@ class Runtime:
         return compute
 
 
-def actions(schedule: Schedule, mail: Mail) -> list[Any]:
+def earlier(found: Sequence[Action]) -> list[Action]:
+    """Move each receive up, past a few computations, and leave the order of receives.
+
+    Under gloo, a message whose receiver is not ready takes turns of threads in both processes: the
+    sender announces it, and a thread sends it once the receiver has answered. If the receiver is
+    ready, the sender sends it at once.
+    """
+    before: defaultdict[int, list[Action]] = defaultdict(list)
+    place: dict[Op, int] = {}
+    number = least = 0
+    for does, ops in found:
+        if does == "compute":
+            place.update(dict.fromkeys(ops, number))
+            number += 1
+        elif does == "receive":
+            (op,) = ops
+            # A gradient has the form of what it belongs to, which must have left.
+            first = 0 if op.kind == "F" else place[op._replace(kind="F")] + 1
+            least = max(least, first, number - AHEAD)
+            before[least].append((does, ops))
+    moved = []
+    number = 0
+    for does, ops in found:
+        if does == "compute":
+            moved += before[number]
+            number += 1
+        if does != "receive":
+            moved.append((does, ops))
+    return moved
+
+
+def actions(schedule: Schedule, mail: Mail) -> list[Action]:
     """The actions of this process, as PyTorch lowers a schedule, which it reads from a file."""
     folder = tempfile.mkdtemp()
     path = os.path.join(folder, "schedule.csv")
@@ -105,7 +148,10 @@ def actions(schedule: Schedule, mail: Mail) -> list[Any]:
         program = without_recomputation(schedule.program)
         write_csv(replace(schedule, program=program), path)
         count, own = len(mail.routes.placement), mail.routes.own
-        return pipelining.lowered(path, own, count, schedule.chunks, mail.device, mail.peers.group)
+        group = mail.peers.group
+        found = pipelining.lowered(path, own, count, schedule.chunks, mail.device, group)
+        pairs = [pipelining.read(action) for action in found]
+        return [(does, [Op(*part) for part in parts]) for does, parts in pairs]
     finally:
         os.remove(path)
         os.rmdir(folder)

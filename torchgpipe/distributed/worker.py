@@ -31,13 +31,14 @@ class Worker(Executor):
     Args:
         routes: in which process each stage is.
         tied: the weights of several processes.
+        quiet: whether no process has drawn random numbers in the step before this one.
         *args: the arguments of :class:`~torchgpipe.executor.executor.Executor`, for a plan with one
             worker.
     """
 
-    def __init__(self, routes: Routes, tied: Tied, *args: Any) -> None:
+    def __init__(self, routes: Routes, tied: Tied, quiet: bool, *args: Any) -> None:
         super().__init__(*args)
-        self.routes, self._tied = routes, tied
+        self.routes, self._tied, self.quiet = routes, tied, quiet
         #: The form of what has come to a stage, and of what has left for it, by stage and
         #: micro-batch. Gradients take the same way back.
         self.forms: dict[tuple[int, int], Form] = {}

@@ -15,17 +15,17 @@ tell autograd where the gradient of the input is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.autograd.entrance import Enter
-from torchgpipe.autograd.halves import Graph, Halves, backward
+from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.step import Step
@@ -68,6 +68,23 @@ class Work:
             streams: the streams of both.
         """
         raise NotImplementedError
+
+
+#: Receives, computes, and delivers. Where it yields some work, it wants the result.
+Computation: TypeAlias = Generator[Work | None, Any, None]
+
+
+def done(found: Any) -> Generator[Work | None, Any, Any]:
+    """The result of a method of a cell, once its work is done."""
+    if not isinstance(found, Work):
+        return found
+    return found.finish((yield found))
+
+
+def hand_on(computation: Computation, result: Any) -> None:
+    """Give a computation the result of its work, and let it compute on."""
+    with suppress(StopIteration):
+        computation.send(result)
 
 
 class Cell:
@@ -167,7 +184,7 @@ class Cell:
         """
         edges = [edge for part in self._outputs.values() for edge in part if edge is not None]
         node = next((e.node for part in self._inputs.values() for e in part if e is not None), None)
-        return Graph(edges, node, self.weights).strays
+        return leaves(edges, node, self.weights)
 
     def recompute(self) -> None:
         """Compute again what was dropped (R)."""

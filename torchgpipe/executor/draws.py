@@ -52,8 +52,14 @@ class Draws:
         self._lock = threading.RLock()
 
     @contextmanager
-    def step(self, step: Step, plan: Plan) -> Iterator[None]:
-        """Prepare for a step, and learn from it, in a ``with`` block around it."""
+    def step(self, step: Step, plan: Plan, quiet: bool) -> Iterator[None]:
+        """Prepare for a step, and learn from it, in a ``with`` block around it.
+
+        Args:
+            step: the step.
+            plan: its plan.
+            quiet: whether others know that no layer draws.
+        """
         self._step = step
         counts = Counter(map(generator_of, plan.devices))
         #: The generators of several workers.
@@ -62,7 +68,9 @@ class Draws:
         #: Whether the last step drew nothing, and no layer has changed what may make it draw. Then
         #: cells leave the generator alone, and may run at the same time.
         # guard: quiet steps
-        self._free = bool(self._shared) and flags == self._quiet
+        self._free = quiet or (bool(self._shared) and flags == self._quiet)
+        if quiet:
+            self._shared = {*counts}
         try:
             yield
             for generator in self._shared if self._free else ():
@@ -73,13 +81,12 @@ class Draws:
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the first run of a cell."""
-        numbers = self._step.numbers.of(i, self._step.stages.devices[j])
-        if not self._is_shared(j):
-            return numbers
-        if self._free:
+        shared = self._is_shared(j)
+        if shared and self._free:
             return first_run(self._step.numbers.nest)
+        numbers = self._step.numbers.of(i, self._step.stages.devices[j])
         # guard: turns of forwards
-        return _Turn(self._lock, numbers)
+        return _Turn(self._lock, numbers) if shared else numbers
 
     def again(self, j: int) -> AbstractContextManager[Any]:
         """Context manager for the second run of a cell."""

@@ -22,11 +22,11 @@ Parallelism (arXiv 2401.10241) for I and W.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from torchgpipe.devices.streams import AbstractStream, use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task, Workers
-from torchgpipe.executor.cell import Cell, Cells, Gradients, Work
+from torchgpipe.executor.cell import Cell, Cells, Computation, Gradients, Work, done, hand_on
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent, Streams
@@ -53,10 +53,6 @@ from torchgpipe.skip.tracker import not_stashed
 from torchgpipe.values.microbatch import VALUE, Batch, Part
 
 __all__: list[str] = []
-
-
-#: Receives, computes, and delivers. Where it yields some work, it wants the result.
-Computation: TypeAlias = Generator[Work | None, Any, None]
 
 
 class Crew:
@@ -81,6 +77,9 @@ class Crew:
 class Executor:
     """One step of a schedule.
 
+    Attributes:
+        quiet: whether others know that no layer draws random numbers.
+
     Args:
         crew: what lasts from step to step.
         plan: the plan of the step.
@@ -92,6 +91,8 @@ class Executor:
         without_hooks: the block around the step in which tensors have no hooks.
         arriving: the events of copies that the last stage waits for.
     """
+
+    quiet = False
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class Executor:
             self.stages.recording.begin_step()
         with ExitStack() as within:
             within.enter_context(self.step.numbers)
-            within.enter_context(self.crew.draws.step(self.step, self.plan))
+            within.enter_context(self.crew.draws.step(self.step, self.plan, self.quiet))
             for sums, weights in zip(self.sums, self._weights_of_one()):
                 within.enter_context(sums.adding_at_once(weights))
             self.links.begin(self.arriving)
@@ -212,6 +213,9 @@ class Executor:
         """
         main = self.links.compute[w]
         ops = operations(instruction)
+        if len(ops) == 1 and self.links.home[ops[0].stage] == main:
+            self._perform_alone(w, ops[0], main)
+            return
         streams = [self.links.home[op.stage] for op in ops]
         runs = [self._kinds[op.kind](self, w, op, stream) for op, stream in zip(ops, streams)]
         for op, run in zip(ops, runs):
@@ -221,16 +225,9 @@ class Executor:
             if stream != main:
                 # guard: start of an overlap
                 wait_stream(stream, main)
-        recorder = self.recorder
-        if recorder is None:
-            self._compute(w, ops, runs, streams)
-        else:
-            marks = [Mark(op.kind, x, w, op.stage, op.microbatch) for op, x in zip(ops, streams)]
-            for mark in marks:
-                recorder.begin(mark)
-            self._compute(w, ops, runs, streams)
-            for mark in marks:
-                recorder.end(mark)
+        marks = [self._begun(w, op, stream) for op, stream in zip(ops, streams)]
+        self._compute(w, ops, runs, streams)
+        self._ended(marks)
         for stream in streams:
             if stream != main:
                 # guard: end of an overlap
@@ -238,6 +235,29 @@ class Executor:
         for op, run in zip(ops, runs):
             with use_stream(main), self._doing(w, op):
                 next(run, None)
+
+    def _perform_alone(self, w: int, op: Op, stream: AbstractStream) -> None:
+        """Run an instruction of one computation, on the worker's compute stream."""
+        run = self._kinds[op.kind](self, w, op, stream)
+        with use_stream(stream), self._doing(w, op):
+            next(run)
+            mark = self._begun(w, op, stream)
+            work = next(run, None)
+            if work is not None:
+                hand_on(run, work.run())
+            self._ended([mark])
+            next(run, None)
+
+    def _begun(self, w: int, op: Op, stream: AbstractStream) -> Any:
+        """The mark of a computation that begins here, while somebody traces the model."""
+        if self.recorder is None:
+            return None
+        return self.recorder.begin(Mark(op.kind, stream, w, op.stage, op.microbatch))
+
+    def _ended(self, marks: Sequence[Any]) -> None:
+        if self.recorder is not None:
+            for mark in marks:
+                self.recorder.end(mark)
 
     def _compute(
         self,
@@ -247,12 +267,6 @@ class Executor:
         streams: Sequence[AbstractStream],
     ) -> None:
         """Have the computations of an instruction compute, interleaved if they can be."""
-        if len(ops) == 1:
-            with use_stream(streams[0]), self._doing(w, ops[0]):
-                work = next(runs[0], None)
-                if work is not None:
-                    _hand_on(runs[0], work.run())
-            return
         waiting: dict[int, Work] = {}
 
         def go_on(k: int, function: Callable[[], Any]) -> Any:
@@ -267,7 +281,7 @@ class Executor:
             # guard: random numbers of an overlap
             if work.is_random:
                 result = go_on(k, work.run)
-                go_on(k, partial(_hand_on, run, result))
+                go_on(k, partial(hand_on, run, result))
             else:
                 waiting[k] = work
         found: Sequence[Any] | None = None
@@ -280,7 +294,7 @@ class Executor:
         for k in reversed(waiting):
             if found is None:
                 results[k] = go_on(k, waiting[k].run)
-            go_on(k, partial(_hand_on, runs[k], results.pop(k)))
+            go_on(k, partial(hand_on, runs[k], results.pop(k)))
 
     def _forward(self, w: int, op: Op, stream: AbstractStream) -> Computation:
         j, _, i = op
@@ -295,7 +309,7 @@ class Executor:
         cell = self.new_cell(self.step, i, j, stream, self.weights[j])
         within = noted(self.where(w, op))
         with self.crew.draws.of(i, j):
-            output = yield from _done(
+            output = yield from done(
                 cell.forward(
                     batch,
                     run,
@@ -377,7 +391,7 @@ class Executor:
         yield None
         # guard: autocast in backward
         with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            inputs, weights, found = yield from _done(cell.backward(grads))
+            inputs, weights, found = yield from done(cell.backward(grads))
             self.sums[w].add(weights, found)
         del cell, grads, weights, found
         yield None
@@ -389,7 +403,7 @@ class Executor:
         # guard: autocast in backward
         with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
             cell = self.cells[op.stage, op.microbatch]
-            inputs = yield from _done(cell.backward_input(grads))
+            inputs = yield from done(cell.backward_input(grads))
         del grads
         yield None
         self._outgoing(w, op, inputs, stream)
@@ -399,7 +413,7 @@ class Executor:
         yield None
         # guard: autocast in backward
         with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            self.sums[w].add(*(yield from _done(cell.backward_weight())))
+            self.sums[w].add(*(yield from done(cell.backward_weight())))
 
     def _incoming(self, w: int, op: Op, stream: AbstractStream) -> Gradients:
         """The gradients of a cell's output."""
@@ -433,15 +447,3 @@ class Executor:
 
 def _label(op: Op) -> labels.Label | None:
     return labels.of(op.kind, op.stage, op.microbatch)
-
-
-def _done(found: Any) -> Generator[Work | None, Any, Any]:
-    """The result of a method of a cell, once its work is done."""
-    if not isinstance(found, Work):
-        return found
-    return found.finish((yield found))
-
-
-def _hand_on(computation: Computation, result: Any) -> None:
-    with suppress(StopIteration):
-        computation.send(result)

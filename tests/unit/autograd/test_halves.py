@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.autograd.halves import Graph, Halves, backward
+from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.autograd.recompute import Unpack
 
@@ -274,8 +274,8 @@ def test_weight_that_is_not_among_the_weights():
     layer, stray = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
     input, edge = entered(torch.rand(4, 6))
     root = get_gradient_edge(layer(input) * stray)
-    graph = Graph([root], edge.node, list(layer.parameters()))
-    assert [id(x) for x in graph.strays] == [id(stray)]
+    found = leaves([root], edge.node, list(layer.parameters()))
+    assert [id(x) for x in found] == [id(stray)]
     found = Halves([root], [torch.ones(4, 6)], [edge], list(layer.parameters()))
     found.input()
     assert found.weight()[id(stray)] is not None
