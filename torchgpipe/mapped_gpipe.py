@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -22,8 +21,8 @@ from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
+from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
-from torchgpipe.mapped.choice import chosen_map
 from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
 from torchgpipe.mapped.glue import Glue
@@ -33,6 +32,7 @@ from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_chunks, checked_threads
 from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.partition.settings import Settings
+from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import Arguments
@@ -113,7 +113,11 @@ class MappedGPipe(Settings, nn.Module):
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
         self.threads = threads
-        self._map = checked_map(chosen_map(module, device_map, sample, devices), module)
+        (mode,) = self._modes
+        chosen = chosen_map(
+            module, device_map, sample, devices, chunks=self.chunks, checkpoint=mode
+        )
+        self._map = checked_map(chosen, module)
         self.training = module.training
         place(module, self._map)
         self._share(module)
@@ -141,11 +145,7 @@ class MappedGPipe(Settings, nn.Module):
             for name, module in self.module.named_modules()
             if module not in mapped and not mapped.isdisjoint(module.modules())
         ]
-        forward = inspect.signature(self.module.forward)
-        self._takes_cache = "use_cache" in forward.parameters or (
-            any(x.kind is x.VAR_KEYWORD for x in forward.parameters.values())
-            and hasattr(getattr(self.module, "config", None), "use_cache")
-        )
+        self._takes_cache = takes_cache(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_process", "_lasting", "_workers", "_calls", "_around", "_takes_cache"}
@@ -262,9 +262,8 @@ class MappedGPipe(Settings, nn.Module):
         self._verify()
         watch(self, is_within_cell)
         verify_no_transform()
-        if self._takes_cache and kwargs.get("use_cache") is None:
-            # In training it costs memory, and caches of micro-batches cannot be joined.
-            kwargs["use_cache"] = False
+        if self._takes_cache:
+            kwargs = without_cache(kwargs)
         input = Arguments(args, kwargs)
         batches = microbatch.scatter(input, self.chunks)
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
