@@ -7,12 +7,11 @@ which adds gradients to those of the first. Each of them is gone through, sectio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from torchgpipe.planner.memory import EARLY
 from torchgpipe.planner.sections import GIVEN, Section, Sections, Value
 
 __all__ = ["Footprint", "Weights"]
@@ -69,25 +68,27 @@ class Share(NamedTuple):
         size: its bytes there.
         made: the section that makes it there, or the first one that gets it.
         last: the last section that uses it there.
-        moves: whether it comes from another device, or goes to one.
         comes: whether it comes from another device.
+        leaves: whether it goes to another device.
         kept: whether it is kept for backward.
         stored: whether it is kept where sections are computed again.
         slot: whether a section makes it a second time, beside what is stored.
         release: the last section of backward that needs it.
         gradient: the bytes of its gradient.
+        output: the bytes of it that the caller gets.
     """
 
     size: int
     made: int
     last: int
-    moves: bool
     comes: bool
+    leaves: bool
     kept: bool
     stored: bool
     slot: bool
     release: int
     gradient: int
+    output: int
 
 
 class Device:
@@ -119,9 +120,8 @@ class Device:
         #: What the caller gets of a micro-batch, and what of it nobody keeps anyway.
         self._output = sum(x.output for x in outputs)
         self._loose = sum(x.size for x in outputs if not x.savers & self._numbers)
-        # A loss outside has all rows at once: it keeps as much, as the logarithms of a cross
-        # entropy, and gets a gradient.
-        self._loss = 0 if found.found.has_loss else 2 * found.chunks * self._output
+        #: The gradient that a loss outside makes of the output of all micro-batches.
+        self._outside = 0 if found.found.has_loss else found.chunks * self._output
 
     def _share(self, value: Value, *, is_first: bool) -> Share | None:
         used = sorted(value.users.keys() & self._numbers)
@@ -136,18 +136,18 @@ class Device:
         stored = any(self._all[k].is_call for k in used)
         stored = stored or any(not self._all[k].is_call for k in savers)
         slot = is_called and value.made in savers
-        moves = not is_here or any(k not in self._numbers for k in value.users)
         return Share(
             value.size if is_here else max(value.users[k] for k in used),
             value.made if is_here else used[0],
             max([value.made, *used]),
-            moves=moves,
             comes=not is_here,
+            leaves=is_here and any(k not in self._numbers for k in value.users),
             kept=bool(savers),
             stored=stored,
             slot=slot,
             release=min(savers or used or [value.made]),
             gradient=value.gradient,
+            output=value.output if is_here else 0,
         )
 
     def peak(self) -> float:
@@ -157,10 +157,14 @@ class Device:
         most = self._forward(before, is_again=a == m)
         joined = m * self._output if m > 1 else 0
         most = max(most, self._base + self._held(m) + m * self._loose + joined)
-        base = self._base + self._loss + (joined if m > 1 else self._loose)
+        base = self._base + (joined if m > 1 else self._loose)
+        # A loss outside keeps as much as it gets, as the logarithms of a cross entropy, and has
+        # two gradients at a time.
+        most = max(most, base + self._held(m) + 3 * self._outside)
+        base += self._outside
         for i in range(max(0, m - 2), m):
-            level = base + self._held(i) + EARLY * i * self._arriving()
-            most = max(most, self._backward(level, is_again=i < a, is_first=i == m - 1))
+            level = base + self._held(i) + self._early(i, m - i)
+            most = max(most, self._backward(level, i, is_again=i < a, is_first=i == m - 1))
         return most
 
     def _held(self, count: int) -> float:
@@ -175,9 +179,27 @@ class Device:
     def _kept(self, section: Section, *, is_again: bool) -> int:
         return 0 if is_again and section.is_call else section.kept
 
-    def _arriving(self) -> int:
-        """The gradients that come from other devices, for one micro-batch."""
-        return sum(x.gradient for x in self._shares if x.moves and not x.comes)
+    def _early(self, others: int, backwards: int) -> float:
+        """The gradients that other devices send before they are due, for other micro-batches.
+
+        Autograd has a thread for each device. One with less to do gets ahead, as the last device
+        where little comes behind the middle one. Some thread may always be ahead by one.
+
+        Args:
+            others: the number of other micro-batches.
+            backwards: the number of backwards from the first one to the one that is gone through.
+        """
+        found = 0.0
+        visits = self._visits()
+        for visit, then in zip(visits, [*visits[1:], [len(self._all)]]):
+            sent = sum(x.gradient for k in visit for x in self._made.get(k, ()) if x.leaves)
+            own, behind = (
+                sum(self._all[k].nodes for k in sections)
+                for sections in (visit, range(visit[-1] + 1, then[0]))
+            )
+            ahead = backwards * (own / max(1, min(own, behind)) - 1)
+            found += min(others, max(1.0, ahead)) * sent
+        return found
 
     def _forward(self, level: float, *, is_again: bool) -> float:
         """The most memory in the forward of a micro-batch.
@@ -193,23 +215,24 @@ class Device:
             level += self._kept(section, is_again=is_again)
             # What goes is there as a clone, too.
             level += sum(
-                x.size * (1 + (x.moves and (x.stored if is_again else x.kept)))
+                x.size * (1 + (x.leaves and (x.stored if is_again else x.kept)))
                 for x in made
                 if not x.comes
             )
             level -= sum(
                 x.size
                 for x in self._last.get(k, ())
-                if not (x.moves or (x.stored if is_again else x.kept))
+                if not (x.comes or x.leaves or (x.stored if is_again else x.kept))
             )
             most = max(most, level)
         return most
 
-    def _backward(self, level: float, *, is_again: bool, is_first: bool) -> float:
+    def _backward(self, level: float, others: int, *, is_again: bool, is_first: bool) -> float:
         """The most memory in the backward of a micro-batch.
 
         Args:
-            level: the memory of all else.
+            level: the memory of all else, other micro-batches included.
+            others: the number of these.
             is_again: whether sections are computed again.
             is_first: whether no other micro-batch has left gradients of weights.
         """
@@ -219,30 +242,69 @@ class Device:
             level += sum(weights.values())
             weights.clear()
         most = level
-        for visit in reversed(self._visits()):
-            for k in visit if is_again else ():
-                section = self._all[k]
-                if section.is_call:
-                    most = max(most, level + section.forward)
-                    level += section.kept
-                    level += sum(x.size for x in self._made.get(k, ()) if x.slot)
+        visits = self._visits()
+        for number, visit in reversed([*enumerate(visits)]):
+            # Where nothing leaves, a section is computed again when its backward comes to it.
+            at_once = any(x.leaves for k in visit for x in self._made.get(k, ()))
+            for k in visit if is_again and at_once else ():
+                most = max(most, level + self._again_of(k))
+                level += self._second(k)
             for k in reversed(visit):
                 section, made = self._all[k], self._made.get(k, ())
+                if is_again and not at_once:
+                    most = max(most, level + self._again_of(k))
+                    level += self._second(k)
                 # Its backward counts what it has kept, and the gradients that it uses up.
                 level -= section.kept
                 level -= sum(x.gradient for x in made if x.last > k and not x.comes)
-                most = max(most, level + (section.alone if is_first else section.adding))
+                own = section.alone if is_first else section.adding
+                # The gradient of an output is a part of what the loss outside has.
+                most = max(most, level + own - (self._outside > 0) * sum(x.output for x in made))
                 level -= sum(x.gradient for x in made if x.last > k and x.comes)
                 level += sum(x.gradient for x in self._last.get(k, ()) if x.made < k)
                 level -= sum(
-                    x.size for x in self._release.get(k, ()) if (x.stored if is_again else x.kept)
+                    x.size
+                    for x in self._release.get(k, ())
+                    if (x.stored if is_again else x.kept)
                 )
                 if is_again:
                     level -= sum(x.size for x in made if x.slot)
                 if not any(self._all[j].block == section.block for j in self._own if j < k):
                     level += weights.pop(section.block, 0)
                 most = max(most, level)
+            if number:
+                level -= self._ahead(visits[number - 1], visit, others) * self._held_by(visit)
         return most
+
+    def _again_of(self, k: int) -> int:
+        """The most memory of a second run of a section."""
+        return self._all[k].forward if self._all[k].is_call else 0
+
+    def _second(self, k: int) -> int:
+        """The memory that a second run of a section leaves behind."""
+        if not self._all[k].is_call:
+            return 0
+        return self._all[k].kept + sum(x.size for x in self._made.get(k, ()) if x.slot)
+
+    def _ahead(self, before: Sequence[int], visit: Sequence[int], others: int) -> int:
+        """How many other micro-batches a visit has done when the one before it begins.
+
+        The device has nothing else to do while others compute what is in between.
+        """
+        between, own = (
+            sum(x.is_call for x in sections)
+            for sections in (self._all[before[-1] + 1 : visit[0]], [self._all[k] for k in visit])
+        )
+        return min(others, between // max(1, own))
+
+    def _held_by(self, visit: Sequence[int]) -> int:
+        """What sections keep of a micro-batch that is computed again, which is the least."""
+        return sum(self._kept(self._all[k], is_again=True) for k in visit) + sum(
+            x.size
+            for k in visit
+            for x in self._release.get(k, ())
+            if x.stored and x.made >= visit[0]
+        )
 
     def _visits(self) -> list[list[int]]:
         """The sections of each visit of the device, between which others are called."""

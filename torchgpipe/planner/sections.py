@@ -38,6 +38,7 @@ class Section:
         block: the name of the block; None in front of the first one.
         is_call: whether it is the call of the block, which can be computed again.
         first: the number of its first node of autograd.
+        nodes: how many nodes it has.
         kept: the bytes that it keeps for backward, values aside.
         forward: the most bytes of what it makes at a time.
         alone: the most bytes during its backward: of what it has kept, and of all gradients that it
@@ -48,6 +49,7 @@ class Section:
     block: str | None
     is_call: bool
     first: int
+    nodes: int = 0
     kept: int = 0
     forward: int = 0
     alone: int = 0
@@ -201,6 +203,7 @@ class Recorder:
 
     def _begin(self, section: Section) -> None:
         self._kept[len(self.sections) - 1] = self._live
+        self.sections[-1].nodes = section.first - self.sections[-1].first
         self._live = []
         self.sections.append(section)
 
