@@ -111,9 +111,11 @@ def measured(model, device_map, arguments, chunks, checkpoint):
         for device in devices:
             torch.accelerator.reset_peak_memory_stats(device)
         output = pipe(*arguments)
-        loss = F.cross_entropy(
-            output.flatten(0, 1), arguments[0].to(output.device).flatten()
-        ) if output.dim() > 1 else output.mean()
+        loss = (
+            F.cross_entropy(output.flatten(0, 1), arguments[0].to(output.device).flatten())
+            if output.dim() > 1
+            else output.mean()
+        )
         loss.backward()
         found = {x: torch.accelerator.max_memory_allocated(x) - before[x] for x in devices}
         if not step:

@@ -214,11 +214,7 @@ class Device:
             most = max(most, level + section.forward)
             level += self._kept(section, is_again=is_again)
             # What goes is there as a clone, too.
-            level += sum(
-                x.size * (1 + (x.leaves and (x.stored if is_again else x.kept)))
-                for x in made
-                if not x.comes
-            )
+            level += sum(x.size * (1 + x.leaves) for x in made if not x.comes)
             level -= sum(
                 x.size
                 for x in self._last.get(k, ())
@@ -259,13 +255,14 @@ class Device:
                 level -= sum(x.gradient for x in made if x.last > k and not x.comes)
                 own = section.alone if is_first else section.adding
                 # The gradient of an output is a part of what the loss outside has.
-                most = max(most, level + own - (self._outside > 0) * sum(x.output for x in made))
+                output = sum(x.output for x in made) if self._outside else 0
+                most = max(most, level + own - output)
+                # Of several micro-batches it is there until all have had their parts of it.
+                level -= output if self._chunks == 1 else 0
                 level -= sum(x.gradient for x in made if x.last > k and x.comes)
                 level += sum(x.gradient for x in self._last.get(k, ()) if x.made < k)
                 level -= sum(
-                    x.size
-                    for x in self._release.get(k, ())
-                    if (x.stored if is_again else x.kept)
+                    x.size for x in self._release.get(k, ()) if (x.stored if is_again else x.kept)
                 )
                 if is_again:
                     level -= sum(x.size for x in made if x.slot)
@@ -273,7 +270,8 @@ class Device:
                     level += weights.pop(section.block, 0)
                 most = max(most, level)
             if number:
-                level -= self._ahead(visits[number - 1], visit, others) * self._held_by(visit)
+                ahead = self._ahead(visits[number - 1], visit) * (1 if is_first else 2)
+                level -= min(others, ahead) * self._held_by(visit)
         return most
 
     def _again_of(self, k: int) -> int:
@@ -286,16 +284,16 @@ class Device:
             return 0
         return self._all[k].kept + sum(x.size for x in self._made.get(k, ()) if x.slot)
 
-    def _ahead(self, before: Sequence[int], visit: Sequence[int], others: int) -> int:
+    def _ahead(self, before: Sequence[int], visit: Sequence[int]) -> int:
         """How many other micro-batches a visit has done when the one before it begins.
 
         The device has nothing else to do while others compute what is in between.
         """
         between, own = (
-            sum(x.is_call for x in sections)
+            sum(x.nodes for x in sections)
             for sections in (self._all[before[-1] + 1 : visit[0]], [self._all[k] for k in visit])
         )
-        return min(others, between // max(1, own))
+        return between // max(1, own)
 
     def _held_by(self, visit: Sequence[int]) -> int:
         """What sections keep of a micro-batch that is computed again, which is the least."""

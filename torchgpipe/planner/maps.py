@@ -154,7 +154,7 @@ def weights_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str | 
     """
     owners: dict[Tensor, str | None] = {}
     for name, module in ((None, model), *blocks.items()):
-        owners |= {x: name for x in chain(module.parameters(), module.buffers())}
+        owners |= dict.fromkeys(chain(module.parameters(), module.buffers()), name)
     found: dict[str | None, list[Tensor]] = {}
     for x, name in owners.items():
         found.setdefault(name, []).append(x)

@@ -173,6 +173,8 @@ class Recorder:
                 outputs = [*Batch(model(*args, **kwargs))]
             self._begin(Section(None, False, next_number()))
             self.sections.pop()
+            # From here on no section uses anything.
+            self._calls += 1
             roots = [x for x in outputs if x.requires_grad]
             losses = [x for x in roots if not x.dim()]
             self._settle(outputs)
@@ -210,14 +212,9 @@ class Recorder:
     def _use(self, values: Any) -> None:
         """Take note of what the current section uses that another one has made."""
         now = len(self.sections) - 1
-        section = self.sections[now]
         for x in _strided(values):
             piece = self._pieces.get(_memory(x))
-            if piece is None or piece.value.made == now:
-                continue
-            made = piece.value.made
-            # Code behind a block is where the block is.
-            if made == GIVEN or section.is_call or self.sections[made].block != section.block:
+            if piece is not None and piece.value.made != now:
                 piece.value.use(now, x)
 
     def _save(self, tensor: Tensor) -> Tensor:
