@@ -62,7 +62,8 @@ class MappedGPipe(Settings, nn.Module):
         module: the model. Its modules are moved to their devices, not copied.
         device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
             the longest name that leads to it. ``"auto"`` measures the model with the sample, and
-            spreads its blocks evenly. Without a map the model must have been dispatched by
+            spreads its blocks evenly, as far as each device has the memory for a step with AdamW.
+            Without a map the model must have been dispatched by
             Accelerate, as ``from_pretrained(..., device_map="auto")`` does, and that map is taken.
             Accelerate's hooks are removed in any case.
 
@@ -77,7 +78,8 @@ class MappedGPipe(Settings, nn.Module):
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
-            one. The model computes the sample where it is; it does not change.
+            one. The model computes the sample where it is, and backward, too, if the memory of a
+            device is limited; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
 
     Raises:
@@ -86,8 +88,8 @@ class MappedGPipe(Settings, nn.Module):
         ValueError: a name leads to no module, a parameter or buffer has no device or several,
             modules are offloaded, or chunks, checkpoint or threads are out of range. The map is a
             word other than ``"auto"``, or it is, and there is no sample or no device, there are
-            fewer blocks than devices, or the model is on the meta device. A sample or devices are
-            given beside a map.
+            fewer blocks than devices, the model does not fit, or it is on the meta device. A sample
+            or devices are given beside a map.
     """
 
     #: The model.

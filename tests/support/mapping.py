@@ -1,4 +1,4 @@
-"""Models to spread over devices: a GPT of blocks, one with a tied head, an encoder and a decoder."""
+"""Models to spread over devices: GPTs of blocks, and an encoder with a decoder."""
 
 import copy
 import gc

@@ -69,7 +69,7 @@ def map_by_time(
 
 
 class Times(NamedTuple):
-    """What the blocks of a model take.
+    """Times of the blocks of a model.
 
     Attributes:
         blocks: the blocks by name.
@@ -117,7 +117,7 @@ def timed(
     # A model may call its blocks in one round and not in another, but the order stays.
     names = [*dict.fromkeys(name for found in rounds for name in found)]
     samples = [[found.get(name, 0.0) for found in rounds] for name in names]
-    kinds = [_kind(blocks[name]) for name in names]
+    kinds = [kind_of(blocks[name]) for name in names]
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
     verify_timed(times, next(model.parameters()).device, "blocks")
     return Times(blocks, dict(zip(names, times)), dict(zip(names, noise)))
@@ -288,7 +288,8 @@ def proposed(
     return units.placed(devices, evenest(units.costs, len(devices), units.spreads))
 
 
-def _kind(block: nn.Module) -> tuple[object, ...]:
+def kind_of(block: nn.Module) -> tuple[object, ...]:
+    """The class of a block and the sizes of its parameters, by which blocks are alike."""
     return (type(block), *[(x.shape, x.dtype) for x in block.parameters()])
 
 

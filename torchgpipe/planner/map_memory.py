@@ -7,14 +7,18 @@ which adds gradients to those of the first. Each of them is gone through, sectio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torchgpipe.planner.sections import GIVEN, Section, Sections, Value
 
 __all__ = ["Footprint", "Weights"]
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 class Weights(NamedTuple):
@@ -47,6 +51,22 @@ class Footprint:
     again: int
     state: float
 
+    @cached_property
+    def own(self) -> dict[str | None, list[int]]:
+        """The numbers of the sections of each block."""
+        return _by(range(len(self.found.sections)), lambda k: [self.found.sections[k].block])
+
+    @cached_property
+    def touched(self) -> dict[str | None, list[Value]]:
+        """The values that the sections of each block make, use or keep."""
+        sections = self.found.sections
+
+        def blocks(x: Value) -> Iterable[str | None]:
+            numbers = {x.made, *x.users, *x.savers} - {GIVEN}
+            return {sections[k].block for k in numbers}
+
+        return _by(self.found.values, blocks)
+
     def least(self, blocks: Collection[str | None]) -> float:
         """The bytes that a device has between two steps, gradients aside."""
         own = [self.weights.get(x, Weights()) for x in blocks]
@@ -62,7 +82,7 @@ class Footprint:
 
 
 class Share(NamedTuple):
-    """What a device has of a value that several sections share.
+    """A value that several sections share, as one device has it.
 
     Attributes:
         size: its bytes there.
@@ -102,16 +122,18 @@ class Device:
     def __init__(self, footprint: Footprint, blocks: Collection[str | None]) -> None:
         found, self._all = footprint, footprint.found.sections
         self._chunks, self._again = found.chunks, found.again
-        own = [k for k, x in enumerate(self._all) if x.block in blocks]
+        own = sorted(k for x in blocks for k in found.own.get(x, ()))
         self._own, self._numbers = own, {*own}
-        values = found.found.values
+        self._firsts = {x: found.own[x][0] for x in blocks if x in found.own}
+        values = [*dict.fromkeys(x for block in blocks for x in found.touched.get(block, ()))]
         is_first = None in blocks
         self._shares = [
             share for x in values if (share := self._share(x, is_first=is_first)) is not None
         ]
-        self._made, self._last, self._release = (
-            _by(self._shares, key) for key in ("made", "last", "release")
-        )
+        self._visits = self._cut()
+        self._made = _by(self._shares, lambda x: [x.made])
+        self._last = _by(self._shares, lambda x: [x.last])
+        self._release = _by(self._shares, lambda x: [x.release])
         self._cells = [self._cell(is_again=x) for x in (False, True)]
         self._weights = {x: found.weights.get(x, Weights()).trainable for x in blocks}
         #: What the caller has here for the whole of a step.
@@ -190,7 +212,7 @@ class Device:
             backwards: the number of backwards from the first one to the one that is gone through.
         """
         found = 0.0
-        visits = self._visits()
+        visits = self._visits
         for visit, then in zip(visits, [*visits[1:], [len(self._all)]]):
             sent = sum(x.gradient for k in visit for x in self._made.get(k, ()) if x.leaves)
             own, behind = (
@@ -238,7 +260,7 @@ class Device:
             level += sum(weights.values())
             weights.clear()
         most = level
-        visits = self._visits()
+        visits = self._visits
         for number, visit in reversed([*enumerate(visits)]):
             # Where nothing leaves, a section is computed again when its backward comes to it.
             at_once = any(x.leaves for k in visit for x in self._made.get(k, ()))
@@ -266,7 +288,7 @@ class Device:
                 )
                 if is_again:
                     level -= sum(x.size for x in made if x.slot)
-                if not any(self._all[j].block == section.block for j in self._own if j < k):
+                if self._firsts[section.block] == k:
                     level += weights.pop(section.block, 0)
                 most = max(most, level)
             if number:
@@ -285,7 +307,7 @@ class Device:
         return self._all[k].kept + sum(x.size for x in self._made.get(k, ()) if x.slot)
 
     def _ahead(self, before: Sequence[int], visit: Sequence[int]) -> int:
-        """How many other micro-batches a visit has done when the one before it begins.
+        """The number of other micro-batches that a visit has done when the one before it begins.
 
         The device has nothing else to do while others compute what is in between.
         """
@@ -296,7 +318,7 @@ class Device:
         return between // max(1, own)
 
     def _held_by(self, visit: Sequence[int]) -> int:
-        """What sections keep of a micro-batch that is computed again, which is the least."""
+        """The memory that a visit keeps of a micro-batch that is computed again: the least."""
         return sum(self._kept(self._all[k], is_again=True) for k in visit) + sum(
             x.size
             for k in visit
@@ -304,7 +326,7 @@ class Device:
             if x.stored and x.made >= visit[0]
         )
 
-    def _visits(self) -> list[list[int]]:
+    def _cut(self) -> list[list[int]]:
         """The sections of each visit of the device, between which others are called."""
         found: list[list[int]] = []
         for before, k in pairwise([-1, *self._own]):
@@ -315,9 +337,10 @@ class Device:
         return found
 
 
-def _by(shares: Iterable[Share], key: str) -> dict[int, list[Share]]:
-    """Shares by the section that an attribute of theirs has."""
-    found: dict[int, list[Share]] = {}
-    for x in shares:
-        found.setdefault(getattr(x, key), []).append(x)
+def _by(items: Iterable[Item], keys: Callable[[Item], Iterable[Key]]) -> dict[Key, list[Item]]:
+    """Items by each of their keys."""
+    found: dict[Key, list[Item]] = {}
+    for x in items:
+        for key in keys(x):
+            found.setdefault(key, []).append(x)
     return found

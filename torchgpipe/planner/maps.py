@@ -60,7 +60,7 @@ def fitting_map(
     if min(limits) == inf:
         return units.placed(places, fastest)
     footprint = Footprint(
-        recorded(model, times.blocks, args, kwargs),
+        recorded(model, times.blocks, args, kwargs, places[0]),
         weights_of(model, times.blocks),
         chunks,
         checkpointed(checkpoint, chunks),

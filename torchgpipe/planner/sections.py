@@ -19,7 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe import _torch
 from torchgpipe.autograd.sequence import next_number, number_of
-from torchgpipe.balance.device_map import hooked, unchanged
+from torchgpipe.balance.device_map import hooked, kind_of, unchanged
+from torchgpipe.balance.sandbox import copied
+from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.backward import Root
 from torchgpipe.values.microbatch import Batch
@@ -100,7 +102,13 @@ class Sections:
     has_loss: bool
 
 
-def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any) -> Sections:
+def recorded(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    args: Any,
+    kwargs: Any,
+    device: torch.device = CPU,
+) -> Sections:
     """Run a model forward and backward on a sample, and see what takes memory.
 
     The model, its gradients and random numbers stay as they are.
@@ -110,10 +118,43 @@ def recorded(model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwarg
         blocks: its blocks by name.
         args: the arguments of a call.
         kwargs: likewise.
+        device: an accelerator that the model will be on. The CPU's kernels keep other memory than
+            those of accelerators. So if the model is on the CPU, a copy of one block of each kind
+            runs there, too.
     """
     recorder = Recorder(model)
-    with unchanged(model), torch.inference_mode(False), torch.enable_grad():
-        return recorder.run(model, blocks, args, kwargs)
+    found = recorder.record(model, blocks, args, kwargs)
+    if not has_streams(device):
+        return found
+    there: dict[object, Section] = {}
+    for k, section in enumerate(found.sections):
+        if section.block is None or not section.is_call:
+            continue
+        block, kind = blocks[section.block], recorder.kinds[k]
+        if next(block.parameters()).device.type == "cpu":
+            if kind not in there:
+                there[kind] = _on(device, block, *recorder.calls[kind])
+            other = there[kind]
+            section.kept, section.forward = other.kept, other.forward
+            section.alone, section.adding = other.alone, other.adding
+    return found
+
+
+def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Section:
+    """Record the call of a copy of a block on a device."""
+
+    def brought(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        # A block may change its arguments in place, which autograd forbids for leaves.
+        return x.to(device).detach().requires_grad_(x.requires_grad).clone()
+
+    copy = copied(block, device)
+    with use_device(device), torch.inference_mode(False), torch.enable_grad():
+        args, kwargs = _torch.tree_map(brought, (args, kwargs))
+        recorder = Recorder(copy)
+        recorder.record(copy, {"": copy}, args, kwargs)
+    return recorder.sections[1]
 
 
 class Piece:
@@ -154,17 +195,29 @@ class Recorder:
         #: The pieces that may go: in forward those of the current section, and in backward all.
         self._live: list[Piece] = []
         self._calls = 0
+        #: The kind of each section that is a call, and the arguments of the first one of a kind.
+        self.kinds: dict[int, object] = {}
+        self.calls: dict[object, tuple[Any, Any]] = {}
+        #: The memory of the gradients of weights.
+        self._grads: set[StorageWeakRef] = set()
         #: The section of each operator of backward; None in forward.
         self._ticks: list[int] | None = None
 
-    def run(
+    def record(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any
     ) -> Sections:
         """Run the model forward and backward."""
+        with unchanged(model), torch.inference_mode(False), torch.enable_grad():
+            return self._run(model, blocks, args, kwargs)
+
+    def _run(
+        self, model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any
+    ) -> Sections:
         for x in _strided((args, kwargs)):
             self._pieces.setdefault(_memory(x), Piece(Value(GIVEN, _size(x)), x))
         given = sum(x.value.size for x in self._pieces.values())
         weights = [x for x in model.parameters() if x.requires_grad]
+        inputs = [x for x in _strided((args, kwargs)) if x.requires_grad]
         with _watching(self._note):
             with (
                 hooked(blocks, self._enter, self._leave),
@@ -181,7 +234,7 @@ class Recorder:
             if roots:
                 root = Root.apply(*(losses or roots))
                 del outputs, roots
-                self._sweep(self._backward(root, weights))
+                self._sweep(self._backward(root, weights, inputs))
         return Sections(self.sections, [*self._values()], given, bool(losses))
 
     def _values(self) -> Iterator[Value]:
@@ -192,11 +245,16 @@ class Recorder:
 
     # Forward.
 
-    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._calls += 1
-        if self._calls == 1:
-            self._begin(Section(name, True, next_number()))
-            self._use((args, kwargs))
+        if self._calls > 1:
+            return
+        self._begin(Section(name, True, next_number()))
+        self._use((args, kwargs))
+        sizes = [(x.shape, x.dtype, x.requires_grad) for x in _strided((args, kwargs))]
+        kind = kind_of(block), *sizes
+        self.kinds[len(self.sections) - 1] = kind
+        self.calls.setdefault(kind, _torch.tree_map(_detached, (args, kwargs)))
 
     def _leave(self, name: str, *_: Any) -> None:
         self._calls -= 1
@@ -227,28 +285,43 @@ class Recorder:
 
     def _settle(self, outputs: Iterable[Tensor]) -> None:
         """See what is left of the forward: what the graph keeps, and the output."""
+        shared = set()
         for x in _strided(outputs):
             piece = self._pieces.get(_memory(x))
-            if piece is not None and x.dim():
-                piece.value.output += x.nbytes
+            if piece is not None:
+                shared.add(id(piece.value))
+                # Losses are joined, too, but take next to nothing.
+                piece.value.output += x.nbytes if x.dim() else 0
                 piece.value.gradient = max(piece.value.gradient, x.requires_grad * x.nbytes)
-        shared = {id(x) for x in self._values()}
+        shared |= {id(x) for x in self._values()}
         for k, pieces in self._kept.items():
             self._kept[k] = [x for x in pieces if x.lives and id(x.value) not in shared]
             self.sections[k].kept = sum(x.value.size for x in self._kept[k])
 
     # Backward.
 
-    def _backward(self, root: Tensor, weights: Sequence[Tensor]) -> list[Piece]:
+    def _backward(
+        self, root: Tensor, weights: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[Piece]:
         """Run backward, and return what it has made and what sections have kept for it."""
         self._end = next_number() - 1
         kept = [x for pieces in self._kept.values() for x in pieces]
         self._firsts = [x.first for x in self.sections]
         self._ticks, self._live, before = [], [], {*self._pieces}
-        # Nothing is added to the weights' own gradients, and no hook behind that is called.
-        grads = torch.autograd.grad(root, weights, allow_unused=True)
-        self._grads = {_memory(x) for x in _strided(grads)}
+        hooks = [x.register_hook(self._weigh) for x in weights]
+        try:
+            # Nothing is added to the weights' own gradients, and no hook behind that is called.
+            torch.autograd.grad(root, [*weights, *inputs], allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
         return kept + [x for memory, x in self._pieces.items() if memory not in before]
+
+    def _weigh(self, grad: Tensor) -> Tensor:
+        """Take note of the gradient of a weight, and let go of it, since all may not fit."""
+        if grad.layout == torch.strided:
+            self._grads.add(_memory(grad))
+        return grad.new_zeros(()).expand_as(grad)
 
     def _section(self) -> int:
         """The section of the node that runs."""
@@ -268,16 +341,20 @@ class Recorder:
         #: For each section, when memory comes and goes, for one and for more micro-batches.
         changes: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
         for piece in pieces:
-            size, end = piece.value.size, len(ticks) if piece.gone is None else piece.gone
+            size, stay = piece.value.size, len(ticks)
+            go = stay if piece.gone is None else piece.gone
             owners = {piece.value.made}
-            if end > 0:
+            if piece.reference in self._grads:
+                # Without others to add it to, it stays as the gradient of the weight.
+                go = piece.born + 1
+            else:
+                stay = go
                 # What uses a gradient up has it in memory, too.
-                owners.add(ticks[end - 1])
-            is_weight = piece.reference in self._grads
-            for k in owners if not is_weight else {piece.value.made}:
+                owners.add(ticks[go - 1])
+            for k in owners:
                 alone, adding = changes.setdefault(k, ([], []))
-                alone += [(piece.born, size), (end, -size)]
-                adding += [(piece.born, size), (piece.born + 1 if is_weight else end, -size)]
+                alone += [(piece.born, size), (stay, -size)]
+                adding += [(piece.born, size), (go, -size)]
         for k, section in enumerate(self.sections):
             own = [t for t, x in enumerate(ticks) if x == k]
             if own and k in changes:
@@ -332,6 +409,10 @@ def _watching(note: Callable[[Any, Any], None]) -> Any:
             return output
 
     return Mode()
+
+
+def _detached(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def _strided(values: Any) -> list[Tensor]:
