@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -22,8 +21,8 @@ from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
+from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
-from torchgpipe.mapped.choice import chosen_map
 from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
 from torchgpipe.mapped.glue import Glue
@@ -33,6 +32,7 @@ from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_chunks, checked_threads
 from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.partition.settings import Settings
+from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import Arguments
@@ -62,7 +62,8 @@ class MappedGPipe(Settings, nn.Module):
         module: the model. Its modules are moved to their devices, not copied.
         device_map: devices by the names of modules; ``""`` is the model itself. A module belongs to
             the longest name that leads to it. ``"auto"`` measures the model with the sample, and
-            spreads its blocks evenly. Without a map the model must have been dispatched by
+            spreads its blocks evenly, as far as each device has the memory for a step with AdamW.
+            Without a map the model must have been dispatched by
             Accelerate, as ``from_pretrained(..., device_map="auto")`` does, and that map is taken.
             Accelerate's hooks are removed in any case.
 
@@ -77,7 +78,8 @@ class MappedGPipe(Settings, nn.Module):
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
-            one. The model computes the sample where it is; it does not change.
+            one. The model computes the sample where it is, and backward, too, if the memory of a
+            device is limited; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
 
     Raises:
@@ -86,8 +88,8 @@ class MappedGPipe(Settings, nn.Module):
         ValueError: a name leads to no module, a parameter or buffer has no device or several,
             modules are offloaded, or chunks, checkpoint or threads are out of range. The map is a
             word other than ``"auto"``, or it is, and there is no sample or no device, there are
-            fewer blocks than devices, or the model is on the meta device. A sample or devices are
-            given beside a map.
+            fewer blocks than devices, the model does not fit, or it is on the meta device. A sample
+            or devices are given beside a map.
     """
 
     #: The model.
@@ -113,7 +115,11 @@ class MappedGPipe(Settings, nn.Module):
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
         self.threads = threads
-        self._map = checked_map(chosen_map(module, device_map, sample, devices), module)
+        (mode,) = self._modes
+        chosen = chosen_map(
+            module, device_map, sample, devices, chunks=self.chunks, checkpoint=mode
+        )
+        self._map = checked_map(chosen, module)
         self.training = module.training
         place(module, self._map)
         self._share(module)
@@ -141,11 +147,7 @@ class MappedGPipe(Settings, nn.Module):
             for name, module in self.module.named_modules()
             if module not in mapped and not mapped.isdisjoint(module.modules())
         ]
-        forward = inspect.signature(self.module.forward)
-        self._takes_cache = "use_cache" in forward.parameters or (
-            any(x.kind is x.VAR_KEYWORD for x in forward.parameters.values())
-            and hasattr(getattr(self.module, "config", None), "use_cache")
-        )
+        self._takes_cache = takes_cache(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_process", "_lasting", "_workers", "_calls", "_around", "_takes_cache"}
@@ -262,9 +264,8 @@ class MappedGPipe(Settings, nn.Module):
         self._verify()
         watch(self, is_within_cell)
         verify_no_transform()
-        if self._takes_cache and kwargs.get("use_cache") is None:
-            # In training it costs memory, and caches of micro-batches cannot be joined.
-            kwargs["use_cache"] = False
+        if self._takes_cache:
+            kwargs = without_cache(kwargs)
         input = Arguments(args, kwargs)
         batches = microbatch.scatter(input, self.chunks)
         verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))

@@ -10,8 +10,8 @@ from tests.examples import MISSING
 from tests.support.architectures import build
 from tests.support.helpers import MODES
 from torchgpipe import MappedGPipe, is_recomputing
-from torchgpipe.balance import map_by_time
-from torchgpipe.mapped import choice
+from torchgpipe.balance.device_map import timed
+from torchgpipe.planner import maps
 
 #: PEFT asks Transformers so.
 IGNORED = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -84,7 +84,7 @@ def test_embeddings_that_require_grad(mode):
 
 
 def test_a_map_that_is_measured(monkeypatch):
-    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
     model, inputs = adapted()
     sample = {key: x[:2] for key, x in inputs.items()}
     pipe = MappedGPipe(model, "auto", sample=sample, devices=[CPU] * 3, chunks=2)

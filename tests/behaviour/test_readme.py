@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchgpipe._torch.dynamo import VERSION
-from torchgpipe.balance import map_by_time
+from torchgpipe.balance.device_map import timed
 from torchgpipe.planner.plan import ranked
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_readme(run):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Measure models twice, and not for a second."""
-    monkeypatch.setattr("torchgpipe.mapped.choice.map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.maps.timed", partial(timed, timeout=0))
     monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
 
 

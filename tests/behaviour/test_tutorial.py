@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.support.fresh import METHOD, preload
 from tests.support.size import soak
 from torchgpipe._torch.dynamo import VERSION
-from torchgpipe.balance import map_by_time
+from torchgpipe.balance.device_map import timed
 from torchgpipe.planner.plan import ranked
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ preload("torch._dynamo", "torch.distributed.pipelining")
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Measure models twice, and not for a second."""
-    monkeypatch.setattr("torchgpipe.mapped.choice.map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.maps.timed", partial(timed, timeout=0))
     monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
 
 

@@ -9,9 +9,10 @@ from torch import nn
 from tests.support.helpers import assert_no_races
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import balance_by_size, balance_by_time, map_by_time
+from torchgpipe.balance.device_map import timed
 from torchgpipe.balance.profile import profile_layers
 from torchgpipe.devices.measures import memory_free
-from torchgpipe.mapped import choice
+from torchgpipe.planner import maps
 from torchgpipe.testing import observe
 
 
@@ -34,7 +35,7 @@ def test_layers_with_costs(devices):
 
 
 def test_no_block_takes_time(devices, monkeypatch):
-    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
     model = linears().to(devices[0])
     x = torch.rand(2, 4, device=devices[0])
     message = r"device: virtual:0, times: 0 for all 8 blocks.*costs=.*on the CPU"

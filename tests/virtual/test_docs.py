@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchgpipe.balance import map_by_time
+from torchgpipe.balance.device_map import timed
 from torchgpipe.planner.plan import ranked
 from torchgpipe.testing import observe
 
@@ -29,7 +29,7 @@ def test_guide(run, devices, tmp_path, monkeypatch, capsys):
 
 
 def test_device_map_of_two_gpus(run, devices, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchgpipe.mapped.choice.map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.maps.timed", partial(timed, timeout=0))
     text = (DOCS / "device_map.rst").read_text("utf-8")
     plain = '{"embed": "cpu", "blocks": "cpu", "head": "cpu"}'
     assert plain in text

@@ -9,14 +9,15 @@ from tests.support.helpers import assert_no_races
 from tests.virtual.stages import limit
 from tests.virtual.test_mapped import Chain
 from torchgpipe import MappedGPipe
-from torchgpipe.balance import map_by_time
-from torchgpipe.mapped import choice
+from torchgpipe.balance.device_map import timed
+from torchgpipe.planner import map_choice as choice
+from torchgpipe.planner import maps
 from torchgpipe.testing import observe
 
 
 @pytest.fixture(autouse=True)
 def four(devices, monkeypatch):
-    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
     monkeypatch.setattr(choice, "accelerators", lambda: devices[:4])
 
 

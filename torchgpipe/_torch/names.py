@@ -150,6 +150,8 @@ NAMES: dict[str, Name] = {
     # One call for all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients", _add),
     "multiply_each": Name("torch:_foreach_mul_", "sums of gradients", _multiply),
+    # Without it, nobody knows which block of a model a backward is in.
+    "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without it, second runs of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import hypot
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,36 @@ def map_by_time(
     Raises:
         ValueError: there are fewer blocks than devices, or no block takes any time.
     """
+    return proposed(devices, *timed(model, *args, no_split=no_split, timeout=timeout, **kwargs))
+
+
+class Times(NamedTuple):
+    """Times of the blocks of a model.
+
+    Attributes:
+        blocks: the blocks by name.
+        costs: the seconds of each forward, by name, in the order of the calls. A block that is not
+            called is left out.
+        spreads: how far these may be off.
+    """
+
+    blocks: dict[str, nn.Module]
+    costs: dict[str, float]
+    spreads: dict[str, float]
+
+
+def timed(
+    model: nn.Module,
+    *args: Any,
+    no_split: Collection[str] | None = None,
+    timeout: float = 1.0,
+    **kwargs: Any,
+) -> Times:
+    """Measure the time that each block takes, as :func:`map_by_time` says.
+
+    Raises:
+        ValueError: no block takes any time.
+    """
     blocks = blocks_of(model, no_split)
     watches = {name: Stopwatch(next(block.parameters()).device) for name, block in blocks.items()}
     #: For each round, how long each block took; a block may be called several times.
@@ -87,10 +117,10 @@ def map_by_time(
     # A model may call its blocks in one round and not in another, but the order stays.
     names = [*dict.fromkeys(name for found in rounds for name in found)]
     samples = [[found.get(name, 0.0) for found in rounds] for name in names]
-    kinds = [_kind(blocks[name]) for name in names]
+    kinds = [kind_of(blocks[name]) for name in names]
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
     verify_timed(times, next(model.parameters()).device, "blocks")
-    return proposed(devices, blocks, dict(zip(names, times)), dict(zip(names, noise)))
+    return Times(blocks, dict(zip(names, times)), dict(zip(names, noise)))
 
 
 def map_by_size(
@@ -180,6 +210,72 @@ def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict
     return found or {"": model}
 
 
+class Units:
+    """The blocks of a model in the order of their calls, those that share a parameter together.
+
+    Args:
+        blocks: the blocks by name.
+        costs: what each costs, in the order of the calls.
+        spreads: how far these may be off.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        costs: Mapping[str, float],
+        spreads: Mapping[str, float] | None = None,
+    ) -> None:
+        self._order = order = [*costs, *[name for name in blocks if name not in costs]]
+        leaders: dict[Tensor, str] = {}
+        #: For each block, the first one that it shares a parameter with.
+        leader = {
+            name: min(
+                (leaders.setdefault(x, name) for x in blocks[name].parameters()),
+                key=order.index,
+                default=name,
+            )
+            for name in order
+        }
+        #: The names of the blocks of each unit, by the first one.
+        self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
+        home = next(iter(self.members), "")
+        for name in blocks:
+            if leader[name] in self.members:
+                home = leader[name]
+            # What was not called may have a weight that the code around uses, as a table of
+            # positions has. It goes with the block that was made before it.
+            elif leader[name] != name:
+                home = next(x for x, own in self.members.items() if leader[name] in own)
+            self.members.setdefault(home, []).append(name)
+        own = self.members.values()
+        #: What each unit costs, and how far that may be off.
+        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in own]
+        spreads = spreads or {}
+        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in own]
+
+    def verify(self, devices: Sequence[Device]) -> None:
+        """Check that each device can have a unit.
+
+        Raises:
+            ValueError: there are fewer units than devices.
+        """
+        if len(self.costs) < len(devices):
+            raise ValueError(
+                "there must be at least one block for each device (blocks: "
+                f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
+                "modules with a device map of your own"
+            )
+
+    def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
+        """The device map that gives each device so many units, in order."""
+        places = [device for device, size in zip(devices, sizes) for _ in range(size)]
+        found = {
+            name: place for place, names in zip(places, self.members.values()) for name in names
+        }
+        # Parameters of modules that have blocks themselves are on the first device.
+        return {"": devices[0], **{name: found[name] for name in self._order}}
+
+
 def proposed(
     devices: Sequence[Device],
     blocks: Mapping[str, nn.Module],
@@ -187,42 +283,13 @@ def proposed(
     spreads: Mapping[str, float] | None = None,
 ) -> dict[str, Device]:
     """Spread blocks over devices in the order of their costs, and keep tied ones together."""
-    spreads = spreads or {}
-    order = [*costs, *[name for name in blocks if name not in costs]]
-    leaders: dict[Tensor, str] = {}
-    #: For each block, the first one that it shares a parameter with.
-    leader = {
-        name: min(
-            (leaders.setdefault(x, name) for x in blocks[name].parameters()),
-            key=order.index,
-            default=name,
-        )
-        for name in order
-    }
-    shares, noise = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0.0)
-    for name in order:
-        shares[leader[name]] += costs.get(name, 0.0)
-        noise[leader[name]] = hypot(noise[leader[name]], spreads.get(name, 0.0))
-    own = [name for name in costs if leader[name] == name]
-    if len(own) < len(devices):
-        raise ValueError(
-            "there must be at least one block for each device (blocks: "
-            f"{len(own)}, devices: {len(devices)}); use fewer devices, or divide larger modules "
-            "with a device map of your own"
-        )
-    sizes = evenest([shares[x] for x in own], len(devices), [noise[x] for x in own])
-    places = iter([device for device, size in zip(devices, sizes) for _ in range(size)])
-    found = {name: next(places) for name in own}
-    # What was not called may have a weight that the code around uses, as a table of positions has.
-    # It goes with the block that was made before it.
-    home = devices[0]
-    for name in blocks:
-        home = found.setdefault(leader[name], home)
-    # Parameters of modules that have blocks themselves are on the first device.
-    return {"": devices[0], **{name: found[leader[name]] for name in order}}
+    units = Units(blocks, costs, spreads)
+    units.verify(devices)
+    return units.placed(devices, evenest(units.costs, len(devices), units.spreads))
 
 
-def _kind(block: nn.Module) -> tuple[object, ...]:
+def kind_of(block: nn.Module) -> tuple[object, ...]:
+    """The class of a block and the sizes of its parameters, by which blocks are alike."""
     return (type(block), *[(x.shape, x.dtype) for x in block.parameters()])
 
 
@@ -230,11 +297,15 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 def hooked(
     blocks: Mapping[str, nn.Module], before: Callable[..., None], behind: Callable[..., None]
 ) -> Iterator[None]:
-    """Call functions with the name of a block before and behind its forward."""
+    """Call functions with the name of a block before and behind its forward.
+
+    The first one gets the block, its arguments, and its keyword arguments, too.
+    """
     handles = []
     try:
         for name, block in blocks.items():
-            handles.append(block.register_forward_pre_hook(partial(before, name)))
+            pre_hook = partial(before, name)
+            handles.append(block.register_forward_pre_hook(pre_hook, with_kwargs=True))
             handles.append(block.register_forward_hook(partial(behind, name)))
         yield
     finally:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchgpipe import MappedGPipe
-from torchgpipe.balance import map_by_time
-from torchgpipe.mapped import choice
+from torchgpipe.balance.device_map import timed
+from torchgpipe.planner import maps
 
 pytest.importorskip("accelerate")
 
@@ -45,7 +45,7 @@ def test_dispatched_with_another_map():
 
 
 def test_dispatched_and_measured(monkeypatch):
-    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
     model = dispatch_model(Model(), {"first": "cpu", "second": "cpu"}, force_hooks=True)
     pipe = MappedGPipe(model, "auto", sample=torch.rand(2, 3), devices=["cpu", "cpu"])
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())

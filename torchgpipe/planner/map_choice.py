@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import noted
-from torchgpipe.balance.device_map import map_by_time
 from torchgpipe.devices.streams import CPU, Device, accelerators
+from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.dispatched import map_of_accelerate, release, verify_all_there
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.sample import arguments_of
+from torchgpipe.planner.maps import fitting_map
 from torchgpipe.values.microbatch import scatter
 
 __all__: list[str] = []
@@ -23,6 +24,9 @@ def chosen_map(
     device_map: Mapping[str, Device] | str | None,
     sample: Any = None,
     devices: Iterable[Device] | None = None,
+    *,
+    chunks: int = 1,
+    checkpoint: str = "except_last",
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
 
@@ -31,11 +35,14 @@ def chosen_map(
         device_map: the map, ``"auto"`` to measure the model, or None to take that of Accelerate.
         sample: the arguments of a call, if the model is measured.
         devices: the devices then; by default all accelerators.
+        chunks: the number of micro-batches, for the memory of a step.
+        checkpoint: the checkpoint mode, likewise.
 
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
         ValueError: the word is another one, sample or devices are missing, or given beside another
-            map, the model cannot be measured, or it has no map or modules that are offloaded.
+            map, the model cannot be measured, or does not fit, or it has no map or modules that are
+            offloaded.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -54,7 +61,7 @@ def chosen_map(
     if device_map is None:
         found: Mapping[str, Device] = map_of_accelerate(model)
     elif isinstance(device_map, str):
-        found = measured_map(model, sample, devices)
+        found = measured_map(model, sample, devices, chunks=chunks, checkpoint=checkpoint)
     else:
         found = device_map
     release(model)
@@ -62,7 +69,12 @@ def chosen_map(
 
 
 def measured_map(
-    model: nn.Module, sample: Any, devices: Iterable[Device] | None
+    model: nn.Module,
+    sample: Any,
+    devices: Iterable[Device] | None,
+    *,
+    chunks: int,
+    checkpoint: str,
 ) -> dict[str, Device]:
     """Measure the blocks of a model with a sample, and spread them over devices."""
     if devices is None:
@@ -95,5 +107,7 @@ def measured_map(
 
     (batch,) = scatter(arguments, 1)
     args, kwargs = batch.replace(near(*batch)).value
+    if takes_cache(model):
+        kwargs = without_cache(kwargs)
     with noted("raised by the sample of the device map 'auto'"):
-        return map_by_time(places, model, *args, **kwargs)
+        return fitting_map(places, model, args, kwargs, chunks=chunks, checkpoint=checkpoint)

@@ -10,9 +10,10 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from torchgpipe import MappedGPipe, NoChunk
-from torchgpipe.balance import map_by_time
+from torchgpipe.balance.device_map import timed
 from torchgpipe.devices.streams import accelerators
-from torchgpipe.mapped import choice
+from torchgpipe.planner import map_choice as choice
+from torchgpipe.planner import maps
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(choice, "map_by_time", partial(map_by_time, timeout=0))
+    monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
 
 
 def auto(model, sample):

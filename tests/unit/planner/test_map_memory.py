@@ -1,0 +1,50 @@
+"""The memory of a device is added up from the sections of its blocks."""
+
+import pytest
+
+from torchgpipe.planner.map_memory import Footprint, Weights
+from torchgpipe.planner.sections import GIVEN, Section, Sections, Value
+
+
+def footprint(chunks, again, state=0.0):
+    """Two blocks that keep 100 bytes each, and hand on 10."""
+
+    def section(block, k):
+        return Section(
+            block, block is not None, k, nodes=1, kept=100, forward=110, alone=130, adding=120
+        )
+
+    sections = [Section(None, False, 0), section("a", 0), section("b", 1)]
+    values = [
+        Value(GIVEN, 8, {1: 8}, {1}),
+        Value(1, 10, {2: 10}, {2}, gradient=10),
+        Value(2, 10, {}, set(), gradient=10, output=10),
+    ]
+    weights = {"a": Weights(7, 5), "b": Weights(6, 6), None: Weights(3, 0)}
+    return Footprint(Sections(sections, values, 8, False), weights, chunks, again, state)
+
+
+def test_weights_and_states():
+    assert footprint(1, 0, state=2.0).least({None, "a"}) == 3 + 7 + 2 * 5
+    assert footprint(1, 0).least({"b"}) == 6
+
+
+def test_all_on_one_device():
+    # Weights, the input, the value, the output, and the backward of b with what a keeps.
+    own, given, kept = 16, 8, 100 + 10
+    assert footprint(1, 0).peak({None, "a", "b"}) == own + given + kept + 130 + 10
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_micro_batches_add_up(chunks):
+    few, more = (footprint(m, 0).peak({None, "a"}) for m in (chunks, chunks + 1))
+    # Each has its part of the input, and what a keeps. Its output is gone.
+    assert more - few == 100 + 8
+
+
+@pytest.mark.parametrize("chunks", [3, 5])
+def test_checkpoints_keep_arguments(chunks):
+    few, more = (footprint(m, m).peak({"b"}) for m in (chunks, chunks + 1))
+    # The copy of the value, and the output with its gradient.
+    assert more - few == 10 + 2 * 10
+    assert footprint(chunks, chunks - 1).peak({"b"}) <= footprint(chunks, 0).peak({"b"})

@@ -1,0 +1,106 @@
+"""The search for maps that fit takes the fastest of them, or else the nearest map."""
+
+import itertools
+import random
+from itertools import accumulate, pairwise
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+from torchgpipe import MappedGPipe
+from torchgpipe.balance.device_map import Times, blocks_of
+from torchgpipe.planner import maps
+from torchgpipe.planner.map_memory import Weights
+from torchgpipe.planner.maps import exceeds, fitted, too_large, weights_of
+
+
+def every_cut(n, count):
+    for cuts in itertools.combinations(range(1, n), count - 1):
+        yield [b - a for a, b in pairwise((0, *cuts, n))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cut_is_better(seed):
+    draw = random.Random(seed)
+    n, count = draw.choice([5, 6, 7]), draw.choice([2, 3])
+    costs = [draw.uniform(1, 3) for _ in range(n)]
+    sizes = [draw.uniform(1, 3) for _ in range(n)]
+    limits = [draw.uniform(0.7, 1.5) * sum(sizes) / count for _ in range(count)]
+
+    def peak(a, b):
+        return sum(sizes[a:b])
+
+    def slowest(cut):
+        return max(sum(costs[a:b]) for a, b in pairwise(accumulate(cut, initial=0)))
+
+    def lack(cut):
+        return max([0.0, *exceeds(cut, limits, peak).values()])
+
+    found = fitted(costs, [0.0] * n, limits, peak)
+    fits = [cut for cut in every_cut(n, count) if not lack(cut)]
+    if fits:
+        assert lack(found) == 0
+        assert slowest(found) == pytest.approx(min(map(slowest, fits)))
+    else:
+        assert lack(found) == pytest.approx(min(map(lack, every_cut(n, count))))
+
+
+def test_noise_leaves_the_choice_of_the_evenest():
+    costs, spreads = [9.0, 9.0, 9.0, 9.0, 20.0, 10.0], [1.0] * 6
+    assert fitted(costs, [0.0] * 6, [inf] * 3, lambda a, b: 0.0) == [3, 2, 1]
+    assert fitted(costs, spreads, [inf] * 3, lambda a, b: 0.0) == [2, 2, 2]
+
+
+def test_exceeds():
+    assert exceeds([1, 2], [1.0, 3.0], lambda a, b: 2.0 * (b - a)) == {0: 1.0, 1: 1.0}
+    assert exceeds([1, 2], [2.0, 4.0], lambda a, b: 2.0 * (b - a)) == {}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def test_weights():
+    model = Model()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[3].weight = model.blocks[0].weight
+    own = 4 * (8 * 8 + 8)
+    assert weights_of(model, blocks_of(model)) == {
+        None: Weights(12, 4),
+        "blocks.0": Weights(32, 32),
+        "blocks.1": Weights(own, 0),
+        "blocks.2": Weights(own, own),
+        "blocks.3": Weights(own, own),
+    }
+
+
+def test_message():
+    places = [torch.device("cpu"), torch.device("meta")]
+    text = str(too_large(places, {1: 12.4}, 8, "never"))
+    assert "(chunks: 8, checkpoint: never, the nearest map: meta lacks 12 bytes)" in text
+    assert "use more devices, checkpoint='always', or smaller micro-batches" in text
+    assert "checkpoint='always'" not in str(too_large(places, {1: 12.4}, 8, "always"))
+
+
+def test_entries_of_one_device_share_its_memory(monkeypatch):
+    def equal(model, *_, **__):
+        blocks = blocks_of(model)
+        return Times(blocks, dict.fromkeys(blocks, 1.0), {})
+
+    seen = []
+    monkeypatch.setattr(maps, "timed", equal)
+    monkeypatch.setattr(maps, "exceeds", lambda _, limits, __: seen.append(limits) or {})
+    monkeypatch.setattr("torchgpipe.planner.given.memory_total", lambda _: 1000)
+    MappedGPipe(Model(), "auto", sample=torch.rand(2, 8), devices=["cpu"] * 3)
+    assert seen[0] == pytest.approx([300] * 3)

@@ -1,0 +1,179 @@
+"""The map ``"auto"`` fits into the memory of the devices, and its memory is what is measured."""
+
+from functools import partial
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+
+from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
+from tests.support.size import some
+from torchgpipe import MappedGPipe
+from torchgpipe.balance.device_map import Times, Units, blocks_of
+from torchgpipe.partition.arguments import checkpointed
+from torchgpipe.planner import maps
+from torchgpipe.planner.given import USABLE
+from torchgpipe.planner.map_memory import Footprint
+from torchgpipe.planner.sections import recorded
+
+# Embedding and head are one weight, used on the streams of two visits.
+pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+
+ROWS = 4
+
+
+def equal(model, *_, **__):
+    """Each block takes one second."""
+    blocks = blocks_of(model)
+    return Times(blocks, dict.fromkeys(blocks, 1.0), dict.fromkeys(blocks, 0.0))
+
+
+@pytest.fixture
+def alike(monkeypatch):
+    """Have all blocks take the same time."""
+    monkeypatch.setattr(maps, "timed", equal)
+
+
+@pytest.fixture
+def usable(monkeypatch):
+    """Give devices so many bytes to use, by the devices."""
+
+    def give(limits):
+        monkeypatch.setattr(
+            "torchgpipe.planner.given.memory_total",
+            lambda device: limits.get(device, float("inf")) / USABLE,
+        )
+
+    return give
+
+
+def predicted(model, sizes, devices, arguments, chunks, mode):
+    """The device map with so many units on each device, and the memory that it is said to take."""
+    times = equal(model)
+    units = Units(*times)
+    footprint = Footprint(
+        recorded(model, times.blocks, arguments, {}, devices[0]),
+        maps.weights_of(model, times.blocks),
+        chunks,
+        checkpointed(mode, chunks),
+        2.0,
+    )
+    found = []
+    for a, b in pairwise(accumulate(sizes, initial=0)):
+        own = {x for names in [*units.members.values()][a:b] for x in names}
+        found.append(footprint.peak(own if a else {*own, None}))
+    return units.placed(devices, sizes), found
+
+
+MODELS = {
+    "blocks": (GPT, 1, [3, 3, 3]),
+    "loss outside": (partial(GPT, has_loss=False), 1, [3, 3, 3]),
+    "tied head": (partial(GPT, tied=True), 1, [3, 3, 2]),
+    "pair": (EncoderDecoder, 2, [3, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("chunks", some([1, 2, 8], [4]))
+@pytest.mark.parametrize("name", MODELS)
+def test_prediction_is_what_is_measured(devices, name, chunks, mode):
+    make, count, sizes = MODELS[name]
+    model, places = make(), devices[: len(sizes)]
+    arguments = tuple([tokens(ROWS) for _ in range(count)])
+    device_map, found = predicted(model, sizes, places, arguments, chunks, mode)
+    whole = [tokens(ROWS * chunks) for _ in range(count)]
+    memory = measured(model, device_map, whole, chunks, mode)
+    assert found == pytest.approx([*memory.values()], rel=0.05)
+
+
+def test_a_model_on_an_accelerator(devices):
+    """One block of each kind of a model on the CPU is looked at on a device, so all is as there."""
+    model = GPT()
+    _, found = predicted(model, [4, 5], devices[:2], (tokens(ROWS),), 4, "never")
+    sample = (tokens(ROWS).to(devices[7]),)
+    _, there = predicted(model.to(devices[7]), [4, 5], devices[:2], sample, 4, "never")
+    assert found == pytest.approx(there, rel=0.01)
+
+
+WIDES = (1024, 1024, 256, 64, 64, 64)
+
+
+def auto(model, devices, chunks, mode="never"):
+    """The map that is chosen."""
+    pipe = MappedGPipe(
+        model, "auto", sample=tokens(ROWS), devices=devices, chunks=chunks, checkpoint=mode
+    )
+    return pipe.device_map
+
+
+def copied(make):
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_map_that_fits_where_the_fastest_does_not(devices, usable, mode):
+    make, m, places = partial(GPT, WIDES), 4, devices[:2]
+    fastest = auto(copied(make), places, m, mode)
+    assert fastest["blocks.2"] == places[0]
+    whole = [tokens(ROWS * m)]
+    before = measured(copied(make), fastest, whole, m, mode)
+    limit = 0.95 * before[places[0]]
+    usable(dict.fromkeys(places, limit))
+    found = auto(copied(make), places, m, mode)
+    assert found != fastest
+    assert found["blocks.2"] == places[1]
+    assert max(measured(copied(make), found, whole, m, mode).values()) <= limit
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_map_that_fits_anyway_stays(devices, usable):
+    fastest = auto(GPT(), devices[:2], 2)
+    usable(dict.fromkeys(devices, 2.0**40))
+    assert auto(GPT(), devices[:2], 2) == fastest
+
+
+@pytest.mark.usefixtures("alike")
+def test_unequal_limits(devices, usable):
+    places, m = devices[:3], 4
+    fastest = auto(copied(GPT), places, m)
+    memory = measured(copied(GPT), fastest, [tokens(ROWS * m)], m, "never")
+    limits = dict(zip(places, [2.0**40, 0.6 * memory[places[1]], 2.0**40]))
+    usable(limits)
+    found = auto(copied(GPT), places, m)
+    counts = [[*found.values()].count(x) for x in places]
+    assert counts[1] < min(counts[0], counts[2])
+    memory = measured(copied(GPT), found, [tokens(ROWS * m)], m, "never")
+    assert all(memory[x] <= limits[x] for x in places)
+
+
+@pytest.mark.usefixtures("alike")
+def test_nothing_fits(devices, usable):
+    model, places = GPT(), devices[:2]
+    usable(dict.fromkeys(places, 1e6))
+    with pytest.raises(ValueError, match="must fit into the memory") as caught:
+        auto(model, places, 4)
+    text = str(caught.value)
+    assert f"{places[0]} lacks " in text
+    assert "(chunks: 4, checkpoint: never, the nearest map: " in text
+    assert "checkpoint='always', or smaller micro-batches" in text
+    # Neither the model nor its gradients are changed.
+    assert {x.device.type for x in model.parameters()} == {"cpu"}
+    assert all(x.grad is None for x in model.parameters())
+    with pytest.raises(ValueError, match="use more devices, or smaller"):
+        auto(model, places, 4, "always")
+
+
+@pytest.mark.usefixtures("alike")
+def test_ties_keep_blocks_together(devices, usable):
+    """The head comes to the first device, which gets fewer of the blocks between for that."""
+    make, places, m = partial(GPT, tied=True), devices[:2], 4
+    fastest = auto(copied(make), places, m)
+    whole = [tokens(ROWS * m)]
+    limit = 0.95 * measured(copied(make), fastest, whole, m, "never")[places[0]]
+    usable({places[0]: limit})
+    found = auto(copied(make), places, m)
+    assert found["embed"] == found["head"] == places[0]
+    assert [*found.values()].count(places[0]) < [*fastest.values()].count(places[0])
+    assert measured(copied(make), found, whole, m, "never")[places[0]] <= limit

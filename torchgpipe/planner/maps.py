@@ -1,0 +1,178 @@
+"""Device maps that fit: of all that do, the one whose slowest device is fastest.
+
+The blocks are measured where the model is, and the memory of a step is that of one micro-batch,
+recorded once. Each device gets blocks that follow each other, so all maps are searched, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import accumulate, chain, pairwise
+from math import hypot, inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.balance.device_map import Units, timed
+from torchgpipe.balance.evenest import evenest
+from torchgpipe.devices.streams import Device
+from torchgpipe.partition.arguments import checkpointed
+from torchgpipe.planner.cuts import cut
+from torchgpipe.planner.given import limits_of, state_of
+from torchgpipe.planner.map_memory import Footprint, Weights
+from torchgpipe.planner.sections import recorded
+
+__all__ = ["fitting_map"]
+
+
+def fitting_map(
+    places: Sequence[torch.device],
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    chunks: int,
+    checkpoint: str,
+) -> dict[str, Device]:
+    """Spread the blocks of a model over devices, as far as each has the memory.
+
+    Args:
+        places: the devices.
+        model: the model. It is not changed.
+        args: the arguments of a call, with the rows of a micro-batch.
+        kwargs: likewise.
+        chunks: the number of micro-batches.
+        checkpoint: the checkpoint mode.
+
+    Raises:
+        ValueError: there are fewer blocks than devices, no block takes any time, or nothing fits.
+    """
+    times = timed(model, *args, **kwargs)
+    units = Units(*times)
+    units.verify(places)
+    # Several entries of one device share its memory.
+    limits = [
+        x / places.count(y) for x, y in zip(limits_of(None, places, is_scheduled=False), places)
+    ]
+    fastest = evenest(units.costs, len(places), units.spreads)
+    if min(limits) == inf:
+        return units.placed(places, fastest)
+    footprint = Footprint(
+        recorded(model, times.blocks, args, kwargs, places[0]),
+        weights_of(model, times.blocks),
+        chunks,
+        checkpointed(checkpoint, chunks),
+        state_of(torch.optim.AdamW),
+    )
+    members = [*units.members.values()]
+
+    @cache
+    def peak(start: int, stop: int) -> float:
+        # What belongs to no block goes with the first one.
+        own = chain([None] if not start else [], *members[start:stop])
+        return footprint.peak({*own})
+
+    if exceeds(fastest, limits, peak):
+        fastest = fitted(units.costs, units.spreads, limits, peak)
+    over = exceeds(fastest, limits, peak)
+    if over:
+        raise too_large(places, over, chunks, checkpoint)
+    return units.placed(places, fastest)
+
+
+def exceeds(
+    sizes: Sequence[int], limits: Sequence[float], peak: Callable[[int, int], float]
+) -> dict[int, float]:
+    """By how many bytes devices have too little, by their numbers; those with enough are left out.
+
+    Args:
+        sizes: the number of units of each device.
+        limits: the bytes of each device.
+        peak: the most bytes that a device needs for units from one number to another.
+    """
+    ends = pairwise(accumulate(sizes, initial=0))
+    found = {j: peak(*block) - limit for j, (block, limit) in enumerate(zip(ends, limits))}
+    return {j: x for j, x in found.items() if x > 0}
+
+
+def fitted(
+    costs: Sequence[float],
+    spreads: Sequence[float],
+    limits: Sequence[float],
+    peak: Callable[[int, int], float],
+) -> list[int]:
+    """Cut units into blocks that fit, of which the slowest is as fast as can be.
+
+    Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
+    fits, it is the cut that needs the least beyond a device's memory.
+
+    Args:
+        costs: the cost of each unit.
+        spreads: how far these may be off.
+        limits: the bytes of each device.
+        peak: the most bytes that a device needs for units from one number to another.
+
+    Returns:
+        The number of units of each device.
+    """
+    n, count = len(costs), len(limits)
+    sums = [0.0, *accumulate(costs)]
+
+    def lacking(j: int, start: int, stop: int) -> float:
+        return max(0.0, peak(start, stop) - limits[j])
+
+    def cost(j: int, start: int, stop: int) -> float:
+        return inf if lacking(j, start, stop) else sums[stop] - sums[start]
+
+    found = cut(n, count, cost)
+    ends = [*accumulate(found, initial=0)]
+    bound = max(cost(j, a, b) for j, (a, b) in enumerate(pairwise(ends)))
+    if bound == inf:
+        return cut(n, count, lacking)
+    least: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for j in range(count):
+        now: dict[int, tuple[float, list[int]]] = {}
+        for start, (squares, sizes) in least.items():
+            for stop in range(start + 1, n - (count - j - 1) + 1):
+                own = cost(j, start, stop)
+                noise = hypot(*map(min, spreads[start:stop], costs[start:stop]))
+                if own > bound + noise:
+                    continue
+                total = squares + own * own
+                if stop not in now or total < now[stop][0]:
+                    now[stop] = total, [*sizes, stop - start]
+        least = now
+    return least[n][1]
+
+
+def weights_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str | None, Weights]:
+    """The memory of the weights of each block, and under None of what belongs to none.
+
+    A weight that several blocks share counts for the last one of them, the first in backward.
+    """
+    owners: dict[Tensor, str | None] = {}
+    for name, module in ((None, model), *blocks.items()):
+        owners |= dict.fromkeys(chain(module.parameters(), module.buffers()), name)
+    found: dict[str | None, list[Tensor]] = {}
+    for x, name in owners.items():
+        found.setdefault(name, []).append(x)
+    return {
+        name: Weights(sum(x.nbytes for x in own), sum(x.nbytes for x in own if x.requires_grad))
+        for name, own in found.items()
+    }
+
+
+def too_large(
+    places: Sequence[torch.device], over: Mapping[int, float], chunks: int, checkpoint: str
+) -> ValueError:
+    """The error that no map fits, with what the nearest one lacks."""
+    lacking = ", ".join(f"{places[j]} lacks {round(x)} bytes" for j, x in over.items())
+    again = "" if checkpoint == "always" else "checkpoint='always', "
+    return ValueError(
+        "a model must fit into the memory of its devices, with its gradients and the state of "
+        f"AdamW (chunks: {chunks}, checkpoint: {checkpoint}, the nearest map: {lacking}); use "
+        f"more devices, {again}or smaller micro-batches, which are more chunks of the same "
+        "mini-batch and a sample with fewer rows, or pass a device map of your own"
+    )
