@@ -53,9 +53,7 @@ def fitting_map(
     units = Units(*times)
     units.verify(places)
     # Several entries of one device share its memory.
-    limits = [
-        x / places.count(y) for x, y in zip(limits_of(None, places, is_scheduled=False), places)
-    ]
+    limits = [x / places.count(y) for x, y in zip(limits_of(None, places), places)]
     fastest = evenest(units.costs, len(places), units.spreads)
     if min(limits) == inf:
         return units.placed(places, fastest)

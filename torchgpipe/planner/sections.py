@@ -232,7 +232,7 @@ class Recorder:
             losses = [x for x in roots if not x.dim()]
             self._settle(outputs)
             if roots:
-                root = Root.apply(*(losses or roots))
+                root = Root.apply(list, *(losses or roots))
                 del outputs, roots
                 self._sweep(self._backward(root, weights, inputs))
         return Sections(self.sections, [*self._values()], given, bool(losses))
