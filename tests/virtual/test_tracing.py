@@ -117,6 +117,23 @@ def test_mapped(devices, mode):
     assert len([x for x in rows if x.device == str(devices[0])]) == 2
 
 
+@pytest.mark.parametrize("wrapper", [GPipe, MappedGPipe])
+def test_input_that_wants_a_gradient(devices, wrapper):
+    """Each micro-batch's backward ends by itself, though all of them are of one input."""
+    layers = nn.Sequential(Kept(1), Kept(1))
+    if wrapper is GPipe:
+        model = GPipe(layers, [1, 1], devices=devices[:2], chunks=4, checkpoint="never")
+    else:
+        model = MappedGPipe(
+            layers, {"0": devices[0], "1": devices[1]}, chunks=4, checkpoint="never"
+        )
+    x = torch.rand(4, 1, device=devices[0], requires_grad=True)
+    with observe(bandwidth=links(devices[:2])), trace(model) as timeline:
+        model(x).sum().backward()
+    first = [x for x in timeline.step().spans if x.kind == "B" and x.stage == 0]
+    assert [float(x.time) for x in first] == [2] * 4
+
+
 def test_graphs(devices):
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     model = GPipe(layers, [1] * 3, devices=devices[:3], chunks=4, checkpoint="never")

@@ -5,8 +5,8 @@ layers, and its second run likewise. Its backward begins when the node behind it
 run, and ends when the node before its input is. Hooks of nodes tell both, on the stream of the
 node: they change neither the graph nor what it computes.
 
-The first cells of a model have no node before their input. There, the node that was recorded first
-runs last, so the graph of the cell is searched for it.
+The first cells of a model have no node of their own before their input. There, the node that was
+recorded first runs last, so the graph of the cell is searched for it.
 
 A hook takes ten microseconds of the host. On the CPU, autograd computes one cell after another, so
 a backward ends where the next one begins, and only the first micro-batch, which comes last, needs
@@ -109,8 +109,9 @@ class Recording:
         before: set[Node | None] = set()
         number = 0
         if is_ended:
-            # The layers let go of their input, so it is not kept here.
-            before = {x.grad_fn for x in tensors(value) if x.requires_grad}
+            # The layers let go of their input, so it is not kept here. All micro-batches of the
+            # caller's input may have one node, which runs behind the last of them.
+            before = {x.grad_fn for x in tensors(value) if x.requires_grad and forward.stage}
             number = next_number()
         self.recorder.begin(forward)
         output = run(value, **more)
