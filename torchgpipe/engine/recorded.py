@@ -207,14 +207,14 @@ def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
 
 
 def _first(nodes: Iterable[Node], number: int) -> Node:
-    """The node that was recorded first, of all that lead to some nodes.
+    """The node that was recorded first, of all since a number that lead to some nodes.
 
     A search that goes on from the lowest number is there soon: where layers add to a sum, it goes
     along the sum.
 
     Args:
         nodes: the nodes.
-        number: the number of the first node, unless nothing leads from that one to these.
+        number: the number of the next node when the cell began.
     """
     count = itertools.count()
     waiting = [(number_of(x), next(count), x) for x in nodes]
@@ -227,7 +227,8 @@ def _first(nodes: Iterable[Node], number: int) -> Node:
         if first[0] == number:
             break
         for above, _ in entry[2].next_functions:
-            if above is not None and above not in found:
+            # What is older belongs to the caller, or to another cell.
+            if above is not None and above not in found and number_of(above) >= number:
                 found.add(above)
                 heapq.heappush(waiting, (number_of(above), next(count), above))
     return first[2]
