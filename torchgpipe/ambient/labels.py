@@ -77,11 +77,9 @@ class Labelled:
         put(self._outer)
 
 
-def of(
-    kind: str, stage: int, microbatch: int, target: int | None = None, layer: str = "", of: str = ""
-) -> Label | None:
-    """Make a label, if somebody observes; the arguments are those of :class:`Label`."""
-    return None if observer is None else Label(kind, stage, microbatch, target, layer, of)
+def of(kind: str, stage: int, microbatch: int, target: int | None = None) -> Label | None:
+    """Make the label of a cell or a copy, if somebody observes."""
+    return None if observer is None else Label(kind, stage, microbatch, target)
 
 
 def within(label: Label | None) -> AbstractContextManager[Any]:

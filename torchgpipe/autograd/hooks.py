@@ -13,7 +13,8 @@ __all__: list[str] = []
 def before_node(tensor: Tensor, hook: Callable[..., None]) -> None:
     """Call a function each time when the node behind a tensor, if any, is about to run.
 
-    A hook of the node does the same, and takes twice as long on the host.
+    A hook of the node does the same, and takes twice as long on the host. This one is also called
+    if a backward ends in front of the node.
     """
     node = tensor.grad_fn
     if node is None:

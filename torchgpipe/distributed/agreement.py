@@ -23,8 +23,8 @@ from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
-#: The dtypes that a loss may have, in an order that all processes know.
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+#: The dtypes that a sum of losses may have, in an order that all processes know.
+DTYPES = (torch.float32, torch.float64)
 
 
 class Agreed(NamedTuple):

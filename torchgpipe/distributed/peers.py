@@ -74,7 +74,10 @@ class Peers:
         return group
 
     def gathered(self, numbers: Sequence[float]) -> list[list[Any]]:
-        """The numbers of all processes: whole numbers of 63 bits, or floats of 64 bits."""
+        """The numbers of all processes: whole numbers of 63 bits, or floats of 64 bits.
+
+        All processes pass whole numbers alone, or each passes a float.
+        """
         whole = all(isinstance(x, int) for x in numbers)
         own = torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64)
         found = [torch.empty_like(own) for _ in range(self.size)]

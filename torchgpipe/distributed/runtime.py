@@ -55,17 +55,17 @@ class Runtime:
             found = [(does, ops) for does, ops in forward if ops]
         #: What to call, in order.
         self._actions = [self._bound(does, ops) for does, ops in found]
-        #: The same for steps whose messages have forms that are known before.
-        self._early = self._actions
+        #: The same for steps whose messages have forms that both ends know before.
+        self._actions_if_known = self._actions
         placement = mail.routes.placement
         # Messages of several stages would overtake each other.
         if mail.device == CPU and len({*placement}) == len(placement):
-            self._early = [self._bound(does, ops) for does, ops in earlier(found)]
+            self._actions_if_known = [self._bound(does, ops) for does, ops in earlier(found)]
 
     def run(self) -> None:
         """Go through the actions of a step."""
         # Receiving the first of its form waits for the sender.
-        for action in self._early if self._mail.forms_are_known else self._actions:
+        for action in self._actions_if_known if self._mail.forms_are_known else self._actions:
             action()
         self._mail.wait_for_sent()
 

@@ -31,7 +31,7 @@ class Worker(Executor):
     Args:
         routes: in which process each stage is.
         tied: the weights of several processes.
-        quiet: whether no process has drawn random numbers in the step before this one.
+        quiet: whether no layer is expected to draw random numbers, as all processes have agreed.
         *args: the arguments of :class:`~torchgpipe.executor.executor.Executor`, for a plan with one
             worker.
     """

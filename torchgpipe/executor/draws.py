@@ -58,7 +58,7 @@ class Draws:
         Args:
             step: the step.
             plan: its plan.
-            quiet: whether others know that no layer draws.
+            quiet: whether no layer is expected to draw, as all processes have agreed.
         """
         self._step = step
         counts = Counter(map(generator_of, plan.devices))
@@ -70,6 +70,7 @@ class Draws:
         # guard: quiet steps
         self._free = quiet or (bool(self._shared) and flags == self._quiet)
         if quiet:
+            # Cells leave all generators alone, not only those that several workers share.
             self._shared = {*counts}
         try:
             yield

@@ -78,7 +78,7 @@ class Executor:
     """One step of a schedule.
 
     Attributes:
-        quiet: whether others know that no layer draws random numbers.
+        quiet: whether no layer is expected to draw random numbers. Several processes agree on it.
 
     Args:
         crew: what lasts from step to step.

@@ -100,7 +100,7 @@ class Observation:
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the cells, to be printed or drawn; without spans if there are none."""
+        """The timeline of the cells, to be printed or drawn; empty if no wrapper computed any."""
         spans = self.spans
         return Timeline(cells(spans) if any(span.computes for span in spans) else [])
 

@@ -110,7 +110,7 @@ class Timeline:
     def __str__(self) -> str:
         if not self.spans:
             return (
-                "no spans: no step of the model ran within the trace; call the model, and "
+                "no cells: no step of a wrapped model ran within the block; call the model, and "
                 "loss.backward(), within the with block"
             )
         last = self.step()
