@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from torchgpipe.planner.room import Room
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
+
+#: The most bytes of each device.
+Memory: TypeAlias = Mapping[torch.device, int]
 
 __all__ = ["GPipe"]
 
@@ -245,11 +248,11 @@ class GPipe(Settings, nn.Module):
         )
 
     def _predict(
-        self, time: float, memory: Mapping[Any, int], name: str | None = None, room: Any = None
+        self, time: float, memory: Memory, name: str | None = None, room: Room | None = None
     ) -> None:
         """Take note of what a plan has predicted for the settings as they are now."""
+        # No plan knows that partitions on the CPU compute one after another.
         if self._devices.count(CPU) > 1:
-            # No plan knows that partitions on the CPU compute one after another.
             return
         sizes = {str(device): size for device, size in memory.items()}
         found = Prediction(time, sizes, self.chunks, self._modes, name)

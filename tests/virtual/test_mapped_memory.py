@@ -5,6 +5,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
 from tests.support.size import some
@@ -177,3 +179,83 @@ def test_ties_keep_blocks_together(devices, usable):
     assert found["embed"] == found["head"] == places[0]
     assert [*found.values()].count(places[0]) < [*fastest.values()].count(places[0])
     assert measured(copied(make), found, whole, m, "never")[places[0]] <= limit
+
+
+class Lower(GPT):
+    """A GPT whose embedding and first blocks are frozen."""
+
+    def __init__(self):
+        super().__init__()
+        for frozen in (self.embed, *self.blocks[:3]):
+            frozen.requires_grad_(False)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_blocks_that_look_alike_and_are_frozen(devices, mode):
+    """The blocks have the same weights, and some of them keep nothing for backward."""
+    model = Lower()
+    device_map, found = predicted(model, [3, 3, 3], devices[:3], (tokens(ROWS),), 4, mode)
+    memory = measured(model, device_map, [tokens(ROWS * 4)], 4, mode)
+    assert found == pytest.approx([*memory.values()], rel=0.05)
+
+
+class Sparse(GPT):
+    """A GPT with a sparse gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(*self.embed.weight.shape, sparse=True)
+
+
+class Reentrant(GPT):
+    """A GPT whose blocks compute again by themselves, in a way that takes part in no other one."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.norm(x)).square().mean()
+
+
+class Complex(GPT):
+    """A GPT that returns complex numbers."""
+
+    def __init__(self):
+        super().__init__(has_loss=False)
+
+    def forward(self, tokens):
+        return torch.view_as_complex(super().forward(tokens).unflatten(-1, (-1, 2)))
+
+
+@pytest.mark.usefixtures("alike")
+def test_complex_output(devices, usable):
+    usable(dict.fromkeys(devices, 2**30))
+    assert len({*auto(Complex(), devices[:2], 2).values()}) == 2
+
+
+def test_sparse_gradients():
+    """Virtual accelerators have none, so a model on the CPU is recorded there alone."""
+    model = Sparse()
+    found = recorded(model, blocks_of(model), (tokens(ROWS),), {})
+    assert found.sections[0].block is None
+    assert model.embed.weight.grad is None
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_sample_whose_backward_fails(devices, usable):
+    """Times alone choose the map, as where no memory is limited, and a warning says so."""
+    usable(dict.fromkeys(devices, 2**30))
+    with pytest.warns(UserWarning, match="goes by times alone.*RuntimeError"):
+        found = auto(Reentrant(), devices[:2], 2)
+    assert len({*found.values()}) == 2
+
+
+def test_a_block_too_large_for_the_first_device(devices, monkeypatch):
+    """What the CPU keeps has to do."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("torchgpipe.planner.sections.copied", full)
+    _, found = predicted(GPT(), [4, 5], devices[:2], (tokens(ROWS),), 4, "never")
+    assert all(x > 0 for x in found)

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import pickle
 import random
 import re
 from functools import partial
@@ -204,6 +205,17 @@ def test_wrapped(devices):
     assert isinstance(without.best.wrap(layers), GPipe)
     assert without.best.schedule is None
     assert 0 < without.best.bubble < 1
+
+
+def test_plans_can_be_pickled(devices):
+    layers, x, y, options, _ = random_case(9, devices)
+    plans = planned(layers, x, options)
+    found = pickle.loads(pickle.dumps(plans)).best
+    model = found.wrap(layers)
+    places = found.devices[0], found.devices[-1]
+    with observe(bandwidth=links(range(8))), trace(model) as timeline:
+        model(x.to(places[0]), y.to(places[1])).backward()
+    assert timeline.step().makespan == pytest.approx(plans.best.time)
 
 
 def test_what_does_not_fit_is_computed_again(devices):

@@ -85,7 +85,8 @@ class Root(torch.autograd.Function):
     def forward(ctx: Any, begin: Callable[[], None], *tensors: Tensor) -> Tensor:
         ctx.begin = begin
         ctx.metas = [(x.shape, x.dtype, x.device) for x in tensors]
-        return tensors[0].new_zeros(())
+        # The number is real, whatever the tensors are.
+        return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -120,12 +120,12 @@ class Device:
     """
 
     def __init__(self, footprint: Footprint, blocks: Collection[str | None]) -> None:
-        found, self._all = footprint, footprint.found.sections
-        self._chunks, self._again = found.chunks, found.again
-        own = sorted(k for x in blocks for k in found.own.get(x, ()))
+        self._all = footprint.found.sections
+        self._chunks, self._again = footprint.chunks, footprint.again
+        own = sorted(k for x in blocks for k in footprint.own.get(x, ()))
         self._own, self._numbers = own, {*own}
-        self._firsts = {x: found.own[x][0] for x in blocks if x in found.own}
-        values = [*dict.fromkeys(x for block in blocks for x in found.touched.get(block, ()))]
+        self._firsts = {x: footprint.own[x][0] for x in blocks if x in footprint.own}
+        values = [*dict.fromkeys(x for block in blocks for x in footprint.touched.get(block, ()))]
         is_first = None in blocks
         self._shares = [
             share for x in values if (share := self._share(x, is_first=is_first)) is not None
@@ -135,15 +135,16 @@ class Device:
         self._last = _by(self._shares, lambda x: [x.last])
         self._release = _by(self._shares, lambda x: [x.release])
         self._cells = [self._cell(is_again=x) for x in (False, True)]
-        self._weights = {x: found.weights.get(x, Weights()).trainable for x in blocks}
+        self._weights = {x: footprint.weights.get(x, Weights()).trainable for x in blocks}
         #: What the caller has here for the whole of a step.
-        self._base = found.least(blocks) + (found.chunks * found.found.given if is_first else 0)
+        given = footprint.chunks * footprint.found.given
+        self._base = footprint.least(blocks) + (given if is_first else 0)
         outputs = [x for x in values if x.output and x.made in self._numbers]
         #: What the caller gets of a micro-batch, and what of it nobody keeps anyway.
         self._output = sum(x.output for x in outputs)
         self._loose = sum(x.size for x in outputs if not x.savers & self._numbers)
         #: The gradient that a loss outside makes of the output of all micro-batches.
-        self._outside = 0 if found.found.has_loss else found.chunks * self._output
+        self._outside = 0 if footprint.found.has_loss else footprint.chunks * self._output
 
     def _share(self, value: Value, *, is_first: bool) -> Share | None:
         used = sorted(value.users.keys() & self._numbers)
@@ -155,7 +156,8 @@ class Device:
             return None
         savers = value.savers & self._numbers
         is_called = is_here and self._all[value.made].is_call
-        stored = any(self._all[k].is_call for k in used)
+        # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
+        stored = any(self._all[k].is_call and self._all[k].alone for k in used)
         stored = stored or any(not self._all[k].is_call for k in savers)
         slot = is_called and value.made in savers
         return Share(

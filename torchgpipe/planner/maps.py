@@ -6,6 +6,7 @@ recorded once. Each device gets blocks that follow each other, so all maps are s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.notes import warn
 from torchgpipe.balance.device_map import Units, timed
 from torchgpipe.balance.evenest import evenest
-from torchgpipe.devices.streams import Device
+from torchgpipe.devices.streams import CPU, Device, has_streams
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.planner.cuts import cut
 from torchgpipe.planner.given import limits_of, state_of
@@ -57,8 +59,18 @@ def fitting_map(
     fastest = evenest(units.costs, len(places), units.spreads)
     if min(limits) == inf:
         return units.placed(places, fastest)
+    there = next((x for x in places if has_streams(x)), CPU)
+    try:
+        sections = recorded(model, times.blocks, args, kwargs, there)
+    except RuntimeError as error:
+        warn(
+            "the memory of a model is seen in a backward of its sample, which has failed here, so "
+            f"the device map 'auto' goes by times alone ({type(error).__name__}: {error}); pass a "
+            "device map of your own if a device has too little memory"
+        )
+        return units.placed(places, fastest)
     footprint = Footprint(
-        recorded(model, times.blocks, args, kwargs, places[0]),
+        sections,
         weights_of(model, times.blocks),
         chunks,
         checkpointed(checkpoint, chunks),
@@ -72,15 +84,15 @@ def fitting_map(
         own = chain([None] if not start else [], *members[start:stop])
         return footprint.peak({*own})
 
-    if exceeds(fastest, limits, peak):
+    if excesses(fastest, limits, peak):
         fastest = fitted(units.costs, units.spreads, limits, peak)
-    over = exceeds(fastest, limits, peak)
+    over = excesses(fastest, limits, peak)
     if over:
         raise too_large(places, over, chunks, checkpoint)
     return units.placed(places, fastest)
 
 
-def exceeds(
+def excesses(
     sizes: Sequence[int], limits: Sequence[float], peak: Callable[[int, int], float]
 ) -> dict[int, float]:
     """By how many bytes devices have too little, by their numbers; those with enough are left out.
@@ -166,7 +178,10 @@ def too_large(
     places: Sequence[torch.device], over: Mapping[int, float], chunks: int, checkpoint: str
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
-    lacking = ", ".join(f"{places[j]} lacks {round(x)} bytes" for j, x in over.items())
+    sums = Counter({places[j]: 0 for j in over})
+    for j, size in over.items():
+        sums[places[j]] += round(size)
+    lacking = ", ".join(f"{place} lacks {size} bytes" for place, size in sums.items())
     again = "" if checkpoint == "always" else "checkpoint='always', "
     return ValueError(
         "a model must fit into the memory of its devices, with its gradients and the state of "

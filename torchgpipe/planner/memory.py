@@ -22,13 +22,14 @@ __all__ = ["Issued", "issued", "peaks"]
 
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
-#: decides which one is ahead; these are the most that the fence allows for. It knows when a cell
-#: begins whose input needs no gradient, and when another one ends.
+#: decides which one is ahead. Where the caller issues forward, these are the most that the fence
+#: allows for: it knows when a cell begins whose input needs no gradient, and when another one ends.
 EARLY_AT_FIRST, EARLY = 2, 1
 
-#: The share of these micro-batches whose gradients of skips are early, too. They come from several
-#: devices, and on virtual accelerators between none and all of them were early.
-HALF = 0.5
+#: The share of the early micro-batches whose gradients of skips are counted as early, too. These
+#: come from several devices, and on virtual accelerators between none and all of them were early.
+#: So this is the middle, and no bound.
+EARLY_SKIPS = 0.5
 
 
 class Issued(NamedTuple):
@@ -195,7 +196,7 @@ def peaks(
                 # The gradients of the last stage come from the loss, all at once.
                 most_early = (EARLY if j else EARLY_AT_FIRST) if j < last else 0
                 early = min(most_early, order.microbatches - 1 - backwards[j]) * (
-                    stage.output + HALF * sum(x.gradient for x in stage.stashed.values())
+                    stage.output + EARLY_SKIPS * sum(x.gradient for x in stage.stashed.values())
                 )
                 most, more = early + stage.adding[number], left(j)
             during(w, most - output)

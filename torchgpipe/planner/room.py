@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,12 @@ class Room:
     def __init__(self, problem: Problem, places: Sequence[torch.device]) -> None:
         self._problem = problem
         self._limits = dict(zip(places, problem.memory))
-        self._search = Search(problem)
+        #: The search for some number of rows, made when it is asked for.
+        self._search: Search | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Its caches cannot be pickled.
+        return {**self.__dict__, "_search": None}
 
     def excess(
         self,
@@ -59,7 +65,7 @@ class Room:
             return None
         if sum(balance) != len(problem.layers) - problem.has_loss or not rows:
             return None
-        if rows != self._search.problem.batch:
+        if self._search is None or rows != self._search.problem.batch:
             share = rows / problem.batch
             given, targets = share * problem.given, share * problem.targets
             self._search = Search(replace(problem, batch=rows, given=given, targets=targets))

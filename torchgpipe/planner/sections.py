@@ -123,37 +123,41 @@ def recorded(
             runs there, too.
     """
     recorder = Recorder(model)
-    found = recorder.record(model, blocks, args, kwargs)
+    # The model may change its arguments in place.
+    found = recorder.record(model, blocks, *_torch.tree_map(_cloned, (args, kwargs)))
     if not has_streams(device):
         return found
-    there: dict[object, Section] = {}
+    there: dict[object, Section | None] = {}
     for k, section in enumerate(found.sections):
         if section.block is None or not section.is_call:
             continue
         block, kind = blocks[section.block], recorder.kinds[k]
         if next(block.parameters()).device.type == "cpu":
-            if kind not in there:
-                there[kind] = _on(device, block, *recorder.calls[kind])
-            other = there[kind]
-            section.kept, section.forward = other.kept, other.forward
-            section.alone, section.adding = other.alone, other.adding
+            # Blocks that look alike may be frozen, or have settings that do less.
+            key = kind, section.kept, section.forward, section.alone, section.adding
+            if key not in there:
+                there[key] = _on(device, block, *recorder.calls[kind])
+            other = there[key]
+            if other is not None:
+                section.kept, section.forward = other.kept, other.forward
+                section.alone, section.adding = other.alone, other.adding
     return found
 
 
-def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Section:
-    """Record the call of a copy of a block on a device."""
+def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Section | None:
+    """Record the call of a copy of a block on a device; None if the device is too small for it."""
 
     def brought(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        # A block may change its arguments in place, which autograd forbids for leaves.
-        return x.to(device).detach().requires_grad_(x.requires_grad).clone()
+        return _cloned(x.to(device)) if isinstance(x, Tensor) else x
 
-    copy = copied(block, device)
     with use_device(device), torch.inference_mode(False), torch.enable_grad():
-        args, kwargs = _torch.tree_map(brought, (args, kwargs))
-        recorder = Recorder(copy)
-        recorder.record(copy, {"": copy}, args, kwargs)
+        try:
+            copy = copied(block, device)
+            args, kwargs = _torch.tree_map(brought, (args, kwargs))
+            recorder = Recorder(copy)
+            recorder.record(copy, {"": copy}, args, kwargs)
+        except torch.OutOfMemoryError:
+            return None
     return recorder.sections[1]
 
 
@@ -319,8 +323,9 @@ class Recorder:
 
     def _weigh(self, grad: Tensor) -> Tensor:
         """Take note of the gradient of a weight, and let go of it, since all may not fit."""
-        if grad.layout == torch.strided:
-            self._grads.add(_memory(grad))
+        if grad.layout != torch.strided:
+            return grad
+        self._grads.add(_memory(grad))
         return grad.new_zeros(()).expand_as(grad)
 
     def _section(self) -> int:
@@ -409,6 +414,11 @@ def _watching(note: Callable[[Any, Any], None]) -> Any:
             return output
 
     return Mode()
+
+
+def _cloned(x: Any) -> Any:
+    # What is changed in place must be no leaf.
+    return _detached(x).clone() if isinstance(x, Tensor) else x
 
 
 def _detached(x: Any) -> Any:

@@ -13,7 +13,7 @@ from torchgpipe import MappedGPipe
 from torchgpipe.balance.device_map import Times, blocks_of
 from torchgpipe.planner import maps
 from torchgpipe.planner.map_memory import Weights
-from torchgpipe.planner.maps import exceeds, fitted, too_large, weights_of
+from torchgpipe.planner.maps import excesses, fitted, too_large, weights_of
 
 
 def every_cut(n, count):
@@ -36,7 +36,7 @@ def test_no_other_cut_is_better(seed):
         return max(sum(costs[a:b]) for a, b in pairwise(accumulate(cut, initial=0)))
 
     def lack(cut):
-        return max([0.0, *exceeds(cut, limits, peak).values()])
+        return max([0.0, *excesses(cut, limits, peak).values()])
 
     found = fitted(costs, [0.0] * n, limits, peak)
     fits = [cut for cut in every_cut(n, count) if not lack(cut)]
@@ -54,8 +54,8 @@ def test_noise_leaves_the_choice_of_the_evenest():
 
 
 def test_exceeds():
-    assert exceeds([1, 2], [1.0, 3.0], lambda a, b: 2.0 * (b - a)) == {0: 1.0, 1: 1.0}
-    assert exceeds([1, 2], [2.0, 4.0], lambda a, b: 2.0 * (b - a)) == {}
+    assert excesses([1, 2], [1.0, 3.0], lambda a, b: 2.0 * (b - a)) == {0: 1.0, 1: 1.0}
+    assert excesses([1, 2], [2.0, 4.0], lambda a, b: 2.0 * (b - a)) == {}
 
 
 class Model(nn.Module):
@@ -100,7 +100,7 @@ def test_entries_of_one_device_share_its_memory(monkeypatch):
 
     seen = []
     monkeypatch.setattr(maps, "timed", equal)
-    monkeypatch.setattr(maps, "exceeds", lambda _, limits, __: seen.append(limits) or {})
+    monkeypatch.setattr(maps, "excesses", lambda _, limits, __: seen.append(limits) or {})
     monkeypatch.setattr("torchgpipe.planner.given.memory_total", lambda _: 1000)
     MappedGPipe(Model(), "auto", sample=torch.rand(2, 8), devices=["cpu"] * 3)
     assert seen[0] == pytest.approx([300] * 3)
