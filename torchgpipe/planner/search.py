@@ -34,7 +34,7 @@ __all__ = ["Problem", "Setting", "Trial", "search"]
 
 #: How many instructions are timed, in all trials together, before nothing more is improved. A
 #: million take about 0.8 seconds.
-EFFORT = 60_000_000
+EFFORT = 50_000_000
 #: How many times as long it takes to count the memory of an instruction as to time it, and to find
 #: out what it waits for.
 COUNTING, REHEARSING = 3, 45
