@@ -251,7 +251,7 @@ def test_a_sample_whose_backward_fails(devices, usable):
 
 
 def test_a_block_too_large_for_the_first_device(devices, monkeypatch):
-    """What the CPU keeps has to do."""
+    """The figures of the CPU are taken for it."""
 
     def full(*_):
         raise torch.OutOfMemoryError("full")
