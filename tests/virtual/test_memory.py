@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, Scale, assert_no_races
 from tests.virtual.stages import SEEDS, own_streams
 from torchgpipe import GPipe
 from torchgpipe.devices.pool import StreamPool
@@ -21,17 +21,6 @@ from torchgpipe.testing import observe
 
 ROWS, WIDTH = 4, 256
 ACTIVATION = ROWS * WIDTH * 4
-
-
-class Scale(nn.Module):
-    """A layer that saves its input, and has a parameter of almost no size."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.weight
 
 
 def promise(mode, m, layers, *, first):

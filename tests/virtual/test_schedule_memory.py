@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, Scale, assert_no_races
 from tests.support.schedules import workers_of
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss
@@ -21,17 +21,6 @@ BESIDES = 6
 
 NAMES = ("fill_drain", "1f1b", "zbh1", "zbh2", "zbv")
 NAMES += ("v_half", "v_min", "interleaved", "dualpipe_v") if SOAK else ()
-
-
-class Scale(nn.Module):
-    """A layer that saves its input for the weight, which has almost no size."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.weight
 
 
 def squares(output, target):

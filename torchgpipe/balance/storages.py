@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,17 +21,7 @@ class LiveStorages:
         self._made: dict[StorageWeakRef, int] = {}
         #: The most bytes that lived at the same time.
         self.highest = 0
-        add = self.add
-
-        class Mode(_torch.DispatchMode):  # type: ignore[misc]
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                output = func(*args, **(kwargs or {}))
-                add((args, kwargs), output)
-                return output
-
-        self._mode = Mode()
+        self._mode = watching(self.add)
 
     def __enter__(self) -> LiveStorages:
         self._mode.__enter__()
@@ -51,6 +42,24 @@ class LiveStorages:
     def sizes(self) -> list[int]:
         """The bytes of each storage that still lives."""
         return [size for reference, size in self._made.items() if not reference.expired()]
+
+
+def watching(note: Callable[[Any, Any], None]) -> Any:
+    """Context manager that calls a function with the inputs and the output of each operator.
+
+    Operators of backward are among them, wherever it runs in a thread of the block.
+    """
+
+    # To mypy, PyTorch's class is any object.
+    class Mode(_torch.DispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            output = func(*args, **(kwargs or {}))
+            note((args, kwargs), output)
+            return output
+
+    return Mode()
 
 
 def _storages(values: Any) -> list[Any]:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchgpipe.planner.backward import SUMMED
-from torchgpipe.planner.skips import ways
-from torchgpipe.planner.stages import Stage
+from torchgpipe.planner.stages import Stage, ways
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.skip.namespace import Skip

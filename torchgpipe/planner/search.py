@@ -19,8 +19,7 @@ from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.lines import Line
 from torchgpipe.planner.memory import Issued, issued, peaks
-from torchgpipe.planner.skips import ways
-from torchgpipe.planner.stages import Stage, stage_of
+from torchgpipe.planner.stages import Stage, stage_of, ways
 from torchgpipe.planner.ties import are_together
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule

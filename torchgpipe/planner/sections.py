@@ -8,7 +8,7 @@ tells which section the node belongs to.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchgpipe import _torch
 from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.balance.device_map import hooked, kind_of, unchanged
 from torchgpipe.balance.sandbox import copied
+from torchgpipe.balance.storages import watching
 from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.backward import Root
@@ -222,7 +223,7 @@ class Recorder:
         given = sum(x.value.size for x in self._pieces.values())
         weights = [x for x in model.parameters() if x.requires_grad]
         inputs = [x for x in _strided((args, kwargs)) if x.requires_grad]
-        with _watching(self._note):
+        with watching(self._note):
             with (
                 hooked(blocks, self._enter, self._leave),
                 saved_tensors_hooks(self._save, lambda x: x),
@@ -400,20 +401,6 @@ def _most(changes: Iterable[tuple[int, int]], first: int, last: int) -> int:
             most = max(most, now)
         now += change
     return max(most, now)
-
-
-def _watching(note: Callable[[Any, Any], None]) -> Any:
-    """Call a function with the inputs and the output of each operator, in backward, too."""
-
-    class Mode(_torch.DispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            output = func(*args, **(kwargs or {}))
-            note((args, kwargs), output)
-            return output
-
-    return Mode()
 
 
 def _cloned(x: Any) -> Any:

@@ -1,15 +1,11 @@
-"""The skips of a layer, and those that lead from one partition to another."""
+"""The skips of a layer, and their ends in partitions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchgpipe.balance.sandbox import Sandbox
 from torchgpipe.skip.namespace import Skip
-
-if TYPE_CHECKING:
-    from torchgpipe.planner.stages import Stage
 
 __all__: list[str] = []
 
@@ -72,13 +68,3 @@ class End(NamedTuple):
 def popped_from(sandbox: Sandbox) -> list[Skip]:
     """The skips that the layer of a sandbox pops."""
     return [skip for skip in sandbox.batch.skips if skip not in sandbox.output.skips]
-
-
-def ways(stages: Sequence[Stage]) -> dict[tuple[int, int], list[Skip]]:
-    """The skips between each pair of stages that some lead from and to."""
-    source = {skip: j for j, stage in enumerate(stages) for skip in stage.stashed}
-    found: dict[tuple[int, int], list[Skip]] = {}
-    for k, stage in enumerate(stages):
-        for skip in stage.popped:
-            found.setdefault((source[skip], k), []).append(skip)
-    return dict(sorted(found.items()))

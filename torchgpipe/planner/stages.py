@@ -16,7 +16,7 @@ from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.skips import End
 from torchgpipe.skip.namespace import Skip
 
-__all__ = ["Stage", "stage_of"]
+__all__ = ["Stage", "stage_of", "ways"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,16 @@ class Stage:
     stashed: Mapping[Skip, End] = field(default_factory=dict)
     popped: Mapping[Skip, End] = field(default_factory=dict)
     sent: float = 0.0
+
+
+def ways(stages: Sequence[Stage]) -> dict[tuple[int, int], list[Skip]]:
+    """The skips between each pair of stages that some lead from and to."""
+    source = {skip: j for j, stage in enumerate(stages) for skip in stage.stashed}
+    found: dict[tuple[int, int], list[Skip]] = {}
+    for k, stage in enumerate(stages):
+        for skip in stage.popped:
+            found.setdefault((source[skip], k), []).append(skip)
+    return dict(sorted(found.items()))
 
 
 def stage_of(layers: Sequence[Layer], rows: float, before: Layer | None) -> Stage:

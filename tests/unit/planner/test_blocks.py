@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.helpers import Scale
 from torchgpipe.planner.layers import measured
 from torchgpipe.planner.stages import stage_of
 from torchgpipe.values.microbatch import Batch
@@ -17,17 +18,6 @@ def layers_of(*layers):
     batch = Batch(torch.rand(ROWS, CHANNELS, SIZE))
     device = torch.device("cpu")
     return measured(nn.Sequential(*layers), {ROWS: batch}, {ROWS: batch}, device, timeout=0)
-
-
-class Scale(nn.Module):
-    """Layer that saves its input, and no output."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.weight
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from torch import nn
 
 from tests.support.planning import Join, Keep
 from tests.unit.planner.test_blocks import ROWS, UNIT, Scale, layers_of
-from torchgpipe.planner.skips import ways
-from torchgpipe.planner.stages import stage_of
+from torchgpipe.planner.stages import stage_of, ways
 
 
 def test_what_is_stashed_and_kept_is_counted_once():
