@@ -1,6 +1,7 @@
 """Training steps that are compared between a wrapped model and the plain one."""
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -57,3 +58,17 @@ def backward_of_autocast(model, x, dtype, where, cache=True):
     elif where == "in the other dtype":
         with torch.autocast(device, BF16 if dtype is FP16 else FP16):
             loss.backward()
+
+
+class Casting(nn.Module):
+    """A layer that enters autocast itself, twice, with one weight."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear, self.dtype = nn.Linear(4, 4), dtype
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, BF16):
+            x = self.linear(x).float()
+        with torch.autocast(x.device.type, self.dtype):
+            return self.linear(x).float()

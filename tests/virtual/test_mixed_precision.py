@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.support.helpers import MODES, Plain, assert_no_races
-from tests.support.loops import BF16, FP16, backward_of_autocast, mean_square
-from torchgpipe import GPipe
+from tests.support.loops import BF16, FP16, Casting, backward_of_autocast, mean_square
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.testing import observe
 
 
@@ -101,3 +102,36 @@ def test_scaler(mode, options, devices):
     seen, expected = ([[x.cpu() for x in step] for step in k] for k in (found[:6], found[6:]))
     torch.testing.assert_close(seen, expected)
     assert [step[0] for step in found[:6]] == [1024, 2048, 1024, 512, 512, 1024]
+
+
+@pytest.mark.parametrize("kind", ["GPipe", "ScheduledLoss", "MappedGPipe"])
+def test_layers_that_enter_autocast_in_a_worker(kind, devices):
+    """A worker forgets casts of weights as the caller does, so the next step has none of them."""
+    layers = nn.Sequential(nn.Linear(4, 4), Casting(BF16), nn.Linear(4, 4))
+    x, target = torch.rand(8, 4), torch.rand(8, 4)
+    expected = losses(layers, lambda: F.mse_loss(layers(x), target))
+    cpu = torch.device("cpu")
+    places = devices[:3] if kind == "MappedGPipe" else [cpu, *devices[:2]]
+    if kind == "MappedGPipe":
+        model = MappedGPipe(layers, dict(zip("012", places)), chunks=2, threads=3)
+    else:
+        model = GPipe(layers, [1, 1, 1], devices=places, chunks=2, checkpoint="never")
+    scheduled = ScheduledLoss(model, F.mse_loss, "1f1b") if kind == "ScheduledLoss" else None
+
+    def call():
+        if scheduled is not None:
+            return scheduled(x, target)
+        return F.mse_loss(model(x.to(places[0])), target.to(places[-1]))
+
+    torch.testing.assert_close(losses(layers, call), expected, rtol=0, atol=1e-4)
+
+
+def losses(layers, call):
+    """The losses of four steps, between which the weights change, and at whose end they are back."""
+    found = []
+    for _ in range(4):
+        found.append(call().detach().cpu())
+        with torch.no_grad():
+            for p in layers.parameters():
+                p.mul_(-1)
+    return found

@@ -118,14 +118,16 @@ class Context:
 
     Attributes:
         modes: the modes.
+        nested: whether the thread is in a block of autocast, which keeps the weights that it casts.
         alone: whether only this thread may compute with them.
         over: whether the forward that the context was captured for is over.
     """
 
-    __slots__ = ("_variables", "alone", "modes", "over")
+    __slots__ = ("_variables", "alone", "modes", "nested", "over")
 
     def __init__(self) -> None:
         self.modes = Modes.current()
+        self.nested = autocast_nesting() > 0
         self._variables = contextvars.copy_context()
         self.over = True
         self.alone = bool(
@@ -141,7 +143,7 @@ class Context:
         Args:
             found: a snapshot of what this thread has set.
         """
-        return EnteredModes(self.modes, found)
+        return EnteredModes(self.modes, self.nested, found)
 
     def lend_threads(self) -> None:
         """Give this thread as many threads for an operator as the caller has.
@@ -163,11 +165,14 @@ class EnteredModes:
 
     Args:
         modes: the modes to set.
+        nested: whether that thread was in a block of autocast.
         found: a snapshot of what this thread has set.
     """
 
-    def __init__(self, modes: Modes, found: Snapshot) -> None:
+    def __init__(self, modes: Modes, nested: bool, found: Snapshot) -> None:
         self.modes = modes
+        # guard: nesting of autocast
+        self.nested = nested
         self.found = found
 
     def __enter__(self) -> None:
@@ -180,7 +185,9 @@ class EnteredModes:
             if self.found.modes.inference != self.modes.inference:
                 self.guard = torch.inference_mode(self.modes.inference)
                 self.guard.__enter__()
-            torch.autocast_increment_nesting()
+            if self.nested:
+                # Without it, a layer's own block would be the outermost one, and forget all casts.
+                torch.autocast_increment_nesting()
             _set_values(self.modes, self.found.modes)
         if self.differs or self.found.grad != self.modes.grad:
             torch.set_grad_enabled(self.modes.grad)
@@ -191,7 +198,8 @@ class EnteredModes:
     def __exit__(self, *_: object) -> None:
         if self.differs:
             _pop_all()
-            leave_autocast()
+            if self.nested:
+                leave_autocast()
             if self.guard is not None:
                 self.guard.__exit__(None, None, None)
             _set_values(self.found.modes, self.modes)

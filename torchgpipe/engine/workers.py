@@ -25,8 +25,8 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
@@ -107,8 +107,6 @@ class Worker:
 
 
 def _serve(functions: SimpleQueue[Callable[[], None] | None]) -> None:
-    # So this thread is never in the outermost block of autocast, which forgets cast weights.
-    torch.autocast_increment_nesting()
     while (function := functions.get()) is not None:
         function()
         del function
@@ -162,7 +160,7 @@ class Round:
         remaining.reverse()
         try:
             self.context.lend_threads()
-            with self.context.entered(Snapshot([worker[0]])):
+            with self._in_block(), self.context.entered(Snapshot([worker[0]])):
                 while remaining:
                     for name in remaining[-1].needs:
                         with self.gates[name]:
@@ -178,6 +176,28 @@ class Round:
             self._end(worker, remaining)
             # The error refers to this frame.
             del self, remaining
+
+    @contextmanager
+    def _in_block(self) -> Iterator[None]:
+        """Be in the caller's block of autocast, if it is in one, which this thread cannot end.
+
+        The weights that a block casts are kept for the whole process, until somebody leaves an
+        outermost block. That is the caller. A worker that was in no block of the caller's leaves
+        the blocks of layers alone: each of them forgets its casts, as in the caller's thread.
+        """
+        if not self.context.nested:
+            yield
+            return
+        # guard: casts of the caller's block
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            torch.autocast_decrement_nesting()
+            if self.stopped:
+                # The caller may have gone on, and have left its block.
+                # guard: casts after a failure
+                torch.clear_autocast_cache()
 
     def abandon(self) -> None:
         """Make no further task start."""
