@@ -393,7 +393,7 @@ class GPipe(Settings, nn.Module):
         whole = microbatch.in_all(batches)
         pipeline = Pipeline(self._stages, batches, checkpointed)
         self._run(pipeline.run, whole)
-        return microbatch.gather(batches, rows)
+        return microbatch.gather(batches, rows, pipeline.step.blocks)
 
     def _scattered(self, input: Any) -> list[microbatch.Batch]:
         """The micro-batches of a mini-batch that can be computed."""

@@ -35,6 +35,7 @@ from torchgpipe.partition.settings import Settings
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.order import Order
 from torchgpipe.values.structure import Arguments
 
 __all__ = ["MappedGPipe"]
@@ -283,13 +284,16 @@ class MappedGPipe(Settings, nn.Module):
             batches = [batch.map(own, [VALUE]) for batch in batches]
         devices = [*self._map.values()]
         step = MappedStep(self._lasting, devices, m, checkpointed)
+        order = Order(self.module)
         with Snapshot(devices), unchanged(whole):
-            holding(step.numbers.locks, lambda: self._run(step, batches))
-        return microbatch.gather(batches, rows)
+            holding(step.numbers.locks, lambda: self._run(step, batches, order))
+        return microbatch.gather(batches, rows, order.blocks)
 
-    def _run(self, step: MappedStep, batches: list[Batch]) -> None:
+    def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
-            batches[i] = self._course(step, i, batches[i].take(), turns)
+            # The first step of several threads is one thread's.
+            known = order if turns is None and i < 2 else None
+            batches[i] = self._course(step, i, batches[i].take(), turns, known)
 
         with step.numbers:
             self._lasting.thread = get_ident()
@@ -310,15 +314,19 @@ class MappedGPipe(Settings, nn.Module):
         if any(device.type == "cpu" for device in self._map.values()):
             drain_after_failure(batches[-1])
 
-    def _course(self, step: MappedStep, i: int, batch: Batch, turns: Turns | None = None) -> Batch:
+    def _course(
+        self, step: MappedStep, i: int, batch: Batch, turns: Turns | None, order: Order | None
+    ) -> Batch:
         course = Course(step, i, turns)
         outer = current.course, current.glue
         glue = Glue(course) if step.needs_glue else None
         current.course, current.glue = course, glue
-        value = batch.take().value
+        given, value = batch.parts[VALUE], batch.take().value
         try:
-            with glue or nullcontext():
+            with order.begin(given) if order else nullcontext(), glue or nullcontext():
                 output = self.module(*value.args, **value.kwargs)
+            if order:
+                order.end(given, Batch(output).parts[VALUE])
             return course.end(output)
         except BaseException as error:
             course.note(error)

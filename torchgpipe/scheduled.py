@@ -190,7 +190,8 @@ class ScheduledLoss(nn.Module):
             value = hand_over(executor, value, divisor, inputs)
         if criterion.outputs is None:
             return value
-        return value, microbatch.gather([x for x in criterion.outputs if x is not None], rows)
+        outputs = [x for x in criterion.outputs if x is not None]
+        return value, microbatch.gather(outputs, rows, executor.step.blocks)
 
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
         """Count what each stage costs, from its graph, without running a step.

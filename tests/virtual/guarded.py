@@ -265,17 +265,6 @@ TESTS = {
         "test_second_run_sees_no_mode_of_backward",
         {"backward": "three threads", "places": ["cpu"] * 2},
     ),
-    "casts": ("unit.ambient.test_context", "test_casts_of_weights_are_forgotten", {}),
-    "casts of workers": (
-        "behaviour.test_autocast",
-        "test_layers_that_enter_autocast_in_a_worker",
-        {"around": "a block"},
-    ),
-    "casts that come late": (
-        "behaviour.test_autocast",
-        "test_casts_that_a_worker_makes_after_its_step_has_failed",
-        {},
-    ),
     "what a backward leaves": (
         "behaviour.test_failures",
         "test_all_tensors_are_released_once_the_exception_is_dropped",
@@ -426,9 +415,6 @@ MUTANTS = {
         "modes",
     ),
     "threads of an operator": (DROP, "threads of an operator"),
-    "nesting of autocast": (("= nested", "= False"), "casts"),
-    "casts of the caller's block": (DROP, "casts of workers"),
-    "casts after a failure": (DROP, "casts that come late"),
     "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
     "what a backward leaves": (DROP, "what a backward leaves"),
     "a partition at a time": (("self.lock, ", ""), "at a time"),

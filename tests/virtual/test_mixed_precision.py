@@ -127,7 +127,7 @@ def test_layers_that_enter_autocast_in_a_worker(kind, devices):
 
 
 def losses(layers, call):
-    """The losses of four steps, between which the weights change, and at whose end they are back."""
+    """The losses of four steps, between which all weights change their signs."""
     found = []
     for _ in range(4):
         found.append(call().detach().cpu())

@@ -16,6 +16,7 @@ from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.order import Order
 
 __all__: list[str] = []
 
@@ -31,9 +32,10 @@ class Body:
         lock: a lock to hold while the layers run.
         state: the state of the layers, for second runs; None in a step without any.
         first: whether this is the first partition.
+        order: the order of rows that the layers return; None where nobody joins them.
     """
 
-    __slots__ = ("first", "in_place", "layers", "lock", "state", "visited")
+    __slots__ = ("first", "in_place", "layers", "lock", "order", "state", "visited")
 
     def __init__(
         self,
@@ -41,8 +43,10 @@ class Body:
         lock: AbstractContextManager[Any],
         state: LayersState | None,
         first: bool,
+        order: Order | None = None,
     ) -> None:
         self.layers = layers
+        self.order = order
         self.lock = lock
         self.state = state
         self.first = first
@@ -95,10 +99,10 @@ class Body:
         # guard: a partition at a time
         with self.lock, self._around(copies), use_skip_tracker(tracker):
             if visit is None:
-                output = value.call(self.layers)
+                output = self._call(value)
             else:
                 with visit:
-                    output = value.call(self.layers)
+                    output = self._call(value)
                     visit.visit(*output)
             if behind is not None:
                 output = behind(output)
@@ -108,6 +112,15 @@ class Body:
             raise _changed(value)
         if VALUE in value.shared and output.aliases(value):
             output.shared |= {VALUE}
+        return output
+
+    def _call(self, value: Batch) -> Batch:
+        order = self.order
+        if order is None or order.known or is_recomputing():
+            return value.call(self.layers)
+        with order.begin(value.parts[VALUE]):
+            output = value.call(self.layers)
+        order.end(value.parts[VALUE], output.parts[VALUE])
         return output
 
     def _visit(self, batch: Batch, tracker: SkipTracker, note: str) -> Visit | None:

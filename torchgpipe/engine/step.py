@@ -13,6 +13,7 @@ from torchgpipe.engine.body import Body
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
 from torchgpipe.recompute.layers import LayersState
+from torchgpipe.values.order import Order
 
 __all__: list[str] = []
 
@@ -37,11 +38,19 @@ class Step:
         all_of: list[nn.Module] = [*stages.partitions]
         if behind is not None:
             all_of[-1] = nn.ModuleList([all_of[-1], behind])
-        self.bodies = [
-            Body(layers, lock, LayersState(x, stages.learned) if j in again else None, j == 0)
-            for j, (layers, x, lock) in enumerate(zip(stages.partitions, all_of, stages.locks))
-        ]
+        self.bodies: list[Body] = []
+        order: Order | None = None
+        for j, (layers, x, lock) in enumerate(zip(stages.partitions, all_of, stages.locks)):
+            order = Order(layers, order)
+            state = LayersState(x, stages.learned) if j in again else None
+            self.bodies.append(Body(layers, lock, state, j == 0, order))
         self.numbers = StepNumbers(stages.devices, m)
+
+    @property
+    def blocks(self) -> Container[int]:
+        """The places of outputs with several rows for each row, block by block."""
+        order = self.bodies[-1].order
+        return order.blocks if order is not None else ()
 
     def end_forward(self) -> None:
         """Take note that all cells were computed."""

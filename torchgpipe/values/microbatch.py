@@ -6,7 +6,8 @@ Nested structures end here: the engine sees the flat tensors of a :class:`Batch`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, combinations, product, starmap
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
+from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
     ALONE,
     Arguments,
@@ -322,7 +324,7 @@ def in_all(batches: Sequence[Batch]) -> list[Tensor]:
     return [tensor for tensor in batches[0] if id(tensor) in others]
 
 
-def gather(outputs: Sequence[Batch], rows: Sequence[int] = ()) -> Any:
+def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container[int] = ()) -> Any:
     """Join the outputs of all micro-batches along dimension 0: the inverse of :func:`scatter`.
 
     Tensors without a dimension are stacked, ``()`` to ``(m,)``, and so is what is marked by
@@ -331,10 +333,12 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = ()) -> Any:
     Args:
         outputs: the outputs, in order.
         rows: the number of rows of each micro-batch. Without it, any first size is taken.
+        blocks: the places of tensors with several rows for each row, block by block.
 
     Raises:
         ValueError: the micro-batches differ in more than their tensors, or these in more than
-            their first dimension, or their first sizes are not one multiple of the rows.
+            their first dimension, or their first sizes are not one multiple of the rows, or these
+            are block by block.
     """
     first = outputs[0]
     for i, other in enumerate(outputs):
@@ -351,7 +355,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = ()) -> Any:
                 joined[key] = _stacked(tensors)
             else:
                 if rows:
-                    _verify_rows(first, k, tensors, rows)
+                    verify_rows(partial(_name, first, k), tensors, rows, k in blocks)
                 joined[key] = _joined(tensors)
         found.append(joined[key])
     value = first.structures[VALUE].unflatten(tuple(found))
@@ -375,21 +379,9 @@ def _marked(batch: Batch) -> set[int] | None:
     return found
 
 
-def _verify_rows(first: Batch, k: int, tensors: Tensors, rows: Sequence[int]) -> None:
-    # One element alone is one for each micro-batch, as a loss is: 0.0.7 joined no other losses.
-    if all(x.numel() == 1 for x in tensors) or not all(x.dim() for x in tensors):
-        return
-    multiple = tensors[0].shape[0] // rows[0]
-    if any(x.shape[0] != multiple * size for x, size in zip(tensors, rows)):
-        name = [name for name, leaf in names(first.value) if isinstance(leaf, Tensor)][k]
-        raise ValueError(
-            "the first size of an output must be the same multiple of the rows of each "
-            "micro-batch, since all micro-batches are joined along dimension 0 "
-            f"(output: {name}, shapes: {[tuple(x.shape) for x in tensors]}, rows: {list(rows)}); "
-            "have the last layer return it with the rows in dimension 0, as transpose(0, 1) puts "
-            "them for an RNN's state, or padded to so many rows, or as "
-            "torchgpipe.PerMicroBatch(output) for one of each micro-batch, stacked"
-        )
+def _name(first: Batch, k: int) -> str:
+    """The name of a tensor among those of an output."""
+    return [name for name, leaf in names(first.value) if isinstance(leaf, Tensor)][k]
 
 
 def _stacked(tensors: Tensors) -> Tensor:
