@@ -81,7 +81,7 @@ def test_rows_side_by_side_are_joined(name, kind):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_remedies_are_some(training):
-    """What the message proposes gives what the plain model gives."""
+    """The model gives what the plain one does once it does as the message says."""
     x = torch.rand(9, 4)
     for function in (lambda x: torch.cat([x, -x]).chunk(2), lambda x: (torch.stack([x, -x], 1),)):
         layer = nn.Sequential(nn.Linear(4, 4), Tuple(function)).train(training)
