@@ -41,7 +41,7 @@ MUTANTS = {
     "waiting for communication": (DROP, "graph overlaps"),
     "recording the result of communication": (DROP, "graph overlaps"),
     "random numbers of an overlap": (
-        ("if work.is_random", "if False"),
+        (" and not found.is_random", ""),
         "graph numbers side by side",
     ),
     "layers that keep what they have made": (("entry.has_run", "True"), "graph kept"),

@@ -20,7 +20,7 @@ from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
-from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work
+from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work, done
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.gate import gate
@@ -164,13 +164,13 @@ class GraphCell(Cell):
         del state
         work = GraphWork(self._graphs, part, values, self._recomputed)
         if numbers is None:
-            work.finish(work.run())
+            done(work)
             return
 
         def again() -> None:
             # guard: random numbers of a graph
             with numbers.restored():
-                work.finish(work.run())
+                done(work)
 
         holding(numbers.locks, again)
 
@@ -299,6 +299,8 @@ class GraphCells(Cells):
     Args:
         graphs: the graphs of each stage.
     """
+
+    interleave = True
 
     def __init__(self, graphs: Sequence[StageGraphs]) -> None:
         self.graphs = graphs
