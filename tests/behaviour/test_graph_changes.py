@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tests.support.helpers import assert_graphs
 from tests.support.schedules import Case, training_of
 from torchgpipe import is_checkpointing, is_recomputing
+from torchgpipe.graphs.gate import gate
 
 
 class Split(nn.Module):
@@ -235,3 +236,42 @@ def test_objects_that_layers_write_to(name):
     with pytest.warns(UserWarning, match=r"forward changes attributes \(Writing.notes"):
         training(case.input, case.target)
     assert type(read(notes)) is torch.Tensor
+
+
+class Seen(torch.autograd.Function):
+    """A function that takes note of what runs, and of whether nobody may trace meanwhile."""
+
+    @staticmethod
+    def forward(ctx, x, found):
+        ctx.found = found
+        found.add(("R" if is_recomputing() else "F", gate.is_computing()))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.found.add(("B", gate.is_computing()))
+        return grad, None
+
+
+class Looking(nn.Module):
+    """A layer that is computed by an eager cell, and looks at what runs."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.layer, self.found = nn.Linear(6, 6), found
+
+    def forward(self, x):
+        return Seen.apply(self.layer(x), self.found).sin()
+
+
+@pytest.mark.filterwarnings("ignore:a stage must be traceable")
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+def test_nobody_traces_while_an_eager_cell_computes(name):
+    found = set()
+    layers = [Looking(found), *[nn.Linear(6, 6) for _ in range(3)]]
+    layers[0].register_forward_hook(lambda *_: None)
+    case = Case(layers, torch.rand(8, 6), torch.rand(8, 6))
+    grads_of(
+        training_of(case, layers, name, ["cpu"] * 4, "always", stages="graph"), *[case[1:3]] * 3
+    )
+    assert found == {(kind, True) for kind in "FRB"}

@@ -11,7 +11,14 @@ TESTS = UNIT.parent
 PACKAGE = Path(torchgpipe.__file__).parent
 
 #: About the package as a whole.
-OF_ALL = {"test_documents", "test_layout", "test_prose", "test_reference", "test_rooms"}
+OF_ALL = {
+    "test_contexts",
+    "test_documents",
+    "test_layout",
+    "test_prose",
+    "test_reference",
+    "test_rooms",
+}
 
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
@@ -24,6 +31,7 @@ ELSEWHERE = {
     "balance/storages": "behaviour/test_memory.py",
     "autograd/entrance": "unit/test_scheduled.py",
     "executor/cell": "behaviour/test_schedules.py",
+    "executor/computation": "virtual/test_schedules.py",
     "executor/hand_over": "unit/test_scheduled.py",
     "executor/targets": "unit/test_scheduled.py",
     "distributed": "distributed",

@@ -105,8 +105,8 @@ class Worker(Executor):
             waiting = self.grads.setdefault((self.routes.source(part.key, j), i), {})
             waiting[part.key] = Sent(grads)
 
-    def _send(self, j: int, i: int, output: Batch) -> None:
-        super()._send(j, i, output)
+    def send(self, j: int, i: int, output: Batch) -> None:
+        super().send(j, i, output)
         if not self.routes.is_away(j + 1):
             return
         batch, _ = self.values.pop((j + 1, i))

@@ -15,10 +15,10 @@ tell autograd where the gradient of the input is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,21 +70,9 @@ class Work:
         raise NotImplementedError
 
 
-#: Receives, computes, and delivers. Where it yields some work, it wants the result.
-Computation: TypeAlias = Generator[Work | None, Any, None]
-
-
-def done(found: Any) -> Generator[Work | None, Any, Any]:
-    """The result of a method of a cell, once its work is done."""
-    if not isinstance(found, Work):
-        return found
-    return found.finish((yield found))
-
-
-def hand_on(computation: Computation, result: Any) -> None:
-    """Give a computation the result of its work, and let it compute on."""
-    with suppress(StopIteration):
-        computation.send(result)
+def done(found: Any) -> Any:
+    """The result of a method of a cell, whose work is done here if it is some."""
+    return found.finish(found.run()) if isinstance(found, Work) else found
 
 
 class Cell:
@@ -241,6 +229,9 @@ NewCell = Callable[[Step, int, int, AbstractStream, Sequence[Tensor]], Cell]
 
 class Cells:
     """The kind of cells that steps have: these are the eager ones."""
+
+    #: Whether cells may return :class:`Work`, of which two are interleaved.
+    interleave: ClassVar[bool] = False
 
     def begin(self) -> NewCell:
         """Begin a step, and return what makes its cells."""

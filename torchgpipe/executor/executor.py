@@ -26,24 +26,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient import labels
-from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.nesting import holding
-from torchgpipe.ambient.notes import noted
-from torchgpipe.autograd.ends import drained_after_failure
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import Sums
-from torchgpipe.devices.recorder import Mark
-from torchgpipe.devices.streams import AbstractStream, use_stream, wait_stream
+from torchgpipe.devices.streams import wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task, Workers
-from torchgpipe.executor.cell import Cell, Cells, Computation, Gradients, Work, done, hand_on
+from torchgpipe.executor.cell import Cell, Cells, Gradients
+from torchgpipe.executor.computation import KINDS, Computation, side_by_side
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent, Streams
@@ -120,6 +116,8 @@ class Executor:
         self.recorder = None if recording is None else recording.recorder
         self.links = Links(plan, crew.streams, stages.groups, self.recorder)
         self.recording = torch.is_grad_enabled()
+        #: The last stage, which the loss is behind.
+        self.last = len(stages.partitions) - 1
         #: The cells between F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}
         #: The values that wait for a stage, with their events, by stage and micro-batch.
@@ -195,15 +193,11 @@ class Executor:
         """The note on an exception of an instruction."""
         return f"raised in {op} on worker {w}"
 
-    def _doing(self, w: int, op: Op) -> noted:
-        """Context manager that tells what is computed, in notes on exceptions and by labels."""
-        return noted(self.where(w, op), _label(op))
-
     def perform(self, w: int, instruction: Instruction) -> None:
         """Run an instruction of a worker: receive, compute, and deliver.
 
-        Each kind of computation is a generator of three parts: it receives on the worker's compute
-        stream, computes on the stream of the stage, and delivers on the compute stream.
+        Each computation receives on the worker's compute stream, computes on the stream of its
+        stage, and delivers on the worker's compute stream.
 
         The two computations of an overlap start and end together. They are on two streams, unless
         they are of one stage, or of two that share weights.
@@ -212,127 +206,57 @@ class Executor:
             BaseException: what a layer raised, with a note that names the computation.
         """
         main = self.links.compute[w]
-        ops = operations(instruction)
-        if len(ops) == 1 and self.links.home[ops[0].stage] == main:
-            self._perform_alone(w, ops[0], main)
+        runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
+        if len(runs) == 1 and runs[0].stream == main:
+            runs[0].on(main, self._perform_alone, runs[0])
             return
-        streams = [self.links.home[op.stage] for op in ops]
-        runs = [self._kinds[op.kind](self, w, op, stream) for op, stream in zip(ops, streams)]
-        for op, run in zip(ops, runs):
-            with use_stream(main), self._doing(w, op):
-                next(run)
-        for stream in streams:
-            if stream != main:
-                # guard: start of an overlap
-                wait_stream(stream, main)
-        marks = [self._begun(w, op, stream) for op, stream in zip(ops, streams)]
-        self._compute(w, ops, runs, streams)
-        self._ended(marks)
-        for stream in streams:
-            if stream != main:
-                # guard: end of an overlap
-                wait_stream(main, stream)
-        for op, run in zip(ops, runs):
-            with use_stream(main), self._doing(w, op):
-                next(run, None)
-
-    def _perform_alone(self, w: int, op: Op, stream: AbstractStream) -> None:
-        """Run an instruction of one computation, on the worker's compute stream."""
-        run = self._kinds[op.kind](self, w, op, stream)
-        with use_stream(stream), self._doing(w, op):
-            next(run)
-            mark = self._begun(w, op, stream)
-            work = next(run, None)
-            if work is not None:
-                hand_on(run, work.run())
-            self._ended([mark])
-            next(run, None)
-
-    def _begun(self, w: int, op: Op, stream: AbstractStream) -> Any:
-        """The mark of a computation that begins here, while somebody traces the model."""
-        if self.recorder is None:
-            return None
-        return self.recorder.begin(Mark(op.kind, stream, w, op.stage, op.microbatch))
-
-    def _ended(self, marks: Sequence[Any]) -> None:
-        if self.recorder is not None:
-            for mark in marks:
-                self.recorder.end(mark)
-
-    def _compute(
-        self,
-        w: int,
-        ops: Sequence[Op],
-        runs: Sequence[Computation],
-        streams: Sequence[AbstractStream],
-    ) -> None:
-        """Have the computations of an instruction compute, interleaved if they can be."""
-        waiting: dict[int, Work] = {}
-
-        def go_on(k: int, function: Callable[[], Any]) -> Any:
-            with use_stream(streams[k]), self._doing(w, ops[k]):
-                return function()
-
-        for k, run in enumerate(runs):
-            work = go_on(k, partial(next, run, None))
-            if work is None:
-                continue
-            # The other one would draw from a generator that was set for this one.
-            # guard: random numbers of an overlap
-            if work.is_random:
-                result = go_on(k, work.run)
-                go_on(k, partial(hand_on, run, result))
-            else:
-                waiting[k] = work
-        found: Sequence[Any] | None = None
-        if len(waiting) == 2:
-            both = self.links.interleaving(w, (streams[0], streams[1]))
-            both.labels = [_label(op) for op in ops]
-            found = go_on(0, partial(waiting[0].beside, waiting[1], both))
-        results = dict(zip(waiting, found)) if found is not None else {}
-        # In reverse, so that the blocks that both have entered are left in order.
-        for k in reversed(waiting):
-            if found is None:
-                results[k] = go_on(k, waiting[k].run)
-            go_on(k, partial(hand_on, runs[k], results.pop(k)))
-
-    def _forward(self, w: int, op: Op, stream: AbstractStream) -> Computation:
-        j, _, i = op
-        batch = self._received(j, i)
-        self.links.lend(batch, w, stream)
-        yield None
-        body = self.step.bodies[j]
-        run: Callable[..., Batch] = body.run
-        if body.visited:
-            run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
-        last = j + 1 == len(self.stages.partitions)
-        cell = self.new_cell(self.step, i, j, stream, self.weights[j])
-        within = noted(self.where(w, op))
-        with self.crew.draws.of(i, j):
-            output = yield from done(
-                cell.forward(
-                    batch,
-                    run,
-                    self.criterion if last else None,
-                    again=(j, i) in self.plan.again,
-                    within=within,
-                )
-            )
-        del batch
-        if self.recording:
-            self.cells[j, i] = cell
-            # A layer may use weights of another module.
-            # guard: strays
-            strays = cell.look_for_strays()
-            if strays:
-                self.met(j, strays)
-                cell.weights += strays
-        yield None
-        self.links.give_back(output, w, stream)
-        if not last:
-            self._send(j, i, output)
+        for run in runs:
+            run.on(main, run.receive)
+        others = [run.stream for run in runs if run.stream != main]
+        for stream in others:
+            # guard: start of an overlap
+            wait_stream(stream, main)
+        marks = [self._begun(run) for run in runs]
+        if len(runs) == 2 and self.crew.cells.interleave:
+            one, other = runs
+            both = self.links.interleaving(w, (one.stream, other.stream))
+            side_by_side(one, other, both)
         else:
-            self.links.leave(self.criterion.results(i), j)
+            for run in runs:
+                run.on(run.stream, run.compute)
+        for mark in marks:
+            self._ended(mark)
+        for stream in others:
+            # guard: end of an overlap
+            wait_stream(main, stream)
+        for run in runs:
+            run.on(main, run.deliver)
+
+    def _perform_alone(self, run: Computation) -> None:
+        """Run an instruction of one computation, on the worker's compute stream."""
+        run.receive()
+        mark = self._begun(run)
+        run.compute()
+        self._ended(mark)
+        run.deliver()
+
+    def _begun(self, run: Computation) -> Any:
+        """The mark of a computation that begins here, while somebody traces the model."""
+        return None if self.recorder is None else self.recorder.begin(run.mark)
+
+    def _ended(self, mark: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.end(mark)
+
+    def keep(self, cell: Cell) -> None:
+        """Keep a cell for its backward."""
+        self.cells[cell.j, cell.i] = cell
+        # A layer may use weights of another module.
+        # guard: strays
+        strays = cell.look_for_strays()
+        if strays:
+            self.met(cell.j, strays)
+            cell.weights += strays
 
     def met(self, j: int, strays: list[Tensor]) -> None:
         """Take weights that a stage uses, and that are not among its own, for its own."""
@@ -340,7 +264,7 @@ class Executor:
         self.without_hooks.add(strays)
         self.weights[j] += strays
 
-    def _received(self, j: int, i: int) -> Batch:
+    def received(self, j: int, i: int) -> Batch:
         """The micro-batch that waits for a stage, beside the skips that the stage pops."""
         batch, event = self.values.pop((j, i))
         self.links.receive(Sent(tuple(batch), event), j)
@@ -353,7 +277,7 @@ class Executor:
             popped[skip] = part
         return batch.with_skips(popped, self.shared[i])
 
-    def _send(self, j: int, i: int, output: Batch) -> None:
+    def send(self, j: int, i: int, output: Batch) -> None:
         """Send an output to the next stage, and its skips to those that pop them."""
         events: dict[Any, Any] = {}
         targets: dict[Any, int] = {VALUE: j + 1, **self.stages.skip_layout.stashed[j]}
@@ -379,59 +303,17 @@ class Executor:
         self.skips[i].update({key: (part, events[key]) for key, part in skips.items()})
         self.values[j + 1, i] = value, events.get(VALUE)
 
-    def _recompute(self, w: int, op: Op, stream: AbstractStream) -> Computation:
-        cell = self.cells[op.stage, op.microbatch]
-        yield None
-        with self.crew.draws.again(op.stage):
-            cell.recompute()
-
-    def _backward(self, w: int, op: Op, stream: AbstractStream) -> Computation:
-        cell = self.cells.pop((op.stage, op.microbatch))
-        grads = self._incoming(w, op, stream)
-        yield None
-        # guard: autocast in backward
-        with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            inputs, weights, found = yield from done(cell.backward(grads))
-            self.sums[w].add(weights, found)
-        del cell, grads, weights, found
-        yield None
-        self._outgoing(w, op, inputs, stream)
-
-    def _input(self, w: int, op: Op, stream: AbstractStream) -> Computation:
-        grads = self._incoming(w, op, stream)
-        yield None
-        # guard: autocast in backward
-        with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            cell = self.cells[op.stage, op.microbatch]
-            inputs = yield from done(cell.backward_input(grads))
-        del grads
-        yield None
-        self._outgoing(w, op, inputs, stream)
-
-    def _weight(self, w: int, op: Op, stream: AbstractStream) -> Computation:
-        cell = self.cells.pop((op.stage, op.microbatch))
-        yield None
-        # guard: autocast in backward
-        with without_autocast(), drained_after_failure(), self.crew.draws.backward(op.stage):
-            self.sums[w].add(*(yield from done(cell.backward_weight())))
-
-    def _incoming(self, w: int, op: Op, stream: AbstractStream) -> Gradients:
+    def incoming(self, j: int, i: int) -> Gradients:
         """The gradients of a cell's output."""
-        j, _, i = op
         found: dict[Any, Sequence[Tensor | None]] = {}
-        if j + 1 == len(self.stages.partitions):
+        if j == self.last:
             found[VALUE] = [self.criterion.grad(i)]
         for key, sent in self.grads.pop((j, i), {}).items():
             found[key] = self.links.receive(sent, j)
-        for grads in found.values():
-            self.links.lend(grads, w, stream)
         return found
 
-    def _outgoing(self, w: int, op: Op, grads: Gradients, stream: AbstractStream) -> None:
+    def outgoing(self, j: int, i: int, grads: Gradients) -> None:
         """Send the gradients of a cell's input to where its parts came from."""
-        j, _, i = op
-        for found in grads.values():
-            self.links.give_back(found, w, stream)
         sources: dict[Any, int] = {VALUE: j - 1, **self.stages.skip_layout.popped[j]}
         for key, found in grads.items():
             source = sources[key]
@@ -441,9 +323,3 @@ class Executor:
             else:
                 arriving = self.grads.setdefault((source, i), {})
                 arriving[key] = self.links.send(found, j, source, i)
-
-    _kinds: ClassVar = {"F": _forward, "R": _recompute, "B": _backward, "I": _input, "W": _weight}
-
-
-def _label(op: Op) -> labels.Label | None:
-    return labels.of(op.kind, op.stage, op.microbatch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -170,9 +169,12 @@ def _tries(choice: Any, stages: int, counts: Sequence[int], m: int) -> Iterator[
         yield named(choice, workers, m)
         for name, divisor in (("stages_per_worker", workers), ("waves", 2 * workers)):
             if stages % divisor == 0:
-                # Other schedules have no such parameter.
-                with suppress(TypeError):
-                    yield named(choice, workers, m, **{name: stages // divisor})
+                try:
+                    found = named(choice, workers, m, **{name: stages // divisor})
+                except TypeError:
+                    # Other schedules have no such parameter.
+                    continue
+                yield found
     if not isinstance(choice, str):
         yield choice(counts[0], m)
     else:

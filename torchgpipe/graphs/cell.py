@@ -20,7 +20,7 @@ from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
-from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work
+from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work, done
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.gate import gate
@@ -154,7 +154,9 @@ class GraphCell(Cell):
 
     def recompute(self) -> None:
         if self._traced is None:
-            super().recompute()
+            # guard: recomputation beside a trace
+            with gate.computing:
+                super().recompute()
             return
         assert self._again is not None
         (numbers, state), self._again = self._again, None
@@ -164,13 +166,13 @@ class GraphCell(Cell):
         del state
         work = GraphWork(self._graphs, part, values, self._recomputed)
         if numbers is None:
-            work.finish(work.run())
+            done(work)
             return
 
         def again() -> None:
             # guard: random numbers of a graph
             with numbers.restored():
-                work.finish(work.run())
+                done(work)
 
         holding(numbers.locks, again)
 
@@ -183,7 +185,10 @@ class GraphCell(Cell):
     ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]] | Work:
         parts = self._begin_backward(grads)
         if parts is None:
-            return super().backward(grads)
+            # Checkpoints of PyTorch's compute layers in backward, too.
+            # guard: backward beside a trace
+            with gate.computing:
+                return super().backward(grads)
         count = len(parts.joint.input_grads)
 
         def finish(found: Sequence[Any]) -> Any:
@@ -194,7 +199,9 @@ class GraphCell(Cell):
     def backward_input(self, grads: Gradients) -> Gradients | Work:
         parts = self._begin_backward(grads)
         if parts is None:
-            return super().backward_input(grads)
+            # guard: backward beside a trace
+            with gate.computing:
+                return super().backward_input(grads)
         late, given = parts.weight, self._given
         # What only the input needs must be free once it was used.
         rest = [None if role == "live" else given[role][k] for role, k in late.sources]
@@ -211,7 +218,9 @@ class GraphCell(Cell):
 
     def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]] | Work:
         if self._traced is None:
-            return super().backward_weight()
+            # guard: backward beside a trace
+            with gate.computing:
+                return super().backward_weight()
         assert self._late is not None
         (part, values), self._late = self._late, None
         return GraphWork(self._graphs, part, values, lambda found: (self.weights, found))
@@ -299,6 +308,8 @@ class GraphCells(Cells):
     Args:
         graphs: the graphs of each stage.
     """
+
+    interleave = True
 
     def __init__(self, graphs: Sequence[StageGraphs]) -> None:
         self.graphs = graphs

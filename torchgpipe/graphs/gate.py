@@ -12,23 +12,34 @@ __all__: list[str] = []
 
 
 class Gate:
-    """A lock that threads which compute share, and a thread that traces has alone."""
+    """A lock that threads which compute share, and a thread that traces has alone.
+
+    A thread may trace or compute within either, as wrappers within layers of others do.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._computing = 0
+        #: For each thread that computes, in how many blocks it does, one within the other.
+        self._computing: dict[int, int] = {}
         self._tracer: int | None = None
         self._depth = 0
         self.computing = Computing(self)
 
     def __enter__(self) -> None:
-        """Begin to trace, as soon as nobody computes; a thread may do so within itself."""
+        """Begin to trace, as soon as nobody else computes."""
         me = threading.get_ident()
         with self._changed:
-            while self._tracer != me and (self._computing or self._tracer is not None):
-                self._changed.wait()
-            self._tracer = me
-            self._depth += 1
+            # While it waits, this thread computes nothing. Another one may wait for the same.
+            own = self._computing.pop(me, 0)
+            self._changed.notify_all()
+            try:
+                while self._computing or self._tracer not in (None, me):
+                    self._changed.wait()
+                self._tracer = me
+                self._depth += 1
+            finally:
+                if own:
+                    self._computing[me] = own
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
@@ -36,6 +47,10 @@ class Gate:
             if not self._depth:
                 self._tracer = None
                 self._changed.notify_all()
+
+    def is_computing(self) -> bool:
+        """Whether this thread is in a block in which it computes."""
+        return threading.get_ident() in self._computing
 
 
 class Computing:
@@ -49,17 +64,18 @@ class Computing:
         self._gate = gate
 
     def __enter__(self) -> None:
-        gate = self._gate
+        gate, me = self._gate, threading.get_ident()
         with gate._changed:
-            while gate._tracer is not None:
+            while gate._tracer not in (None, me):
                 gate._changed.wait()
-            gate._computing += 1
+            gate._computing[me] = gate._computing.get(me, 0) + 1
 
     def __exit__(self, *_: object) -> None:
-        gate = self._gate
+        gate, me = self._gate, threading.get_ident()
         with gate._changed:
-            gate._computing -= 1
-            if not gate._computing:
+            gate._computing[me] -= 1
+            if not gate._computing[me]:
+                del gate._computing[me]
                 gate._changed.notify_all()
 
 

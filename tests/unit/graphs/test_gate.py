@@ -35,3 +35,25 @@ def test_tracing_within_tracing():
         pass
     with gate.computing, gate.computing:
         pass
+    with gate, gate.computing, gate, gate.computing:
+        pass
+
+
+def test_threads_that_begin_to_trace_while_they_compute():
+    gate, both = Gate(), threading.Barrier(2)
+    traced = []
+
+    def work():
+        with gate.computing:
+            both.wait(10)
+            with gate:
+                traced.append(True)
+            assert gate.is_computing()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(traced) == 2
+    assert not gate.is_computing()
