@@ -165,16 +165,22 @@ def test_values_put_elsewhere_between_forward_and_backward(mode):
         loss.backward()
 
 
+class OwnParameter(nn.Parameter):
+    """A parameter that second runs find as it is: nobody can say what a copy of it would be."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
 @pytest.mark.parametrize("mode", MODES)
-def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode):
+def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode, kind):
     """The change is an error even behind the last tensor to be recomputed."""
 
     class Grow(nn.Module):
         def __init__(self):
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+            self.scale = kind(torch.ones(2), requires_grad=False)
 
         def forward(self, x):
+            self.scale.mul_(3)
             y = x * (x.exp() * self.scale).tanh()
             self.scale.mul_(3)
             return y

@@ -10,7 +10,7 @@ class Average(nn.Module):
 
     Args:
         how: the way in which the average changes: in place, in place through ``.data``, which
-            PyTorch does not count, or by a new tensor.
+            PyTorch does not count, by new memory, or by a new tensor.
     """
 
     def __init__(self, how):
@@ -24,6 +24,8 @@ class Average(nn.Module):
             self.average.mul_(0.9).add_(size, alpha=0.1)
         elif self.how == "data":
             self.average.data.copy_(0.9 * self.average + 0.1 * size)
+        elif self.how == "memory":
+            self.average.data = 0.9 * self.average + 0.1 * size
         else:
             self.average = 0.9 * self.average + 0.1 * size
         # A clone, since plain PyTorch refuses to save what the next micro-batch changes.
@@ -97,6 +99,7 @@ LAYERS = {
     "parametrized spectral_norm": lambda: parametrizations.spectral_norm(linear()),
     "average in place": lambda: Average("in place"),
     "average in data": lambda: Average("data"),
+    "average in new memory": lambda: Average("memory"),
     "average replaced": lambda: Average("replaced"),
     "lazy average": LazyAverage,
     "codebook": Codebook,

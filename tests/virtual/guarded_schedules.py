@@ -51,6 +51,11 @@ TESTS = (
             "hooks of strays": ("test_scheduled_targets", "hook_of_a_weight_of_another_module", {}),
             "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
             "halves": ("autograd.test_halves", "what_only_the_input_needed_is_let_go_of", {}),
+            "hooks of nodes": (
+                "autograd.test_halves",
+                "hooks_of_nodes_run_once_with_all_gradients",
+                {},
+            ),
             "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
             "at once": ("autograd.test_outcome", "gradients_added_at_once", {}),
             "sums of all": (
@@ -103,5 +108,6 @@ MUTANTS = {
     "sums of weights that workers share": ((" if count[key] == 1", ""), "sums of all"),
     "recording what is handed over": (DROP, "workers of one device"),
     "what only the input needed": (DROP, "halves"),
+    "hooks of nodes": ((" or (self._hooked and changes_gradients(node))", ""), "hooks of nodes"),
     "letting go of what arrives": (("x.detach()", "x"), "what arrives"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -146,6 +147,13 @@ NAMES: dict[str, Name] = {
     # The public functions refuse a root whose gradient has yet to be summed to the root's shape.
     "run_backward": Name(
         "torch.autograd:Variable._execution_engine.run_backward", "backward within a step"
+    ),
+    # How many hooks there were so far. Without it, the hooks of each node are looked for.
+    "count_handles": Name(
+        "torch.utils.hooks:RemovableHandle.next_id",
+        "hooks of nodes",
+        count().__next__,
+        question=True,
     ),
     # One call for all weights of a stage.
     "add_each": Name("torch:_foreach_add_", "sums of gradients", _add),

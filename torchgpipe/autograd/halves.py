@@ -22,7 +22,9 @@ backward that needs nothing but the edges to weights.
 Not every node can be run in halves:
 
 - A function in Python (:class:`torch.autograd.Function`) computes all its gradients or none. The
-  weights that it leads to get their gradients in I, which W hands on.
+  weights that it leads to get their gradients in I, which W hands on. A node with hooks that see
+  what it computes (``register_backward_hook``, ``grad_fn.register_hook``) is run in the same way:
+  they are called once, with all gradients.
 - Compiled layers free what they have saved when they run, and refuse to run in a backward that
   keeps its graph (PyTorch issue 161904). If a cell has one on the way to the input, I is its whole
   backward, and W hands on the gradients of the weights.
@@ -46,6 +48,7 @@ from torch.autograd.graph import GradientEdge
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.autograd.hooks import changes_gradients, note_gradients
 
 __all__: list[str] = []
 
@@ -207,7 +210,7 @@ class Boundary:
         #: The gradients that arrive at the node, once they have.
         self.grads: list[tuple[Tensor | None, ...]] = []
         # A hook in C. The node itself runs with what hooks of others have made of the gradients.
-        node.register_prehook(self.grads.append)
+        note_gradients(node, self.grads.append)
 
     def run(self) -> list[tuple[GradientEdge, Tensor]]:
         """Compute the gradients of the edges to weights, within a backward that needs these."""
@@ -227,6 +230,7 @@ class Halves:
         inputs: the edges whose gradients are wanted first, all of one node.
         weights: the weights whose gradients are wanted later.
         forget: called with what somebody's hooks have saved, when only I needed it.
+        hooked: whether nodes may have hooks.
     """
 
     def __init__(
@@ -236,11 +240,12 @@ class Halves:
         inputs: Sequence[GradientEdge],
         weights: Sequence[Tensor],
         forget: Callable[[Any], None] = lambda _: None,
+        hooked: bool = True,
     ) -> None:
         graph = Graph(roots, inputs[0].node if inputs else None, weights)
         self._graph: Graph | None = graph
         self._roots, self._grads, self._inputs = list(roots), list(grads), inputs
-        self._forget = forget
+        self._forget, self._hooked = forget, hooked
         #: The weights, and the gradients that I has computed, by identity.
         self.weights = graph.weights
         self._early: dict[int, Tensor | None] = {}
@@ -308,7 +313,7 @@ class Halves:
 
     def _find_boundaries(self, graph: Graph, on_the_way: Collection[tuple[Node, Any]]) -> list[int]:
         """Find the boundaries; return the weights whose gradients must be computed in I."""
-        early: dict[int, None] = {}
+        early: set[int] = set()
         found = []
         for node, edges in on_the_way:
             own = [
@@ -316,18 +321,25 @@ class Halves:
                 for k, (x, number) in enumerate(edges)
                 if x is not None and graph.leads[x] == WEIGHT
             ]
-            if own and isinstance(node, BackwardCFunction):
-                for _, edge in own:
-                    early.update(dict.fromkeys(graph.below(edge.node)))
-            elif own:
+            if not own:
+                continue
+            # guard: hooks of nodes
+            if isinstance(node, BackwardCFunction) or (self._hooked and changes_gradients(node)):
+                early.update(*(graph.below(edge.node) for _, edge in own))
+            else:
                 found.append((node, own))
+        if early:
+            # What lies between these weights and others runs once, for both.
+            below = [graph.below(edge.node) for _, own in found for _, edge in own]
+            below += [graph.below(x.node) for x in self._roots if graph.leads[x.node] == WEIGHT]
+            while reached := [x for x in below if x & early and not x <= early]:
+                early.update(*reached)
         for node, own in found:
             if early:
-                # An edge may lead to both kinds of weights.
-                own = [(k, edge) for k, edge in own if graph.below(edge.node) - early.keys()]
+                own = [(k, edge) for k, edge in own if not graph.below(edge.node) <= early]
             if own:
                 self._boundaries.append(Boundary(node, own))
-        return list(early)
+        return [x for x in graph.weights if x in early]
 
 
 @cache

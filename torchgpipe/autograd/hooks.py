@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
+from torchgpipe import _torch
+
 __all__: list[str] = []
+
+_lock = threading.Lock()
+#: How many hooks :func:`note_gradients` has registered.
+_own = 0
+
+
+def count_hooks() -> int:
+    """Count the hooks that others have registered so far, in the whole process."""
+    with _lock:
+        # A Python int, which tells less than the hooks of a node, and takes less time.
+        return int(_torch.count_handles()) - _own
+
+
+def note_gradients(node: Any, note: Callable[[Any], None]) -> None:
+    """Call a function with the gradients that arrive at a node, behind all hooks of others."""
+    global _own
+    with _lock:
+        node.register_prehook(note)
+        _own += 1
+
+
+def changes_gradients(node: Any) -> bool:
+    """Whether a node has hooks that see, and may change, the gradients that it computes.
+
+    No attribute of a node shows them. But all of them are in one table, which a handle refers to.
+    """
+    handle = node.register_hook(_ignore)
+    table = handle.hooks_dict_ref()
+    handle.remove()
+    return bool(table)
+
+
+def _ignore(*_: Any) -> None:
+    """See nothing."""
 
 
 def before_node(tensor: Tensor, hook: Callable[..., None]) -> None:

@@ -26,6 +26,15 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+def address_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; -1 if it has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, ValueError, NotImplementedError):
+        # Sparse and lazy tensors.
+        return -1
+
+
 def counter_of(tensor: Tensor) -> Tensor:
     """A tensor that shares the version counter of another one without keeping its memory alive."""
     if tensor.is_inference():

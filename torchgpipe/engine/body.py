@@ -133,7 +133,7 @@ class Body:
         """A context manager for the state of the layers, in this run."""
         if self.state:
             if is_recomputing():
-                return self.state.restored(copies or ())
+                return self.state.restored(() if copies is None else copies)
             if copies is not None:
                 return self.state.buffers.first_run(copies)
         return nullcontext()

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.autograd.entrance import Enter
 from torchgpipe.autograd.halves import Halves, backward, leaves
+from torchgpipe.autograd.hooks import count_hooks
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.step import Step
@@ -87,7 +88,7 @@ class Cell:
     """
 
     __slots__ = (
-        *("_checkpoint", "_halves", "_inputs", "_outputs"),
+        *("_checkpoint", "_halves", "_hooks", "_inputs", "_outputs"),
         *("i", "j", "step", "stream", "weights"),
     )
 
@@ -101,6 +102,8 @@ class Cell:
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
         self._checkpoint: Checkpoint | None = None
         self._halves: Halves | None = None
+        #: How many hooks there were when the cell began.
+        self._hooks = 0
 
     def forward(
         self,
@@ -120,6 +123,7 @@ class Cell:
             again: whether the cell has an R.
             within: a context manager to recompute in.
         """
+        self._hooks = count_hooks()
         batch = self._enter(batch.take())
         if criterion is not None:
             run = partial(run, behind=criterion.behind(self.i))
@@ -202,7 +206,8 @@ class Cell:
         roots, given = self._roots(grads)
         inputs, self._inputs = self._inputs, {}
         edges = [edge for part in inputs.values() for edge in part if edge is not None]
-        self._halves = Halves(roots, given, edges, self.weights, _forget)
+        hooked = count_hooks() != self._hooks
+        self._halves = Halves(roots, given, edges, self.weights, _forget, hooked)
         return _by_part(inputs, self._halves.input())
 
     def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]] | Work:

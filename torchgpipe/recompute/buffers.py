@@ -1,4 +1,4 @@
-"""The buffers that layers change in their forward: a second run finds what the first run found.
+"""The tensors that layers change in their forward: a second run finds what the first run found.
 
 Spectral normalisation improves its vectors in each forward, a codebook moves, an average goes on.
 So a second run must see the values of before the first run of its cell, and leave alone what other
@@ -8,13 +8,17 @@ works on a copy of this copy, which takes the buffer's place in the layer for th
 Copying all buffers would cost a model with large masks or tables their memory once per micro-batch.
 So the first step copies each buffer once, and learns from it which buffers the layers change.
 Comparing values finds changes that PyTorch does not count, such as those through ``.data``.
+
+Some layers have parameters instead of buffers for that, as the spectral normalisation that many
+GANs come with, which assigns ``parameter.data`` anew. The first step copies those that are small.
+Of large ones it keeps the memory, which serves as long as a layer assigns other memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,11 +26,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.autograd.versions import version_of
+from torchgpipe.autograd.versions import address_of, version_of
 
 __all__: list[str] = []
 
-#: A layer and the name of its buffer.
+#: Up to how many bytes parameters are copied. Of larger ones the memory is kept.
+SMALL = 1 << 20
+
+#: A layer and the name of its buffer or parameter.
 Place: TypeAlias = tuple[nn.Module, str]
 
 #: A buffer and its copy; None for a buffer without a tensor.
@@ -57,16 +64,68 @@ class Seen(NamedTuple):
         return self.copy is not None and now is not None and not _equal(self.copy, now)
 
 
+class SeenParameter(NamedTuple):
+    """A parameter as it was before a first run."""
+
+    place: Place
+    tensor: nn.Parameter
+    version: int
+    address: int
+    copy: nn.Parameter
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has replaced the parameter or its memory, or changed it in place."""
+        now = self.tensor
+        if _buffer(self.place) is not now or version_of(now) != self.version:
+            return True
+        return address_of(now) != self.address
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether it was changed without being counted, if it is small and frozen."""
+        if self.tensor.requires_grad or self._is_alone:
+            return False
+        return not _equal(self.tensor.detach(), self.copy)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was changed in place, where nobody has a copy of what it was."""
+        return self._is_alone and version_of(self.tensor) != self.version
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.address == address_of(self.tensor) == address_of(self.copy) > 0
+
+
 class Buffers:
     """The buffers of a partition that its layers change, or may change, in one step.
 
     Args:
-        places: the buffers that a layer may change.
+        places: the buffers that a layer may change, and the parameters that it does change.
         learned: what earlier steps have learned about them; this step adds to it.
+        parameters: parameters of which nothing is known.
+        key: where it is learned whether any of them changes.
     """
 
-    def __init__(self, places: Iterable[Place], learned: Learned) -> None:
+    def __init__(
+        self,
+        places: Iterable[Place],
+        learned: Learned,
+        parameters: Sequence[Place] = (),
+        key: Place | None = None,
+    ) -> None:
         self._learned = learned
+        self._key = key
+        #: Parameters of which nothing is known, and what the first of these cells found there.
+        self._parameters = parameters
+        self._watched_parameters: list[SeenParameter] = []
+        #: The copies of all cells, while there are such parameters.
+        self._lists: list[list[Copy]] = []
+        #: Whether this step learns of parameters.
+        self.watches = False
+        #: A large parameter that was changed in place: no second run finds what it was.
+        self.lost: Place | None = None
         self._changing: list[Place] = []
         #: Buffers of which nothing is known, and what the first of these cells found there.
         self._unknown: list[Place] = []
@@ -85,12 +144,29 @@ class Buffers:
         #: The buffers of which nothing is known, as the step finds them.
         self._begun = [_seen(place) for place in self._unknown]
         #: Whether first runs have anything to copy, or to learn.
-        self.any = bool(self._changing or self._unknown)
+        self.any = bool(self._changing or self._unknown or parameters)
+        self._large = [
+            _seen(place)
+            for place in self._changing
+            if isinstance(x := _buffer(place), nn.Parameter) and x.nbytes > SMALL
+        ]
+
+    @property
+    def changing(self) -> set[int]:
+        """The identities of what the layers are known to change."""
+        return {id(_buffer(place)) for place in self._changing}
 
     def not_lasting(self) -> set[int]:
-        """The identities of buffers that are not the same tensors in a second run."""
+        """The identities of buffers that are not the same tensors in a second run.
+
+        Autograd saves a parameter itself, and not what it holds, so parameters last.
+        """
         buffers = [_buffer(place) for place in [*self._changing, *self._unknown]]
-        return {id(x) for x in buffers if x is not None and not is_lazy(x)}
+        return {
+            id(x)
+            for x in buffers
+            if x is not None and not is_lazy(x) and not isinstance(x, nn.Parameter)
+        }
 
     def copied(self) -> list[Copy]:
         """Copy the buffers that change, before a first run."""
@@ -98,6 +174,8 @@ class Buffers:
         if self._watched is None:
             # Not when the step began: this stream will free the copies.
             self._watched = [_seen(place, once) for place in self._unknown]
+            self._watched_parameters = [_seen_parameter(x, once) for x in self._parameters]
+            self.watches = bool(self._parameters)
         else:
             # A layer of another partition may share a buffer, and have changed it since.
             self.learn()
@@ -113,6 +191,33 @@ class Buffers:
                 self._note(seen.place, True)
             else:
                 self._watched.append(seen)
+        if self.watches:
+            self.learn_parameters(values=True)
+        for seen in self._large:
+            if seen.tensor is not None and version_of(seen.tensor) != seen.version:
+                self.lost = seen.place
+
+    def learn_parameters(self, *, values: bool = False) -> None:
+        """Find out which parameters the layers have changed.
+
+        Args:
+            values: whether to compare the values of small ones, on the stream of the partition.
+        """
+        parameters, self._watched_parameters = self._watched_parameters, []
+        for seen in parameters:
+            if not seen.is_changed and not (values and seen.has_other_values):
+                if values and seen.tensor.requires_grad:
+                    # A model has many of these, and one that changes does so in the first run.
+                    seen = seen._replace(copy=_alias(seen.tensor))
+                self._watched_parameters.append(seen)
+                continue
+            if seen.is_lost:
+                self.lost = seen.place
+            self._changing.append(seen.place)
+            self._note(seen.place, True)
+            # Earlier cells have found it as it was in the beginning, too.
+            for copies in self._lists:
+                copies.append((seen.place, seen.copy))
 
     def first_run(self, copies: list[Copy]) -> FirstRun:
         """Copy buffers before a first run, and learn from it, in a ``with`` block around it.
@@ -132,6 +237,11 @@ class Buffers:
             if seen.is_changed:
                 self._note(seen.place, True)
         self._watched = []
+        if self.watches:
+            self.learn_parameters()
+            if self._key is not None:
+                self._note(self._key, any(x in self._changing for x in self._parameters))
+        self.watches, self._watched_parameters, self._lists = False, [], []
         for seen in self._quiet:
             if seen.is_changed:
                 self._note(seen.place, True)
@@ -150,6 +260,8 @@ class FirstRun:
 
     def __enter__(self) -> None:
         self.copies += self.buffers.copied()
+        if self.buffers.watches:
+            self.buffers._lists.append(self.copies)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -160,13 +272,38 @@ def put(copies: Iterable[Copy]) -> None:
     """Give layers the copies, which have been made before a first run, for a second run."""
     once: dict[int, Tensor] = {}
     for (module, name), tensor in copies:
+        table: dict[str, Any] = module._buffers
+        if isinstance(tensor, nn.Parameter):
+            table = module._parameters
         # A copy once more, since other cells may share this one.
-        module._buffers[name] = _copy(tensor, once)
+        table[name] = _copy(tensor, once)
+
+
+def lost(place: Place) -> RuntimeError:
+    """The error for a parameter of which no second run finds what it was."""
+    module, name = place
+    size = getattr(_buffer(place), "nbytes", 0)
+    return RuntimeError(
+        "under checkpointing, a layer that changes a parameter in its forward must do so from its "
+        "first step on, and must assign other memory to a large one, since it is computed again "
+        f"with what it had (layer: {type(module).__name__}, parameter: {name}, bytes: {size}, "
+        f"large: more than {SMALL}); have the layer assign `parameter.data = ...`, or use "
+        "checkpoint='never'"
+    )
 
 
 def _buffer(place: Place) -> Tensor | None:
     module, name = place
-    return module._buffers.get(name)
+    found = module._parameters.get(name)
+    return module._buffers.get(name) if found is None else found
+
+
+def _seen_parameter(place: Place, once: dict[int, Tensor]) -> SeenParameter:
+    tensor = _buffer(place)
+    assert isinstance(tensor, nn.Parameter)
+    copy = _copy(tensor, once)
+    assert isinstance(copy, nn.Parameter)
+    return SeenParameter(place, tensor, version_of(tensor), address_of(tensor), copy)
 
 
 def _seen(place: Place, once: dict[int, Tensor] | None = None) -> Seen:
@@ -180,6 +317,8 @@ def _copy(tensor: Tensor | None, once: dict[int, Tensor]) -> Tensor | None:
     if tensor is None or is_lazy(tensor):
         # Its layer makes it in the first run. Second runs get copies of what it holds by then.
         return tensor
+    if id(tensor) not in once and isinstance(tensor, nn.Parameter):
+        once[id(tensor)] = _alias(tensor, copies=tensor.nbytes <= SMALL)
     if id(tensor) not in once:
         copy = tensor.detach().clone()
         if tensor.requires_grad:
@@ -188,6 +327,14 @@ def _copy(tensor: Tensor | None, once: dict[int, Tensor]) -> Tensor | None:
                 copy = copy.requires_grad_().clone()
         once[id(tensor)] = copy
     return once[id(tensor)]
+
+
+def _alias(parameter: nn.Parameter, *, copies: bool = False) -> nn.Parameter:
+    """Another parameter with the same memory, or with a copy of it."""
+    data = parameter.detach().clone() if copies else parameter.data
+    found = nn.Parameter(data, parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    return found
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

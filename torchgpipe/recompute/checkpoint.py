@@ -254,6 +254,9 @@ class Checkpoint:
             or (base is not None and (id(base) in self.lasting or id(base) in self.inputs))
             # An empty tensor takes no memory. The caller's hooks, if any, have the inputs.
             or not tensor.numel()
+            # The lengths of a jagged tensor are its own: no other fits the gradient that comes.
+            # guard: lengths of jagged tensors
+            or tensor.is_nested
         ):
             # Detached: a tensor with its graph may be kept alive by that graph, and a leaf may get
             # one.

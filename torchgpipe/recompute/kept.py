@@ -29,7 +29,15 @@ _NONE: frozenset[int] = frozenset()
 class Kept:
     """The tensors that the layers of one cell save, and that exist anyway."""
 
-    __slots__ = ("_after", "_changed_by_others", "_several", "layers", "tensors", "versions")
+    __slots__ = (
+        "_after",
+        "_changed_by_others",
+        "_opened",
+        "_several",
+        "layers",
+        "tensors",
+        "versions",
+    )
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -42,6 +50,8 @@ class Kept:
         #: The versions when the layers had run.
         self._after: tuple[int, ...] = ()
         self._changed_by_others = _NONE
+        #: The versions when the second run began.
+        self._opened: tuple[int, ...] = ()
 
     def add(self, tensor: Tensor) -> Tensor:
         """Take note of a tensor that a layer saves; return what autograd shall hold instead."""
@@ -66,7 +76,7 @@ class Kept:
 
     def open(self) -> None:
         """Prepare for the second run, in which the layers may change their own tensors again."""
-        now = tuple(map(_version, self.tensors))
+        self._opened = now = tuple(map(_version, self.tensors))
         if now != self._after:
             pairs = zip(self.tensors, now, self._after)
             changed = [id(x) for x, found, after in pairs if found != after]
@@ -89,7 +99,12 @@ class Kept:
             before: what the second run has saved so far. If the tensor is among it, its change came
                 too late, and backward raises an error.
         """
-        if id(tensor) not in self._changed_by_others and not any(x is tensor for x in before):
+        if id(tensor) in self._changed_by_others or any(x is tensor for x in before):
+            return
+        # A second run may change a copy instead. Then a change of the tensor itself is of the first
+        # run, after it had been saved.
+        # guard: changes of the first run
+        if dict(zip(map(id, self.tensors), self._opened))[id(tensor)] != tensor._version:
             self.versions[id(tensor)] = tensor._version
 
     def settle(self, before: Sequence[Any], behind: Sequence[Any]) -> None:

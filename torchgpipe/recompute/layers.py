@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe import _torch
-from torchgpipe.autograd.versions import version_of
+from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
-from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Place, put
+from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Place, lost, put
 from torchgpipe.recompute.verification import is_verifying
 
 __all__: list[str] = []
@@ -96,8 +96,11 @@ class LayersState:
         #: Buffers are detached: ``buffer.data = ...`` leaves such an alias as it is, and a buffer
         #: that gets a graph would be kept alive by it.
         self.lasting: dict[int, Tensor] = {}
-        others = exchanged(self._modules)
+        self._exchanged = others = exchanged(self._modules)
         places: list[Place] = []
+        # Of all parameters of a partition at once: looking each of them up would take time.
+        known = learned.get(layers, {}).get(("", layers.training))
+        unknown: list[Place] = []
         for module in self._modules:
             if not isinstance(module._parameters, dict):
                 raise TypeError(
@@ -114,6 +117,13 @@ class LayersState:
                 self._parameters += parameters
                 # Buffers are tensors or None, as parameters are.
                 tables = [module._parameters, module._buffers]  # type: ignore[list-item]
+                if known is not False and parameters:
+                    own_places = [(module, name) for name in module._parameters]
+                    if known is None:
+                        unknown += [x for x in own_places if self._may_change(*x)]
+                    else:
+                        flags = learned.get(module, {})
+                        places += [x for x in own_places if flags.get((x[1], module.training))]
             for table in tables:
                 if table:
                     self._tables.append(table)
@@ -124,7 +134,7 @@ class LayersState:
                 if own and module.training:
                     self._norms.append(module)
                 places += [(module, name) for name in module._buffers if name not in own]
-        self.buffers = Buffers(places, learned)
+        self.buffers = Buffers(places, learned, unknown, (layers, ""))
         changing = self.buffers.not_lasting()
         for x in chain.from_iterable(map(dict.values, self._tables)):
             if x is not None and id(x) not in changing:
@@ -142,7 +152,12 @@ class LayersState:
         self._identities: Identities | None = None
         #: Whether the layers have changed no parameter in place. Then second runs change none.
         self._steady = False
-        self._before = _identities(self._parameters)
+        #: The parameters that have to be as they were.
+        self._fixed = self._parameters
+        if known:
+            learnt = self.buffers.changing
+            self._fixed = [x for x in self._parameters if id(x) not in learnt]
+        self._before = _identities(self._fixed)
 
     def settle(self) -> None:
         """Take note of the parameters: from now on, only second runs may change them in place."""
@@ -155,7 +170,9 @@ class LayersState:
             # In place, since self._found refers to this list.
             self._hooks[:] = map(dict, self._hook_tables)
         if not self._steady:
-            self._identities = _identities(self._parameters)
+            if self._identities is None:
+                self._look_at_own_changes()
+            self._identities = _identities(self._fixed)
             self._steady = self._identities == self._before
 
     def restored(self, copies: Iterable[Copy] = ()) -> RestoredLayers:
@@ -170,9 +187,47 @@ class LayersState:
         Raises:
             RuntimeError: somebody other than the layers has changed a parameter in place.
         """
-        if self._identities is not None and self._identities != _identities(self._parameters):
+        self._look_at_own_changes()
+        if self._identities is not None and self._identities != _identities(self._fixed):
             raise self._changed()
+        if self.buffers.lost is not None:
+            raise lost(self.buffers.lost)
         return RestoredLayers(self, copies)
+
+    def _look_at_own_changes(self) -> None:
+        """Tell parameters that the layers themselves have changed from all others."""
+        expected = self._identities or self._before
+        if expected == (now := _identities(self._fixed)):
+            return
+        if self.buffers.watches:
+            self.buffers.learn_parameters()
+            learnt = self.buffers.changing
+            kept = [k for k, x in enumerate(self._fixed) if id(x) not in learnt]
+            self._fixed, self._before, self._identities, now = (
+                [self._fixed[k] for k in kept],
+                _chosen(self._before, kept),
+                None if self._identities is None else _chosen(self._identities, kept),
+                _chosen(now, kept),
+            )
+        if self._identities is None:
+            # The optimizer, or whoever else, cannot have come in between.
+            changed = {
+                id(x)
+                for x, *both in zip(self._fixed, *self._before, *now)
+                if both[:2] != both[2:] and both[1] != -1
+            }
+            for module in self._modules if changed else ():
+                for name, x in module._parameters.items():
+                    if id(x) in changed and self._may_change(module, name):
+                        self.buffers.lost = module, name
+
+    def _may_change(self, module: nn.Module, name: str) -> bool:
+        """Whether a second run finds another value than the first if the layer has a new one."""
+        x = module._parameters[name]
+        if type(x) is not nn.Parameter or module in self._exchanged:
+            return False
+        # A norm that is limited already stays as it is, and so do weights that move.
+        return getattr(module, "max_norm", None) is None and not isinstance(module, nn.RNNBase)
 
     def put_back(self, copies: Iterable[Copy] = ()) -> Replaced:
         """Restore the state, and what was in buffers; return what there is now."""
@@ -257,7 +312,7 @@ class LayersState:
 
     def _changed(self) -> RuntimeError:
         assert self._identities is not None
-        for parameter, *expected in zip(self._parameters, *self._identities):
+        for parameter, *expected in zip(self._fixed, *self._identities):
             ((version,), (address,)) = _identities([parameter])
             if [version, address] != expected:
                 break
@@ -293,6 +348,11 @@ class RestoredLayers:
         self.state.leave(self.replaced)
 
 
+def _chosen(found: Identities, kept: Sequence[int]) -> Identities:
+    versions, addresses = found
+    return [versions[k] for k in kept], [addresses[k] for k in kept]
+
+
 def _own_statistics(module: nn.Module) -> Sequence[str]:
     """The names of statistics that a norm updates, and does not read in training."""
     if is_verifying() or not isinstance(module, _torch.Norm):
@@ -307,14 +367,7 @@ def _identities(parameters: Sequence[Tensor]) -> Identities:
         return [*map(_version, parameters)], [*map(Tensor.data_ptr, parameters)]
     except (RuntimeError, ValueError, NotImplementedError):
         # Sparse and lazy parameters have no address.
-        return [*map(version_of, parameters)], [*map(_address, parameters)]
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, ValueError, NotImplementedError):
-        return -1
+        return [*map(version_of, parameters)], [*map(address_of, parameters)]
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:

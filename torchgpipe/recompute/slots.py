@@ -70,14 +70,20 @@ def verify_like(tensor: Tensor, saved: Tensor | Slot, by: str | None) -> None:
     layer = current.name
     # Within another layer's own checkpointing, the layer is not known in backward.
     other = layer is not None and layer != by
-    if other or tensor.shape != saved.shape or tensor.dtype != saved.dtype:
+    if other or _shape(tensor) != _shape(saved) or tensor.dtype != saved.dtype:
         raise mismatch(described(tensor, layer), described(saved, by))
 
 
 def described(saved: Tensor | Slot, layer: str | None) -> str:
     """Describe a saved tensor in words."""
     by = f" by layer {layer}" if layer else ""
-    return f"shape {tuple(saved.shape)} of {saved.dtype}{by}"
+    return f"shape {_shape(saved)} of {saved.dtype}{by}"
+
+
+def _shape(saved: Tensor | Slot) -> tuple[int, ...] | str:
+    # Nested tensors have no shape, or one that is never equal to another one's.
+    nested = isinstance(saved, Tensor) and saved.is_nested
+    return "nested" if nested else tuple(saved.shape)
 
 
 def mismatch(actual: str, expected: str) -> RuntimeError:

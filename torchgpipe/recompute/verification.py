@@ -140,7 +140,7 @@ def dropped(tensor: Tensor, shapes: dict[torch.Size, torch.Size]) -> Slot:
     """A slot for a tensor that is dropped.
 
     Tensors of bytes are not compared. They may be the workspace of a kernel, as an LSTM's, some of
-    which the kernel never writes.
+    which the kernel never writes. Nobody can compare those of MKL-DNN.
     """
-    kind = Slot if tensor.dtype == torch.uint8 else Compared
+    kind = Slot if tensor.dtype == torch.uint8 or tensor.is_mkldnn else Compared
     return kind(tensor, shapes)

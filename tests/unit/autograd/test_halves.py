@@ -67,6 +67,41 @@ class Hooked(nn.Module):
         return y
 
 
+def doubled(grads, _):
+    return tuple(None if grad is None else grad * 2 for grad in grads)
+
+
+class HookedNode(nn.Module):
+    """A hook that changes what a node computes; another weight shares what leads to its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.rand(6, 6)), nn.Parameter(torch.rand(6, 6))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        weight = self.weight * self.scale
+        weight.register_hook(self.called)
+        x = nn.functional.linear(self.linear(x) @ self.weight, weight.t())
+        y = x @ self.weight
+        y.grad_fn.register_hook(doubled)
+        return self.linear(y).relu()
+
+    def called(self, grad):
+        self.calls = getattr(self, "calls", 0) + 1
+        return grad * 3
+
+
+class HookedModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.linear.register_backward_hook(lambda _, *grads: doubled(*grads))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
 class Computed(nn.Module):
     """A weight that somebody has computed."""
 
@@ -105,6 +140,8 @@ LAYERS = {
     "in Python": deep(InPython(), nn.Tanh(), InPython()),
     "beside": deep(Beside()),
     "hooked": deep(Hooked(), Hooked()),
+    "hooked node": deep(HookedNode(), nn.Tanh(), HookedNode()),
+    "hooked module": deep(HookedModule(), HookedModule()),
     "in place": deep(nn.ReLU(inplace=True), Masked()),
     "frozen": deep(nn.Linear(6, 6).requires_grad_(False)),
     "computed": Computed(),
@@ -159,6 +196,7 @@ def same(found, expected):
             torch.testing.assert_close(own, other)
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
 @pytest.mark.parametrize("thread", [False, True])
 @pytest.mark.parametrize("needs_input", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
@@ -194,6 +232,22 @@ def test_hooks_run_once():
 
     halves(deep(Counted(6, 6)), torch.rand(4, 6), torch.rand(4, 6))
     assert sorted(calls) == ["node", "tensor"]
+
+
+def test_hooks_of_nodes_run_once_with_all_gradients():
+    calls = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            y.grad_fn.register_hook(lambda grads, _: calls.append([x is None for x in grads]))
+            return y
+
+    halves(deep(Watched(6, 6)), torch.rand(4, 6), torch.rand(4, 6))
+    assert calls == [[False] * 3]
+    layer = HookedNode()
+    halves(layer, torch.rand(4, 6), torch.rand(4, 6))
+    assert layer.calls == 1
 
 
 def test_work_is_not_done_twice():

@@ -5,7 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchgpipe.autograd.hooks import before_node, without_hooks
+from torchgpipe.autograd.hooks import (
+    before_node,
+    changes_gradients,
+    count_hooks,
+    note_gradients,
+    without_hooks,
+)
 
 
 def test_hooks_are_away_and_back():
@@ -82,3 +88,21 @@ class Node:
 def test_no_node_is_there():
     before_node(torch.rand(3), None)
     before_node(torch.rand(3, requires_grad=True), None)
+
+
+def test_hooks_of_nodes():
+    node = torch.rand(3, requires_grad=True).exp().grad_fn
+    assert not changes_gradients(node)
+    handle = node.register_hook(lambda *_: None)
+    assert changes_gradients(node)
+    handle.remove()
+    assert not changes_gradients(node)
+
+
+def test_counted_are_hooks_of_others():
+    node = torch.rand(3, requires_grad=True).exp().grad_fn
+    count = count_hooks()
+    note_gradients(node, lambda _: None)
+    assert count_hooks() == count
+    node.register_hook(lambda *_: None)
+    assert count_hooks() == count + 1

@@ -1,0 +1,162 @@
+"""Parameters that layers change in their forward: a second run finds what the first run found."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.changing_parameters import CHANGES, Scaled, SpectralNorm
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, verify_recomputation
+from torchgpipe.recompute import buffers
+
+CPUS = ["cpu", "cpu"]
+
+
+def gpipe(layers, mode):
+    return GPipe(layers, [2, 2], devices=CPUS, chunks=3, checkpoint=mode)
+
+
+def mapped(layers, mode):
+    places = {"": "cpu"} | {str(k): "cpu" for k in range(4)}
+    return MappedGPipe(layers, places, chunks=3, checkpoint=mode)
+
+
+def scheduled(name, **options):
+    def wrap(layers, mode):
+        loss = ScheduledLoss(gpipe(layers, mode), nn.functional.mse_loss, name, **options)
+        return lambda x: loss(x, torch.zeros_like(x))
+
+    return wrap
+
+
+WRAPPERS = {
+    "GPipe": gpipe,
+    "MappedGPipe": mapped,
+    "gpipe": scheduled("gpipe"),
+    "1f1b": scheduled("1f1b"),
+    "zbh1": scheduled("zbh1"),
+    "graphs": scheduled("1f1b", stages="graph"),
+}
+
+
+def trained(layers, wrap, mode, steps=2):
+    """The gradients and parameters after some steps of uneven micro-batches."""
+    layers = copy.deepcopy(layers)
+    model = wrap(layers, mode)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(steps):
+        model(torch.randn(7, 4)).square().mean().backward()
+        found += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+        found += [p.detach().clone() for p in layers.parameters()]
+    return found
+
+
+def model_of(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*layers)
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for own, other in zip(found, expected):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.filterwarnings("ignore:a stage must be traceable")
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_and_values(wrapper, change, trains):
+    if trains and change in ("in place in data", "another dtype", "another shape"):
+        pytest.skip("not seen, or not possible where there is a gradient")
+    layers = model_of(
+        *(nn.Linear(4, 4), Scaled(change, trains)),
+        *(nn.Sequential(nn.Linear(4, 4), Scaled(change, trains)), nn.Linear(4, 4)),
+    )
+    expected = trained(layers, WRAPPERS[wrapper], "never")
+    for mode in ("except_last", "always"):
+        same(trained(layers, WRAPPERS[wrapper], mode), expected)
+
+
+@pytest.mark.filterwarnings("ignore:a stage must be traceable")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_spectral_norm_of_gans(wrapper):
+    layers = model_of(*[SpectralNorm(nn.Linear(4, 4)) for _ in range(4)])
+    expected = trained(layers, WRAPPERS[wrapper], "never")
+    for mode in ("except_last", "always"):
+        same(trained(layers, WRAPPERS[wrapper], mode), expected)
+
+
+@pytest.mark.parametrize("wrapper", ["GPipe", "MappedGPipe"])
+def test_two_forwards_before_their_backwards(wrapper):
+    layers = model_of(*[nn.Sequential(nn.Linear(4, 4), Scaled("new memory")) for _ in range(4)])
+    found = []
+    for mode in ("never", "always"):
+        model = WRAPPERS[wrapper](copy.deepcopy(layers), mode)
+        losses = [model(torch.arange(28.0).view(7, 4) * k).square().mean() for k in (1, 2)]
+        for loss in losses:
+            loss.backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    same(*found)
+
+
+def test_parameter_that_two_partitions_share():
+    first = Scaled("in place")
+    second = Scaled("in place")
+    second.scale = first.scale
+    layers = model_of(nn.Linear(4, 4), first, nn.Linear(4, 4), second)
+    same(trained(layers, gpipe, "always", 3), trained(layers, gpipe, "never", 3))
+
+
+def test_step_that_failed_teaches_nothing():
+    layers = model_of(nn.Linear(4, 4), Scaled("in place"), nn.Linear(4, 4), nn.Tanh())
+    model = gpipe(copy.deepcopy(layers), "always")
+    with pytest.raises(RuntimeError, match="mat1"):
+        model(torch.randn(6, 5))
+    handle = model.module[3].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(6, 4))
+    handle.remove()
+    layers.load_state_dict(model.module.state_dict())
+    found = []
+    for own in (gpipe(layers, "never"), model):
+        own(torch.ones(6, 4)).square().mean().backward()
+        found.append([p.grad for p in own.parameters() if p.requires_grad])
+    same(*found)
+
+
+def test_large_parameter(monkeypatch):
+    monkeypatch.setattr(buffers, "SMALL", 0)
+    for change in ("new memory", "another parameter"):
+        layers = model_of(nn.Linear(4, 4), Scaled(change), Scaled(change), nn.Linear(4, 4))
+        same(trained(layers, gpipe, "always"), trained(layers, gpipe, "never"))
+    for wrap in (gpipe, mapped, scheduled("1f1b")):
+        layers = model_of(nn.Linear(4, 4), Scaled("in place"), nn.Tanh(), nn.Linear(4, 4))
+        with pytest.raises(RuntimeError, match="large one(?s:.*)layer: Scaled, parameter: scale"):
+            trained(layers, wrap, "always")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.keys() - {"graphs"})
+def test_change_that_begins_later_is_an_error(wrapper):
+    class Late(Scaled):
+        def forward(self, x):
+            return super().forward(x) if self.on else x
+
+    layers = model_of(nn.Linear(4, 4), Late("in place"), nn.Linear(4, 4), nn.Tanh())
+    layers[1].on = False
+    model = WRAPPERS[wrapper](layers, "always")
+    model(torch.randn(6, 4)).mean().backward()
+    layers[1].on = True
+    with pytest.raises(RuntimeError, match="first (?s:.*)layer: Late"):
+        model(torch.randn(6, 4)).mean().backward()
+
+
+def test_verification_finds_nothing():
+    model = gpipe(
+        model_of(nn.Linear(4, 4), *[Scaled(change) for change in [*CHANGES][:3]]), "always"
+    )
+    for _ in range(2):
+        with verify_recomputation():
+            model(torch.randn(6, 4)).square().mean().backward()
