@@ -141,17 +141,17 @@ class MappedGPipe(Settings, nn.Module):
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
         ]
-        mapped = {call.mapped.module for call in self._calls}
+        self._mapped = {call.mapped.module for call in self._calls}
         #: The modules around mapped ones, by name.
         self._around = [
             (name, module)
             for name, module in self.module.named_modules()
-            if module not in mapped and not mapped.isdisjoint(module.modules())
+            if module not in self._mapped and not self._mapped.isdisjoint(module.modules())
         ]
         self._takes_cache = takes_cache(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_lasting", "_workers", "_calls", "_around", "_takes_cache"}
+        own = {"_process", "_lasting", "_workers", "_calls", "_mapped", "_around", "_takes_cache"}
         return {key: value for key, value in super().__getstate__().items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ class MappedGPipe(Settings, nn.Module):
                     "compile the modules that the map names"
                 )
         for call in self._calls:
-            name, module, device, _ = call.mapped
+            name, module, device = call.mapped.name, call.mapped.module, call.mapped.device
             for table in tables(module):
                 for tensor in table.values():
                     if tensor is not None and tensor.device != device:

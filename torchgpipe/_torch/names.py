@@ -164,12 +164,9 @@ NAMES: dict[str, Name] = {
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
     # Structures.
-    "tree_flatten": Name("torch.utils._pytree:tree_flatten", _TREES),
-    "tree_flatten_with_path": Name("torch.utils._pytree:tree_flatten_with_path", _TREES),
-    "tree_unflatten": Name("torch.utils._pytree:tree_unflatten", _TREES),
-    "tree_leaves": Name("torch.utils._pytree:tree_leaves", _TREES),
-    "tree_map": Name("torch.utils._pytree:tree_map", _TREES),
-    "tree_map_only": Name("torch.utils._pytree:tree_map_only", _TREES),
+    "containers": Name("torch.utils._pytree:SUPPORTED_NODES", _TREES),
+    "node_type": Name("torch.utils._pytree:_get_node_type", _TREES),
+    "leaves_with_path": Name("torch.utils._pytree:tree_leaves_with_path", _TREES),
     "keystr": Name("torch.utils._pytree:keystr", _TREES),
     # Layers.
     "Norm": Name(

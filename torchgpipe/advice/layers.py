@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch import tree_leaves
 from torchgpipe.advice.figures import Layer
 from torchgpipe.advice.strays import Stray, Strays
 from torchgpipe.devices.recorder import Recorder, Times
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.values.trees import leaves_of
 
 __all__: list[str] = []
 
@@ -100,7 +100,7 @@ class Layers:
         if is_recomputing():
             return
         if k == 0:
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
             self.rows = max([len(x) for x in tensors if x.dim()], default=0)
         times = self._times.setdefault(k, [])
         if not times:
@@ -116,4 +116,4 @@ class Layers:
             self._strays.after(k)
         if len(times) == TIMED:
             self._remove(k)
-        self._bytes[k] = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
+        self._bytes[k] = sum(x.nbytes for x in leaves_of(output) if isinstance(x, Tensor))

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from torchgpipe import _torch
 from torchgpipe.ambient.notes import add_note, is_noted, layer
+from torchgpipe.values import trees
 
 __all__: list[str] = []
 
@@ -98,7 +98,7 @@ class Visit:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [x for x in _torch.tree_leaves(value) if isinstance(x, Tensor)]
+    return [x for x in trees.leaves_of(value) if isinstance(x, Tensor)]
 
 
 def is_worth_a_visit(layers: nn.Module) -> bool:

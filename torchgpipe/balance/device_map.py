@@ -187,27 +187,27 @@ def map_by_size(
 def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:
     """The blocks of a model by name."""
     whole = getattr(model, "_no_split_modules", None) if no_split is None else no_split
-    found: dict[str, nn.Module] = {}
+    return dict(_blocks_below("", model, whole or ())) or {"": model}
 
+
+def _blocks_below(
+    name: str, module: nn.Module, whole: Collection[str]
+) -> Iterator[tuple[str, nn.Module]]:
     def is_block(module: nn.Module) -> bool:
-        return type(module).__name__ in (whole or ())
+        return type(module).__name__ in whole
 
-    def add(name: str, module: nn.Module) -> None:
-        for child, inner in module.named_children():
-            path = f"{name}.{child}" if name else child
-            if not any(True for _ in inner.parameters()):
-                continue
-            below = [x for x in inner.modules() if x is not inner]
-            divided = isinstance(inner, nn.ModuleList | nn.ModuleDict) or any(
-                is_block(x) or (isinstance(x, nn.ModuleList) and len(x) > 1) for x in below
-            )
-            if divided and not is_block(inner) and not isinstance(module, nn.ModuleList):
-                add(path, inner)
-            else:
-                found[path] = inner
-
-    add("", model)
-    return found or {"": model}
+    for child, inner in module.named_children():
+        path = f"{name}.{child}" if name else child
+        if not any(True for _ in inner.parameters()):
+            continue
+        below = [x for x in inner.modules() if x is not inner]
+        divided = isinstance(inner, nn.ModuleList | nn.ModuleDict) or any(
+            is_block(x) or (isinstance(x, nn.ModuleList) and len(x) > 1) for x in below
+        )
+        if divided and not is_block(inner) and not isinstance(module, nn.ModuleList):
+            yield from _blocks_below(path, inner, whole)
+        else:
+            yield path, inner
 
 
 class Units:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe import _torch
+from torchgpipe.values import trees
 
 __all__: list[str] = []
 
@@ -49,20 +51,29 @@ def watching(note: Callable[[Any, Any], None]) -> Any:
 
     Operators of backward are among them, wherever it runs in a thread of the block.
     """
+    return _mode()(note)
 
+
+# Made once, since only Python's collector frees a class.
+@cache
+def _mode() -> Any:
     # To mypy, PyTorch's class is any object.
     class Mode(_torch.DispatchMode):  # type: ignore[misc]
+        def __init__(self, note: Callable[[Any, Any], None]) -> None:
+            super().__init__()
+            self._note = note
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             output = func(*args, **(kwargs or {}))
-            note((args, kwargs), output)
+            self._note((args, kwargs), output)
             return output
 
-    return Mode()
+    return Mode
 
 
 def _storages(values: Any) -> list[Any]:
     # Sparse tensors have no storage of their own.
-    tensors = [x for x in _torch.tree_leaves(values) if isinstance(x, Tensor)]
+    tensors = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
     return [x.untyped_storage() for x in tensors if x.layout == torch.strided]

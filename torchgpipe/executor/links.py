@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe import _torch
 from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import moved
 from torchgpipe.devices.recorder import Recorder, copy_mark
@@ -40,6 +39,7 @@ from torchgpipe.devices.streams import (
 from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Overlap
+from torchgpipe.values import trees
 from torchgpipe.values.structure import NoChunk
 
 __all__: list[str] = []
@@ -303,8 +303,8 @@ def fetched(
     """
     arriving: list[tuple[Tensor, Any]] = []
 
-    def fetch(x: Tensor) -> Tensor:
-        if x.device == device:
+    def fetch(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.device == device:
             return x
         # The last streams, since links take the first ones.
         here, there = (streams.get(where, POOL - 1)[-1] for where in (x.device, device))
@@ -317,9 +317,8 @@ def fetched(
             arriving.append((copy, event))
         return copy
 
+    # Not a function that refers to itself, which only Python's collector would free.
     def leaf(x: Any) -> Any:
-        if isinstance(x, NoChunk):
-            return NoChunk(_torch.tree_map_only(Tensor, fetch, x.value))
-        return fetch(x) if isinstance(x, Tensor) else x
+        return NoChunk(trees.map_leaves(fetch, x.value)) if isinstance(x, NoChunk) else fetch(x)
 
-    return _torch.tree_map(leaf, value), arriving
+    return trees.map_leaves(leaf, value), arriving

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import _torch
 from torchgpipe.ambient.notes import add_note
 from torchgpipe.executor.links import Streams, fetched
 from torchgpipe.partition.traps import lists
+from torchgpipe.values import trees
 from torchgpipe.values.structure import NoChunk, is_split, names, split
 
 __all__: list[str] = []
@@ -95,7 +95,7 @@ def arguments_of(
     value, events = fetched(streams, value, device)
     if not rows:
         # One micro-batch gets all as it is.
-        return [_torch.tree_map(_whole, value)], events
+        return [trees.map_leaves(_whole, value)], events
     return [*split(value, rows)], events
 
 

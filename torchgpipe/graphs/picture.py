@@ -155,15 +155,16 @@ def _shapes(node: Node) -> list[str]:
 
 
 def _arguments(node: Node, names: Mapping[Node, str]) -> str:
-    def word(value: Any) -> str:
-        if isinstance(value, Node):
-            return names.get(value, value.name)
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(map(word, value))}]"
-        return str(value).removeprefix("torch.")
+    named = [f"{key}={_word(value, names)}" for key, value in node.kwargs.items()]
+    return ", ".join([*[_word(x, names) for x in node.args], *named])
 
-    named = [f"{key}={word(value)}" for key, value in node.kwargs.items()]
-    return ", ".join([*map(word, node.args), *named])
+
+def _word(value: Any, names: Mapping[Node, str]) -> str:
+    if isinstance(value, Node):
+        return names.get(value, value.name)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join([_word(x, names) for x in value])}]"
+    return str(value).removeprefix("torch.")
 
 
 #: Pixels: an operator, a view, the space between two boxes, a character of either, the distance of

@@ -123,15 +123,17 @@ class StageGraphs:
                 args, kwargs = given if keyed else (given, {})
                 return _with_loss(body, batch, loss, args, kwargs)
 
-        state, casts, recorded = now.state, now.settings.casts, torch.is_grad_enabled()
+        # All that it takes to trace again. What has the graph holds none of those that hold it.
+        places, casts, recorded = now.state.places, now.settings.casts, torch.is_grad_enabled()
+        make, recompute = self._make, self._recompute
 
         def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, Form]:
             # Backward has no casts.
             with body.lock, with_autocast(casts):
                 joint, form = trace(
-                    *(state.places, run, batch, more, own), recorded=recorded, roots=needs_grad
+                    *(places, run, batch, more, own), recorded=recorded, roots=needs_grad
                 )
-            return Parts(joint, self._make, self._recompute), form
+            return Parts(joint, make, recompute), form
 
         try:
             own = chosen(now.tensors, weights)

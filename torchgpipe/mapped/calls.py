@@ -30,19 +30,21 @@ class Call(Interception):
 
     Args:
         mapped: the module.
-        inner: the module's own call.
+        inner: the module's own call, if another one than PyTorch's.
         lasting: tells which thread runs a step.
     """
 
-    def __init__(self, mapped: Mapped, inner: Callable[..., Any], lasting: Lasting) -> None:
+    def __init__(self, mapped: Mapped, inner: Callable[..., Any] | None, lasting: Lasting) -> None:
         self.mapped = mapped
         self.inner = inner
-        self.compiled = inner != mapped.module._call_impl
+        self.compiled = inner is not None
         self._lasting = lasting
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         course = current.course
+        # Looked up by each call, since it holds the module, and the module holds this.
+        inner = self.inner or self.mapped.module._call_impl
         if course is None:
             # A checkpoint of PyTorch computes the module again in a thread of autograd.
             if self._lasting.thread is not None and _torch.graph_task() == -1:
@@ -56,11 +58,11 @@ class Call(Interception):
             copies: list[Any] = []
             args, kwargs = replaced((args, kwargs), lambda x: x.to(device), copies)
             with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
-                return self.inner(*args, **kwargs)
+                return inner(*args, **kwargs)
         if isinstance(course, Inside):
-            return self.inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         with paused(current.glue):
-            return course.call(self.mapped, self.inner, args, kwargs)
+            return course.call(self.mapped, inner, args, kwargs)
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:
@@ -70,7 +72,7 @@ def intercept(mapped: Mapped, lasting: Lasting) -> Call:
     if isinstance(inner, Call):
         # Of another wrapper around the same module.
         inner = inner.inner
-    found = Call(mapped, inner or module._call_impl, lasting)
+    found = Call(mapped, inner, lasting)
     module._compiled_call_impl = found
     return found
 

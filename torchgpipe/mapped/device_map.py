@@ -11,9 +11,10 @@ modules in a name that has. All code between mapped modules runs where its tenso
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +26,30 @@ from torchgpipe.partition.placement import moved_to
 __all__: list[str] = []
 
 
-class Mapped(NamedTuple):
+class Mapped:
     """A module that is computed as a whole on one device.
 
-    Attributes:
+    It does not hold the module, whose call holds it: only Python's collector would free both.
+
+    Args:
         name: its name in the model.
         module: the module.
         device: the device.
         place: its name and its device, as messages say them. Each call needs it.
     """
 
-    name: str
-    module: nn.Module
-    device: torch.device
-    place: str
+    __slots__ = ("_module", "device", "name", "place")
+
+    def __init__(self, name: str, module: nn.Module, device: torch.device, place: str) -> None:
+        self.name, self.device, self.place = name, device, place
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, as long as its wrapper or somebody who calls it holds it."""
+        found = self._module()
+        assert found is not None
+        return found
 
 
 def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str, torch.device]:
@@ -149,20 +160,24 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
     modules with parameters or buffers.
     """
     found: dict[nn.Module, Mapped] = {}
-
-    def add(name: str, module: nn.Module, device: torch.device) -> None:
-        start = f"{name}." if name else ""
-        divided = any(other.startswith(start) for other in device_map if other != name)
-        if not divided and type(module).forward is not nn.Module.forward:
+    for key, device in device_map.items():
+        for name, module in _computed_as_a_whole(key, model.get_submodule(key), device_map):
             place = f"{name or 'the model'} on {device}"
             found.setdefault(module, Mapped(name, module, device, place))
-            return
-        for child, inner in module.named_children():
-            if start + child not in device_map and (
-                any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
-            ):
-                add(start + child, inner, device)
-
-    for name, device in device_map.items():
-        add(name, model.get_submodule(name), device)
     return [*found.values()]
+
+
+def _computed_as_a_whole(
+    name: str, module: nn.Module, device_map: Mapping[str, torch.device]
+) -> Iterator[tuple[str, nn.Module]]:
+    """A module, if it can be computed as a whole, or those below it that belong to its device."""
+    start = f"{name}." if name else ""
+    divided = any(other.startswith(start) for other in device_map if other != name)
+    if not divided and type(module).forward is not nn.Module.forward:
+        yield name, module
+        return
+    for child, inner in module.named_children():
+        if start + child not in device_map and (
+            any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
+        ):
+            yield from _computed_as_a_whole(start + child, inner, device_map)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe import _torch
 from torchgpipe.ambient.notes import warn
+from torchgpipe.values import trees
 from torchgpipe.values.structure import Arguments, NoChunk, is_split, names
 
 __all__: list[str] = []
@@ -112,7 +112,7 @@ def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
 
 def _is_container(value: Any) -> bool:
     """Whether there are tensors, or marked values, in a list or tuple."""
-    return any(isinstance(x, Tensor | NoChunk) for x in _torch.tree_leaves(value))
+    return any(isinstance(x, Tensor | NoChunk) for x in trees.leaves_of(value))
 
 
 def _is_list(value: Any) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import _torch
 from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.measures import memory_total, model_of
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_devices
+from torchgpipe.values import trees
 from torchgpipe.values.microbatch import Batch, divided, scatter
 from torchgpipe.values.structure import NoChunk
 
@@ -219,10 +219,10 @@ def with_loss(
     return found
 
 
-def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], Any]:
+def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], trees.Spec]:
     """The leaves of targets, with marks of what goes whole, and the containers around them."""
-    leaves, spec = _torch.tree_flatten((*targets,), lambda x: isinstance(x, NoChunk))
-    return [*leaves], spec
+    leaves, spec = trees.flatten((*targets,), lambda x: isinstance(x, NoChunk))
+    return leaves, spec
 
 
 class Loss(nn.Module):
@@ -232,8 +232,8 @@ class Loss(nn.Module):
         super().__init__()
         self.loss = loss
         self._leaves, containers = leaves_of(targets)
-        # A function, which a copy of the layer shares: copies of what it holds are deprecated.
-        self._together = lambda leaves: _torch.tree_unflatten(leaves, containers)
+        # A function, which a copy of the layer shares: not all that it holds can be copied.
+        self._together = lambda leaves: containers.unflatten(leaves)
         #: The number of each tensor among the leaves, and whether the loss gets it whole.
         self._whole: dict[int, bool] = {}
         for k, leaf in enumerate(self._leaves):

@@ -25,6 +25,7 @@ from torchgpipe.balance.storages import watching
 from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.backward import Root
+from torchgpipe.values import trees
 from torchgpipe.values.microbatch import Batch
 
 __all__ = ["Section", "Sections", "Value", "recorded"]
@@ -125,7 +126,7 @@ def recorded(
     """
     recorder = Recorder(model)
     # The model may change its arguments in place.
-    found = recorder.record(model, blocks, *_torch.tree_map(_cloned, (args, kwargs)))
+    found = recorder.record(model, blocks, *trees.map_leaves(_cloned, (args, kwargs)))
     if not has_streams(device):
         return found
     there: dict[object, Section | None] = {}
@@ -154,7 +155,7 @@ def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Secti
     with use_device(device), torch.inference_mode(False), torch.enable_grad():
         try:
             copy = copied(block, device)
-            args, kwargs = _torch.tree_map(brought, (args, kwargs))
+            args, kwargs = trees.map_leaves(brought, (args, kwargs))
             recorder = Recorder(copy)
             recorder.record(copy, {"": copy}, args, kwargs)
         except torch.OutOfMemoryError:
@@ -259,7 +260,7 @@ class Recorder:
         sizes = [(x.shape, x.dtype, x.requires_grad) for x in _strided((args, kwargs))]
         kind = kind_of(block), *sizes
         self.kinds[len(self.sections) - 1] = kind
-        self.calls.setdefault(kind, _torch.tree_map(_detached, (args, kwargs)))
+        self.calls.setdefault(kind, trees.map_leaves(_detached, (args, kwargs)))
 
     def _leave(self, name: str, *_: Any) -> None:
         self._calls -= 1
@@ -414,7 +415,7 @@ def _detached(x: Any) -> Any:
 
 def _strided(values: Any) -> list[Tensor]:
     """The tensors among values that have memory of their own."""
-    found = [x for x in _torch.tree_leaves(values) if isinstance(x, Tensor)]
+    found = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
     return [x for x in found if x.layout == torch.strided]
 
 

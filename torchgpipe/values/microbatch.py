@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
+from torchgpipe.values import trees
 from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
     ALONE,
@@ -263,7 +264,7 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
         ValueError: there is no tensor to split, or their numbers of rows differ.
     """
     shapes = {}
-    if not isinstance(input, Tensor) and any(map(is_marked, _torch.tree_leaves(input, is_marked))):
+    if not isinstance(input, Tensor) and any(map(is_marked, trees.leaves_of(input, is_marked))):
         raise TypeError(
             "PerMicroBatch marks outputs, so it belongs in what layers return "
             f"(input: {type(input).__name__}); pass the value itself, or "
@@ -364,15 +365,14 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
 
 def _marked(batch: Batch) -> set[int] | None:
     """The indices of the tensors that are marked by :class:`PerMicroBatch`; None without marks."""
-    if batch.structures[VALUE].spec is None:
-        return None
-    leaves = _torch.tree_leaves(batch.value, is_marked)
+    is_plain = batch.structures[VALUE].spec is None
+    leaves = [] if is_plain else trees.leaves_of(batch.value, is_marked)
     if not any(map(is_marked, leaves)):
         return None
     found: set[int] = set()
     count = 0
     for leaf in leaves:
-        here = sum(isinstance(x, Tensor) for x in _torch.tree_leaves(leaf))
+        here = sum(isinstance(x, Tensor) for x in trees.leaves_of(leaf))
         if is_marked(leaf):
             found.update(range(count, count + here))
         count += here
@@ -438,4 +438,4 @@ def _compare(first: Batch, other: Batch, i: int) -> None:
 
 
 def _outline(batch: Batch) -> Any:
-    return _torch.tree_map(lambda leaf: type(leaf).__name__, batch.value)
+    return trees.map_leaves(lambda leaf: type(leaf).__name__, batch.value)

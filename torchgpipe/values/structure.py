@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe import _torch
+from torchgpipe.values import trees
 
 __all__ = ["NoChunk", "PerMicroBatch"]
 
@@ -80,7 +81,7 @@ class Structure:
 
     __slots__ = ("others", "spec")
 
-    def __init__(self, spec: Any, others: dict[int, Any]) -> None:
+    def __init__(self, spec: trees.Spec | None, others: dict[int, Any]) -> None:
         self.spec = spec
         self.others = others
 
@@ -89,11 +90,9 @@ class Structure:
         for name, known in (("ALONE", ALONE), ("TUPLE", TUPLE)):
             if self is known:
                 return name
-        # PyTorch warns when its description of containers is pickled, so empty ones are.
-        return _restored, (
-            _torch.tree_unflatten([0] * self.spec.num_leaves, self.spec),
-            self.others,
-        )
+        assert self.spec is not None
+        # Another process may know a kind of containers by another object.
+        return _restored, (self.spec.unflatten([0] * self.spec.count), self.others)
 
     def equals(self, other: Structure) -> bool:
         """Whether another structure has the same containers, and equal objects in them."""
@@ -115,14 +114,14 @@ class Structure:
         assert self.spec is not None
         rest = iter(tensors)
         leaves = [
-            self.others[k] if k in self.others else next(rest) for k in range(self.spec.num_leaves)
+            self.others[k] if k in self.others else next(rest) for k in range(self.spec.count)
         ]
-        return _torch.tree_unflatten(leaves, self.spec)
+        return self.spec.unflatten(leaves)
 
 
 def _restored(containers: Any, others: dict[int, Any]) -> Structure:
     """The structure of a value, from another process, with a number for each leaf."""
-    return Structure(_torch.tree_flatten(containers)[1], others)
+    return Structure(trees.flatten(containers)[1], others)
 
 
 #: The types of most other leaves, which cannot hold tensors.
@@ -152,7 +151,7 @@ def flatten(value: Any) -> tuple[Tensors, Structure]:
         return (value,), ALONE
     if type(value) is tuple and value and all(isinstance(x, Tensor) for x in value):
         return value, TUPLE
-    leaves, spec = _torch.tree_flatten(value)
+    leaves, spec = trees.flatten(value)
     others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     for leaf in others.values():
         if type(leaf) not in ATOMS:
@@ -166,12 +165,11 @@ def names(value: Any) -> Iterator[tuple[str, Any]]:
         yield "the value", value
         return
     try:
-        found = _torch.tree_flatten_with_path(value, _is_whole)[0]
+        found = _torch.leaves_with_path(value, _is_whole)
     except ValueError:
         # A container that was registered without names.
-        yield from [
-            (f"leaf {k}", leaf) for k, leaf in enumerate(_torch.tree_leaves(value, _is_whole))
-        ]
+        leaves = trees.leaves_of(value, _is_whole)
+        yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(leaves)]
     else:
         yield from [(_torch.keystr(path).lstrip(".") or "the value", leaf) for path, leaf in found]
 
@@ -188,22 +186,22 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
         for start, size in zip(accumulate(sizes, initial=0), sizes):
             yield _rows(value, start, size)
         return
-    leaves, spec = _torch.tree_flatten(value, _is_whole)
+    leaves, spec = trees.flatten(value, _is_whole)
     rows = {id(x): x for x in leaves if is_split(x) and is_dense(x)}
     aliases: dict[int, Tensor] = {}
 
-    def alias(x: Tensor) -> Tensor:
+    def alias(x: Any) -> Any:
         # The derivative of narrow() is a new tensor, so autograd adds the gradients of all
         # micro-batches on the caller's stream and in its memory, as it does for rows. Without
         # narrow() it would add on the stream of whichever gradient comes first.
-        if not (x.requires_grad and is_dense(x)):
+        if not (isinstance(x, Tensor) and x.requires_grad and is_dense(x)):
             return x
         if id(x) not in aliases:
             aliases[id(x)] = x.unsqueeze(0).narrow(0, 0, 1).squeeze(0)
         return aliases[id(x)]
 
     whole = [
-        x if is_split(x) else _torch.tree_map_only(Tensor, alias, x.value if _is_whole(x) else x)
+        x if is_split(x) else trees.map_leaves(alias, x.value if _is_whole(x) else x)
         for x in leaves
     ]
     start = 0
@@ -212,9 +210,7 @@ def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
         # One tensor in several places stays one.
         parts = {key: _rows(x, start, size) for key, x in rows.items()}
         start += size
-        yield _torch.tree_unflatten(
-            [parts.get(id(x), other) for x, other in zip(leaves, whole)], spec
-        )
+        yield spec.unflatten([parts.get(id(x), other) for x, other in zip(leaves, whole)])
 
 
 def _rows(tensor: Tensor, start: int, size: int) -> Tensor:
@@ -244,11 +240,7 @@ def is_marked(value: Any) -> bool:
 
 def unmarked(value: Any) -> Any:
     """A value without its :class:`PerMicroBatch` marks."""
-
-    def without(x: Any) -> Any:
-        return unmarked(x.value) if is_marked(x) else x
-
-    return _torch.tree_map(without, value, is_leaf=is_marked)
+    return trees.map_leaves(lambda x: unmarked(x.value) if is_marked(x) else x, value, is_marked)
 
 
 def verify_leaf(leaf: Any) -> None:
@@ -293,4 +285,4 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
     if id(leaf) in seen:
         return False
     seen.add(id(leaf))
-    return any(_holds_tensors(x, seen) for content in contents for x in _torch.tree_leaves(content))
+    return any(_holds_tensors(x, seen) for content in contents for x in trees.leaves_of(content))

@@ -81,7 +81,7 @@ import torchgpipe
 
 #: Features, and a name that each cannot do without.
 FEATURES = {
-    "tree_flatten": lambda: GPipe(nn.Sequential(nn.Identity()), [1])([torch.ones(1)]),
+    "containers": lambda: GPipe(nn.Sequential(nn.Identity()), [1])([torch.ones(1)]),
     "function_mode_at": lambda: with_device(),
     "dispatch_mode_at": lambda: with_dispatch_mode(),
     "DispatchMode": lambda: profile(),

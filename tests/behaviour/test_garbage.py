@@ -1,0 +1,290 @@
+"""Garbage: a step leaves nothing to Python's collector, and ``del`` frees a wrapper at once.
+
+A user who turns the collector off, as trainers of large models do, would run out of memory.
+"""
+
+import ast
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchgpipe
+from torchgpipe import GPipe, MappedGPipe, NoChunk, PerMicroBatch, ScheduledLoss
+from torchgpipe.skip import pop, skippable, stash
+
+MODES = ["never", "except_last", "always"]
+DEVICES = ["cpu", "cpu"]
+
+
+@pytest.fixture
+def uncollected():
+    """No collector. Calling the fixture counts what it would find."""
+    gc.collect()
+    gc.disable()
+    yield gc.collect
+    gc.enable()
+
+
+class Raising(torch.autograd.Function):
+    """The identity, which raises where it is told to."""
+
+    where = ""
+
+    @staticmethod
+    def forward(ctx, x):
+        if Raising.where == "forward":
+            raise ValueError("forward")
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Raising.where == "backward":
+            raise ValueError("backward")
+        return grad
+
+
+@pytest.fixture
+def raising(monkeypatch):
+    return lambda where: monkeypatch.setattr(Raising, "where", where)
+
+
+class Values(nn.Module):
+    """A layer that takes a value of several containers, and returns another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value):
+        x = self.linear(value["x"]) * value["rest"][1]
+        return {"x": Raising.apply(x), "rest": [None, value["rest"][1]]}
+
+
+class Last(nn.Module):
+    def __init__(self, marked):
+        super().__init__()
+        self.linear, self.marked = nn.Linear(4, 4), marked
+
+    def forward(self, value):
+        x = self.linear(value["x"])
+        return (x, PerMicroBatch(x.mean())) if self.marked else x
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, value):
+        yield stash("skip", value["x"] * 2)
+        return value
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, value):
+        skip = yield pop("skip")
+        return {**value, "x": value["x"] + skip}
+
+
+class Model(nn.Module):
+    """A model that comes back to a device, with code between its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = Values(), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x, rest):
+        value = self.first({"x": x, "rest": rest})
+        return {"x": self.last(self.middle(value["x"])), "losses": [value["x"].mean()]}
+
+
+def value():
+    return {"x": torch.rand(8, 4), "rest": [None, NoChunk(torch.rand(4))]}
+
+
+def gpipe(mode):
+    sequence = nn.Sequential(Values(), Stash(), Pop(), Last(True))
+    model = GPipe(sequence, [2, 2], devices=DEVICES, chunks=2, checkpoint=mode)
+
+    def step():
+        output, means = model(value())
+        return output.sum() + means.sum()
+
+    return model, step
+
+
+def scheduled(mode, stages="eager", schedule="1f1b"):
+    sequence = nn.Sequential(Values(), Stash(), Pop(), Last(False))
+    model = GPipe(sequence, [2, 2], devices=DEVICES, chunks=2, checkpoint=mode)
+    loss = ScheduledLoss(model, weighted, schedule, stages=stages, outputs=True)
+    return loss, lambda: loss(value(), torch.rand(8, 4), weights=[torch.rand(8, 1)])[0]
+
+
+def weighted(output, target, weights):
+    return (F.mse_loss(output, target, reduction="none") * weights[0]).mean()
+
+
+def mapped(mode, **kwargs):
+    places = {"first": "cpu", "middle": "cpu", "last": "cpu"}
+    model = MappedGPipe(Model(), places, chunks=2, checkpoint=mode, **kwargs)
+
+    def step():
+        output = model(torch.rand(8, 4), rest=(None, torch.rand(8, 4)))
+        return output["x"].sum() + output["losses"][0].sum()
+
+    return model, step
+
+
+WRAPPERS = {
+    "GPipe": gpipe,
+    "ScheduledLoss": scheduled,
+    "ScheduledLoss, halves": lambda mode: scheduled(mode, schedule="zb-h1"),
+    "ScheduledLoss, graphs": lambda mode: scheduled(mode, stages="graph"),
+    "MappedGPipe": mapped,
+    "MappedGPipe, threads": lambda mode: mapped(mode, threads=2),
+}
+
+
+def run(step, training):
+    if training:
+        step().backward()
+    else:
+        with torch.no_grad():
+            step()
+
+
+def alive(model):
+    """Weak references to a wrapper, and to all that it computes with."""
+    return [weakref.ref(x) for x in (model, *model.modules(), *model.parameters())]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "forward"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_leaves_nothing_to_the_collector(wrapper, mode, training, uncollected):
+    model, step = WRAPPERS[wrapper](mode)
+    model.train(training)
+    if "graphs" not in wrapper:
+        assert uncollected() == 0
+    for _ in range(3):
+        # Here stages are traced, and PyTorch imports what it needs.
+        run(step, training)
+    uncollected()
+    run(step, training)
+    assert uncollected() == 0
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "forward"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_del_frees_a_wrapper_at_once(wrapper, training, uncollected):
+    """Nothing that was traced, learned or compiled in its steps keeps it."""
+    model, step = WRAPPERS[wrapper]("except_last")
+    model.train(training)
+    for _ in range(3):
+        run(step, training)
+    references = alive(model)
+    del model, step
+    assert [x() for x in references if x() is not None] == []
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("wrapper", [x for x in WRAPPERS if "graphs" not in x])
+def test_an_error_leaves_nothing_but_its_traceback(wrapper, mode, where, uncollected, raising):
+    model, step = WRAPPERS[wrapper](mode)
+    for failing in (False, True, True):
+        uncollected()
+        raising(where if failing else "")
+        # pytest.raises() keeps the traceback for the length of the test.
+        message = ""
+        try:
+            run(step, True)
+        except ValueError as error:
+            message = str(error)
+        assert message == (where if failing else "")
+    assert uncollected() == 0
+    references = alive(model)
+    del model, step
+    assert [x() for x in references if x() is not None] == []
+
+
+def test_an_error_in_a_graph_leaves_nothing(uncollected):
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(2, 4)
+
+        def forward(self, x):
+            return x + self.table((x.detach()[:, 0] > 1e3).long() * 7)
+
+    sequence = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Rows(), nn.Linear(4, 4))
+    model = GPipe(sequence, [2, 2], devices=DEVICES, chunks=2, checkpoint="always")
+    loss = ScheduledLoss(model, F.mse_loss, stages="graph")
+    with torch.no_grad():
+        sequence[1].weight.fill_(0.0)
+        sequence[1].bias.fill_(0.0)
+    for _ in range(3):
+        loss(torch.rand(8, 4), torch.rand(8, 4)).backward()
+    with torch.no_grad():
+        sequence[1].bias.fill_(1e6)
+    for _ in range(2):
+        uncollected()
+        try:
+            loss(torch.rand(8, 4), torch.rand(8, 4))
+        except IndexError:
+            continue
+        raise AssertionError("no error")
+    assert uncollected() == 0
+    references = alive(loss)
+    del loss, model, sequence
+    assert [x() for x in references if x() is not None] == []
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_forward_without_a_backward_is_let_go_of(wrapper, uncollected):
+    _, step = WRAPPERS[wrapper]("always")
+    for _ in range(3):
+        step().backward()
+    uncollected()
+    step()
+    assert uncollected() == 0
+
+
+def test_a_model_without_its_wrapper_is_free(uncollected):
+    model = Model()
+    pipe = MappedGPipe(model, {"": "cpu"}, chunks=2)
+    pipe(torch.rand(8, 4), rest=(None, torch.rand(8, 4)))["x"].sum().backward()
+    wrapper, references = weakref.ref(pipe), alive(model)
+    del pipe
+    assert wrapper() is None
+    # What it was wrapped for still works.
+    model(torch.rand(8, 4), rest=(None, torch.rand(8, 4)))
+    del model
+    assert [x() for x in references if x() is not None] == []
+
+
+def test_a_module_that_the_model_has_no_more_stays_in_its_map(uncollected):
+    pipe = MappedGPipe(Model(), {"first": "cpu", "middle": "cpu", "last": "cpu"})
+    pipe.module.middle = nn.Identity()
+    assert pipe(torch.rand(8, 4), rest=(None, torch.rand(8, 4)))["x"].shape == (8, 4)
+    assert "middle" in str(pipe.describe())
+
+
+def test_no_function_within_a_function_refers_to_itself():
+    """Such a function, and all that it refers to, is freed by the collector alone."""
+    package = Path(torchgpipe.__file__).parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+        for outer in functions:
+            # A method sees its class's names by the class alone.
+            for inner in ast.walk(outer):
+                if inner is not outer and isinstance(inner, ast.FunctionDef):
+                    used = {x.id for x in ast.walk(inner) if isinstance(x, ast.Name)}
+                    if inner.name in used:
+                        found.append(f"{path.relative_to(package)}: {inner.name}")
+    assert found == []
