@@ -348,7 +348,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = ()) -> Any:
         key = (stacked, *map(id, tensors))
         if key not in joined:
             if stacked:
-                joined[key] = _stacked(tensors)
+                joined[key] = _stacked(tensors, rows)
             else:
                 if rows:
                     _verify_rows(first, k, tensors, rows)
@@ -392,12 +392,12 @@ def _verify_rows(first: Batch, k: int, tensors: Tensors, rows: Sequence[int]) ->
         )
 
 
-def _stacked(tensors: Tensors) -> Tensor:
+def _stacked(tensors: Tensors, rows: Sequence[int]) -> Tensor:
     if len({x.shape for x in tensors}) > 1:
         raise ValueError(
             "what is marked by PerMicroBatch must have the same shape in all micro-batches, which "
             f"are stacked (shapes: {[tuple(x.shape) for x in tensors]}); have the last layer pad "
-            "it to one shape, or pass a mini-batch whose rows are a multiple of chunks"
+            f"it to one shape{', or pass rows that are a multiple of chunks' * (len({*rows}) > 1)}"
         )
     return _joined(tuple([x.unsqueeze(0) for x in tensors]))
 
