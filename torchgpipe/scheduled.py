@@ -375,8 +375,13 @@ def _verify_stages(stages: str, compile: Any, recompute: str) -> None:
             "only graphs are compiled part by part (compile: "
             f"{compile!r}, stages: {stages!r}); pass stages='graph', or compile the layers"
         )
-    if recompute not in CHOICES or (recompute != "everything" and stages != "graph"):
+    if recompute not in CHOICES:
         raise ValueError(
-            f"recompute must be one of {[*CHOICES]}, of which eager stages have the first "
-            f"(recompute: {recompute!r}, stages: {stages!r}); pass stages='graph'"
+            f"recompute must be one of {[*CHOICES]} (recompute: {recompute!r}); use the first one "
+            "for eager stages"
+        )
+    if recompute != "everything" and stages != "graph":
+        raise ValueError(
+            "eager stages recompute everything (recompute: "
+            f"{recompute!r}, stages: {stages!r}); pass stages='graph'"
         )

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.distributed.test_messages import (
     changed_in_place,
+    changed_object,
     differing,
     skip_changed_in_place,
     unsendable,
@@ -68,7 +69,12 @@ def test_interruption(processes):
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [
-        (differing, ["number"], "same structure and shapes.*micro-batch: 1"),
+        (
+            differing,
+            ["number"],
+            r"same structure and.*batch: 1.* 1\), sent: .* 2\)\);",
+        ),
+        (changed_object, [], "announced: .*Thing.*, sent: .*Thing"),
         (differing, ["shape"], r"announced once.*\(2, 6\).*\(2, 12\)"),
         (unsendable, [], "pickle takes.*plain numbers"),
         (changed_in_place, [], "views of one tensor"),

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from datetime import date
 
 import hypothesis.strategies as st
 import pytest
@@ -66,6 +67,18 @@ def test_one_tensor_in_two_places_is_sent_once():
     assert found.tensors[0].requires_grad
 
 
+class Thing:
+    """An object that is equal to itself alone."""
+
+    def __init__(self, number):
+        self.number = number
+
+
+class Alike(Thing):
+    def __repr__(self):
+        return "Alike()"
+
+
 @pytest.mark.parametrize(
     "other",
     [(torch.ones(2), 4), (torch.ones(3), 3), (torch.ones(2, dtype=torch.half), 3), torch.ones(2)],
@@ -76,6 +89,42 @@ def test_forms_differ(other):
         pack({None: Part(*flatten(value))}, frozenset())[0] for value in ((torch.ones(2), 3), other)
     ]
     assert not forms[0].is_like(forms[1])
+
+
+X = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "texts"),
+    [
+        ((X, 3), (X, 4), ("3)", "4)")),
+        (None, X, ("None", "float32")),
+        ([X], {"a": X}, ("[(2,)", "{'a'")),
+        ((X, X + 1), (X, X), ("[0, 1]", "[0, 0]")),
+        (date(2000, 1, 1), date(2000, 1, 2), ("1)", "2)")),
+    ],
+)
+def test_first_difference_of_forms(one, other, texts):
+    forms = [pack({None: Part(*flatten(value))}, frozenset())[0] for value in (one, other)]
+    assert not forms[0].is_like(forms[1])
+    found = forms[0].difference(forms[1])
+    assert found[0] != found[1]
+    for text, part in zip(found, texts):
+        assert part in text
+
+
+def test_difference_in_what_shares_memory():
+    form = pack({None: Part(*flatten(X))}, frozenset())[0]
+    assert "nothing" in form.difference(form._replace(shared=frozenset([None])))[0]
+
+
+def test_objects_that_print_alike():
+    one, other, same = (
+        pack({("ns", "a"): Part(*flatten(Alike(k)))}, frozenset())[0] for k in (1, 2, 1)
+    )
+    assert one.is_like(same)
+    assert not one.is_like(other)
+    assert "an object differs" in one.difference(other)[1]
 
 
 def test_ways_of_skips():
@@ -248,6 +297,78 @@ def changed_in_place(group):
     pipe = pipe_of([Views(first=True), Views(first=False)], "fill_drain", group)
     with pytest.raises(RuntimeError) as found:
         pipe(torch.rand(2, 6))
+    return str(found.value)
+
+
+#: Values without a tensor that a layer may stash, or pass on.
+WITHOUT_TENSORS = {
+    "none": None,
+    "number": 7,
+    "object": Thing(7),
+    "nested": {"a": [1, None], "b": ("x", ())},
+}
+
+
+class Apart(nn.Module):
+    """A layer that stashes a value without a tensor, made anew for each micro-batch."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(6, 6), kind
+
+    def forward(self, x):
+        yield stash("value", copy.deepcopy(WITHOUT_TENSORS[self.kind]))
+        return self.layer(x)
+
+
+class Taken(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(6, 6), kind
+
+    def forward(self, x):
+        value = yield pop("value")
+        if self.kind == "object":
+            assert value.number == 7
+        else:
+            assert value == WITHOUT_TENSORS[self.kind]
+        return self.layer(x)
+
+
+Apart, Taken = skippable(stash=["value"])(Apart), skippable(pop=["value"])(Taken)
+
+
+def without_tensors(group, name):
+    """Check skips without tensors: over stages, and between neighbours."""
+    for kind in WITHOUT_TENSORS:
+        far = [Apart(kind), linear(), relu(), Taken(kind)]
+        near = [linear(), Apart(kind), Taken(kind), linear()]
+        for layers in (far, near):
+            compare(group, layers, name, 4, 2)
+
+
+@pytest.mark.parametrize(("name", "size"), [("1f1b", 4), ("zbv", 2)])
+def test_skips_without_tensors(name, size, processes):
+    processes.run(without_tensors, size, name)
+
+
+class Counted(nn.Module):
+    """A layer that passes on one object, which it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.thing = Thing(0)
+
+    def forward(self, x):
+        self.thing.number += 1
+        return x, self.thing
+
+
+def changed_object(group):
+    """Check that an object is not taken for what it was."""
+    pipe = pipe_of([Counted(), Second()], "fill_drain", group, chunks=2)
+    with pytest.raises((ValueError, RuntimeError)) as found:
+        pipe(torch.rand(4, 6))
     return str(found.value)
 
 

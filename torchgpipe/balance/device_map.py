@@ -119,7 +119,8 @@ def timed(
     samples = [[found.get(name, 0.0) for found in rounds] for name in names]
     kinds = [kind_of(blocks[name]) for name in names]
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
-    verify_timed(times, next(model.parameters()).device, "blocks")
+    where = next(model.parameters()).device
+    verify_timed(times, where, "blocks", "move the model to the CPU before, by model.cpu()")
     return Times(blocks, dict(zip(names, times)), dict(zip(names, noise)))
 
 

@@ -91,7 +91,7 @@ class Profile:
             ValueError: no layer takes any time.
         """
         times = [layer.forward + layer.backward for layer in self.layers]
-        verify_timed(times, self.device, "layers")
+        verify_timed(times, self.device, "layers", "on the CPU, by device='cpu'")
         kinds = [(x.name.rpartition(" (")[2], x.parameters, x.output) for x in self.layers]
         return pooled(kinds, times, [layer.spread for layer in self.layers])
 

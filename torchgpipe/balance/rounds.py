@@ -68,13 +68,14 @@ def _quarter(times: Sequence[float]) -> int:
     return (len(times) - 1) // 4 if len(times) >= MANY else 0
 
 
-def verify_timed(times: Sequence[float], device: object, what: str) -> None:
+def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: str) -> None:
     """Check that anything takes time, before it is balanced by it.
 
     Args:
         times: the times of layers or blocks.
         device: where they were measured.
         what: the word for them, in the plural.
+        elsewhere: how to have them measured on the CPU.
 
     Raises:
         ValueError: nothing does.
@@ -83,6 +84,6 @@ def verify_timed(times: Sequence[float], device: object, what: str) -> None:
         raise ValueError(
             f"{what} must take time to be balanced by it, and on virtual accelerators only what "
             f"has a cost does (device: {device}, times: 0 for all {len(times)} {what}); measure "
-            "within torchgpipe.testing.observe(costs='measured'), or costs={'addmm': 1.0, ...}, or "
-            "measure a model that is on the CPU"
+            "within torchgpipe.testing.observe(costs='measured'), or with costs of what they call, "
+            f"as in costs={{'addmm': 1.0}}, or {elsewhere}"
         )

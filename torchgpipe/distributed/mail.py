@@ -88,8 +88,9 @@ class Mail:
         known = self._known.get(key)
         works: list[Any] = []
         if known is None:
-            self._known[key] = form
             data = pickled(form.renamed(self.routes.names), j)
+            # As the receiver reads it: an object in it may change after that.
+            self._known[key] = self._read(data)
             works += self._send([torch.tensor([len(data)]), data], peer, HOST)
         elif not known.is_like(form):
             raise _differs(j, i, known, form)
@@ -107,8 +108,7 @@ class Mail:
             dist.recv(size, group=self._group, group_src=peer, tag=HOST)
             data = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(data, group=self._group, group_src=peer, tag=HOST)
-            form: Form = pickle.loads(data.numpy().tobytes())
-            self._known[key] = form.renamed(self.routes.parts)
+            self._known[key] = self._read(data)
         form = self._forms[j, i] = self._known[key]
         works = []
         if self._with_numbers:
@@ -151,6 +151,10 @@ class Mail:
             _, works = self._sent.popitem()
             for work in works:
                 work.wait()
+
+    def _read(self, data: Tensor) -> Form:
+        form: Form = pickle.loads(data.numpy().tobytes())
+        return form.renamed(self.routes.parts)
 
     def _waited_for(self, kind: str, j: int, i: int) -> list[Tensor]:
         for work in self._works.pop((kind, j, i)):
@@ -195,15 +199,10 @@ def pickled(form: Form, j: int) -> Tensor:
 
 
 def _differs(j: int, i: int, known: Form, form: Form) -> ValueError:
-    def shown(x: Form) -> str:
-        return ", ".join(
-            f"{tuple(meta.shape)} {meta.dtype}{' with a gradient' * meta.requires_grad}"
-            for meta in x.metas
-        )
-
+    announced, sent = known.difference(form)
     return ValueError(
         "what a stage sends to another process must have the same structure and shapes for all "
         "micro-batches of as many rows, since it is announced once "
-        f"(stage: {j}, micro-batch: {i}, announced: {shown(known)}, sent: {shown(form)}); pad "
-        "tensors to one shape, pass what differs as a tensor, or put both layers into one stage"
+        f"(stage: {j}, micro-batch: {i}, announced: {announced}, sent: {sent}); pad tensors to one "
+        "shape, pass what differs as a tensor, or put both layers into one stage"
     )

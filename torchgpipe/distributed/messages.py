@@ -13,14 +13,16 @@ front of the first message of each shape.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchgpipe.values.microbatch import Part
-from torchgpipe.values.structure import Structure
+from torchgpipe.skip.namespace import describe
+from torchgpipe.values.microbatch import VALUE, Part
+from torchgpipe.values.structure import ATOMS, Structure, equal
 
 __all__: list[str] = []
 
@@ -32,6 +34,9 @@ class Meta(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
 
+    def __repr__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype}{' with a gradient' * self.requires_grad}"
+
 
 class Packed(NamedTuple):
     """The form of one part: the value, or a skip."""
@@ -41,6 +46,11 @@ class Packed(NamedTuple):
     #: For each tensor of the part, its number among the different ones.
     places: tuple[int, ...]
     metas: tuple[Meta, ...]
+
+    def __repr__(self) -> str:
+        metas: Any = tuple([self.metas[k] for k in self.places])
+        value = self.structure.unflatten(metas)
+        return repr(value) if self.key is VALUE else f"skip {describe(self.key)}: {value!r}"
 
 
 class Form(NamedTuple):
@@ -70,8 +80,37 @@ class Form(NamedTuple):
             self.shared == other.shared
             and [(x.key, x.places, x.metas) for x in self.parts]
             == [(x.key, x.places, x.metas) for x in other.parts]
-            and all(x.structure.equals(y.structure) for x, y in zip(self.parts, other.parts))
+            and all(x.structure.equals(y.structure, alike) for x, y in zip(self.parts, other.parts))
         )
+
+    def difference(self, other: Form) -> tuple[str, str]:
+        """Texts of both forms, which are not alike, that tell the first difference."""
+        for one, two in zip(self.parts, other.parts):
+            if repr(one) != repr(two):
+                return repr(one), repr(two)
+        if self.shared != other.shared:
+            return _sharing(self), _sharing(other)
+        for one, two in zip(self.parts, other.parts):
+            if one.places != two.places:
+                return (
+                    f"{one!r}, tensors by place {[*one.places]}",
+                    f"{two!r}, tensors by place {[*two.places]}",
+                )
+        texts = ", ".join(map(repr, self.parts))
+        return texts, f"{texts}, where an object differs that prints alike"
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two objects in a message are equal, or have the same content."""
+    if equal(a, b):
+        return True
+    # Classes without a way to compare, of which a layer may make an object each time.
+    return type(a) is type(b) and type(a) not in ATOMS and pickle.dumps(a) == pickle.dumps(b)
+
+
+def _sharing(form: Form) -> str:
+    parts = [part for part in form.parts if part.key in form.shared]
+    return f"{', '.join(map(repr, parts)) or 'nothing'} that shares memory with other parts"
 
 
 def pack(parts: Mapping[Any, Part], shared: frozenset[Any]) -> tuple[Form, list[Tensor]]:

@@ -300,7 +300,7 @@ class Executor:
         if len(value) < 2 and not skips and not self.skips[i]:
             # Nothing is left that it could share memory with.
             value.shared = frozenset()
-        self.skips[i].update({key: (part, events[key]) for key, part in skips.items()})
+        self.skips[i].update({key: (part, events.get(key)) for key, part in skips.items()})
         self.values[j + 1, i] = value, events.get(VALUE)
 
     def incoming(self, j: int, i: int) -> Gradients:

@@ -173,7 +173,8 @@ class StageGraphs:
         if self.last is None:
             raise ValueError(
                 "a stage has a graph once a step, or costs(), has traced it (stage: "
-                f"{self.j}, reasons for eager cells: {self.reasons}); run two micro-batches first"
+                f"{self.j}, reasons for eager cells: {self.reasons}); "
+                f"{'change the layer' if self.reasons else 'run another step of as many rows'}"
             )
         return self.last
 

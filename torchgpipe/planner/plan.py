@@ -155,7 +155,12 @@ def ranked(
         # Nothing leaves the last partition: a step takes note of a loss, and lets go of its memory.
         kept = replace(found[-1].memory, output=Line(), parameters=sum(x.nbytes for x in own))
         found[-1] = replace(found[-1], memory=kept)
-    verify_timed([x.time(rows) for x in found], places[0], "layers")
+    verify_timed(
+        [x.time(rows) for x in found],
+        places[0],
+        "layers",
+        f"on the CPU, by devices=['cpu'] * {len(places)}",
+    )
 
     def time_on(place: torch.device) -> float:
         return sum(x.time(rows) for x in measured(module, sizes, least, place, timeout=0))
@@ -179,5 +184,5 @@ def ranked(
     )
     trials = search(problem, tried)
     if not trials:
-        raise tied_apart(ties)
+        raise tied_apart(ties, loss is not None)
     return Ranking(problem, places, trials)

@@ -42,12 +42,12 @@ def are_together(
     return all(own[a] == own[b] for a, b in ties)
 
 
-def tied_apart(ties: Sequence[tuple[int, int]]) -> ValueError:
+def tied_apart(ties: Sequence[tuple[int, int]], with_loss: bool) -> ValueError:
     """The error that no plan has tied layers on one device."""
     a, b = ties[0]
     return ValueError(
         "layers that share a weight must be on one device, and no plan has them so, since each "
         f"partition has a device of its own (layers: {a} and {b}); pass a balance and devices by "
-        "hand, such as devices=[0, 1, 0] with the last layers on the device of the first ones, or "
-        "plan with a loss, for schedules whose last partition is on the first device"
+        "hand, such as devices=[0, 1, 0] with the last layers on the device of the first ones"
+        f"{'' if with_loss else ', or plan with a loss, for schedules that do so'}"
     )

@@ -65,7 +65,8 @@ def not_stashed(skip: Skip) -> RuntimeError:
     """The error for a skip that is popped and was not stashed."""
     return RuntimeError(
         "a skip must be stashed by an earlier layer before it is popped "
-        f"(skip: {describe(skip)}); run the layers in order, and all of them"
+        f"(skip: {describe(skip)}); run the layers in order, and all of them. Where MappedGPipe "
+        "checkpoints modules, stash and pop within one of them, or wrap the layers in a GPipe"
     )
 
 

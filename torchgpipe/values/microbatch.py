@@ -353,7 +353,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
         key = (stacked, *map(id, tensors))
         if key not in joined:
             if stacked:
-                joined[key] = _stacked(tensors)
+                joined[key] = _stacked(tensors, rows)
             else:
                 if rows:
                     verify_rows(partial(_name, first, k), tensors, rows, k in blocks)
@@ -384,12 +384,12 @@ def _name(first: Batch, k: int) -> str:
     return [name for name, leaf in names(first.value) if isinstance(leaf, Tensor)][k]
 
 
-def _stacked(tensors: Tensors) -> Tensor:
+def _stacked(tensors: Tensors, rows: Sequence[int]) -> Tensor:
     if len({x.shape for x in tensors}) > 1:
         raise ValueError(
             "what is marked by PerMicroBatch must have the same shape in all micro-batches, which "
             f"are stacked (shapes: {[tuple(x.shape) for x in tensors]}); have the last layer pad "
-            "it to one shape, or pass a mini-batch whose rows are a multiple of chunks"
+            f"it to one shape{', or pass rows that are a multiple of chunks' * (len({*rows}) > 1)}"
         )
     return _joined(tuple([x.unsqueeze(0) for x in tensors]))
 

@@ -7,7 +7,7 @@ its tensors alone, and puts the value together again before a layer is called wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
@@ -71,6 +71,15 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Whether two objects are equal; one that is not a number is equal to itself."""
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
+    except Exception:
+        # Arrays, for one, compare to an array.
+        return False
+
+
 class Structure:
     """A value without its tensors.
 
@@ -94,7 +103,7 @@ class Structure:
         # Another process may know a kind of containers by another object.
         return _restored, (self.spec.unflatten([0] * self.spec.count), self.others)
 
-    def equals(self, other: Structure) -> bool:
+    def equals(self, other: Structure, equal: Callable[[Any, Any], bool] = equal) -> bool:
         """Whether another structure has the same containers, and equal objects in them."""
         if self is other:
             return True
@@ -130,15 +139,6 @@ ATOMS = frozenset({type(None), bool, int, float, str})
 #: The structures of most values: a tensor alone, and a tuple of nothing but tensors.
 ALONE = Structure(None, {})
 TUPLE = Structure(None, {})
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Whether two objects are equal; one that is not a number is equal to itself."""
-    try:
-        return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
-    except Exception:
-        # Arrays, for one, compare to an array.
-        return False
 
 
 def flatten(value: Any) -> tuple[Tensors, Structure]:

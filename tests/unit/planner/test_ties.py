@@ -28,4 +28,6 @@ def test_together(balance, workers, expected):
 
 
 def test_error():
-    assert "layers: 0 and 5" in str(tied_apart([(0, 5)]))
+    assert "layers: 0 and 5" in str(tied_apart([(0, 5)], with_loss=True))
+    texts = [str(tied_apart([(0, 5)], with_loss)) for with_loss in (False, True)]
+    assert ["with a loss" in text for text in texts] == [True, False]
