@@ -1,9 +1,9 @@
-"""Reads: values of tensors that would come into a graph as constants, though they may change.
+"""Reading the value of a tensor, which would be a constant of a graph, though it may change.
 
 A graph has the tensors of the layers as arguments, and fake ones take their places in a trace. A
 tensor with data is another one then: an object, a closure or a global variable has it. Whoever
 computes with it, reads a number of it or takes it as an index is found out by the operator that
-does so. Some functions look at the memory without an operator.
+does so. Some functions look at it without an operator.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ FRESH = (
     torch.ops.aten.lift.default,
 )
 
-#: Functions that read memory without an operator.
+#: Functions that read memory without an operator, or ask what kind of a tensor it is.
 READING = {
     *("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__reduce_ex__", "__deepcopy__", "untyped_storage", "storage", "apply_", "map_"),
     *("tensor", "as_tensor", "asarray"),
+    *("__len__", "size", "numel", "nelement", "dim", "ndimension", "stride"),
+    *("to", "type_as", "view_as", "expand_as", "reshape_as"),
 }
+#: Likewise, attributes.
+ASKING = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 REASON = "it uses a tensor that is not among its parameters, buffers and attributes"
 
@@ -70,7 +74,7 @@ class ReadingNothing(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name in READING:
+        if name in READING or (name == "__get__" and function.__self__ in ASKING):
             self.verify(args, kwargs)
         elif name == "__get__" and function.__self__ is Tensor.grad and id(args[0]) in self._state:
             self._refuse("its forward reads the gradient of a parameter")

@@ -115,6 +115,8 @@ def trace(
             found = dict(zip(map(id, wanted), _grad(ends, wanted, tangents)))
         if replaced.moved or memory != [storage_of(x) for x in state]:
             raise UntraceableError("it replaces a buffer in its forward")
+        if replaced.is_marked:
+            raise UntraceableError("its forward changes attributes (of a parameter)")
         of_inputs = [found.get(id(x)) for x in inputs]
         of_weights = [found.get(id(state[k])) for k in chosen]
         counts.extend([len(results), len(tangents), len(of_inputs), len(of_weights)])
