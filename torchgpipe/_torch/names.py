@@ -179,10 +179,11 @@ NAMES: dict[str, Name] = {
         "subclasses of torch's batch normalisations",
         _NORMS,
     ),
-    # The profiler.
+    # The profiler, and graphs.
     "DispatchMode": Name(
         "torch.utils._python_dispatch:TorchDispatchMode", "memory where no allocator counts it"
     ),
+    "FakeTensor": Name("torch._subclasses.fake_tensor:FakeTensor", "stages that are graphs"),
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),

@@ -6,6 +6,7 @@ So before each step all is compared with what it was, by identity where that is 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.graphs import has_global_hooks
-from torchgpipe.graphs.snapshot import MISSING, Slots, Snapshot
+from torchgpipe.graphs.snapshot import MISSING, Elements, Slots, Snapshot, attributes_of
+from torchgpipe.graphs.sources import Sources, Variables
 from torchgpipe.values.structure import ATOMS, equal
 
 __all__: list[str] = []
@@ -57,6 +59,7 @@ class Places:
         self._held = [x for module in self._modules for x in _objects(module)]
         self._held += [("the loss", x) for x in others]
         self._known = frozenset(map(id, self._modules))
+        self._sources = Sources(self._held, map(type, self._modules), self._known)
         self._objects = self._snapshot()
         self._now = self._look()
 
@@ -76,7 +79,8 @@ class Places:
     def restored(self) -> Restored:
         """Restore all attributes after a ``with`` block, and see which of them have changed."""
         names = [type(x).__name__ for x in self._modules for _ in range(2)]
-        return Restored([*zip(names, self._tables)], self._snapshot)
+        variables = [(x.owner, x) for x in self._sources.tables.values()]
+        return Restored([*zip(names, self._tables), *variables], self._snapshot)
 
     def are_current(self) -> bool:
         """Whether the modules have the same attributes, and tensors of the same kind, as before."""
@@ -85,6 +89,7 @@ class Places:
             return (
                 self._tables == self._before
                 and self._look() == self._now
+                and self._sources.are_same()
                 and self._snapshot().same(self._objects)
             )
         except Exception:
@@ -97,16 +102,26 @@ class Places:
         # One tensor in several places stays one.
         ties = [first.setdefault(id(x), len(first)) for x in tensors]
         types = [[*map(type, x.values())] for x in self._tables]
+        # Zeros have signs.
+        signs = [
+            math.copysign(1, x)
+            for table, some in zip(self._tables, types)
+            if float in some
+            for x in table.values()
+            if type(x) is float
+        ]
         empty = [
             [(key, value is None) for key, value in table.items()]
             for x in self._modules
             for table in (x._parameters, x._buffers)
             if table
         ]
-        return kinds(tensors), ties, types, empty
+        return kinds(tensors), ties, types, signs, empty
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self._held, self._known)
+        marked = [x for x in self.read() if x.__dict__]
+        own = [("a parameter", found) for x in marked if (found := attributes_of(x))]
+        return Snapshot([*self._held, *self._sources.values(), *own], self._known)
 
     def difference(self, other: Places) -> str:
         """The name of an attribute that another look at the same modules has found different."""
@@ -135,18 +150,29 @@ class Replaced:
     def __init__(self, places: Sequence[Place], others: dict[int, Tensor]) -> None:
         self._places = [(table, key, table[key]) for table, key in places]
         self._others = others
+        #: What the other tensors have been given of the attributes of those that are there.
+        self._attributes: list[tuple[Tensor, dict[str, Any]]] = []
         #: Whether somebody has put something else there within the block.
         self.moved = False
+        #: Whether somebody has set an attribute of a tensor.
+        self.is_marked = False
 
     def __enter__(self) -> Replaced:
         for table, key, tensor in self._places:
-            table[key] = self._others[id(tensor)]
+            other = table[key] = self._others[id(tensor)]
+            for name, x in attributes_of(tensor).items():
+                other.__dict__.setdefault(name, x)
+            self._attributes.append((other, dict(other.__dict__)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for table, key, tensor in self._places:
             self.moved |= _at(table, key) is not self._others[id(tensor)]
             table[key] = tensor
+        for other, before in self._attributes:
+            # PyTorch keeps things with fake tensors, in private attributes.
+            now = {k: x for k, x in other.__dict__.items() if k in before or k[0] != "_"}
+            self.is_marked |= bool(_different(now, before))
 
 
 class Restored:
@@ -181,7 +207,7 @@ class Restored:
 
 def _copied(table: Any) -> Any:
     """The contents of a container, in a plain one."""
-    if isinstance(table, Slots):
+    if isinstance(table, Slots | Elements | Variables):
         return table.copy()
     return dict(table) if isinstance(table, dict) else [*table]
 

@@ -1,21 +1,26 @@
 """Snapshots of objects that layers read: what they hold, to be compared later.
 
 Objects are looked into as far as they reach: containers, attributes, what functions have closed
-over, arrays, and the state of generators. Of tensors only their being there counts.
+over, arrays, and the state of generators. Of tensors only their being there counts: no graph is
+made of what looks at them.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import pickle
 import random
+import sys
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 
@@ -27,8 +32,12 @@ __all__: list[str] = []
 OBJECTS, BYTES = 10_000, 2**20
 
 SEQUENCES = (list, tuple, set, frozenset, deque)
+#: Containers that may have attributes besides what they contain, if they are of another class.
+CONTAINERS = frozenset({*SEQUENCES, dict})
 #: Objects that stand for something outside of the layers.
 OUTSIDE = (type, ModuleType, io.IOBase, logging.Logger)
+#: What a function becomes whose values are kept.
+Cached: Any = type(lru_cache(lambda: None))
 
 MISSING: Any = object()
 
@@ -46,26 +55,44 @@ class Snapshot:
         self._seen: dict[int, int] = {}
         #: What was found, in the order of looking.
         self.found: list[Any] = []
+        #: How many values each function that keeps its values has computed.
+        self.computed: list[int] = []
         #: The containers whose contents may change, each with the name of the object it is in.
         self.containers: list[tuple[str, Any]] = []
+        #: The functions, classes and modules that were reached, and the classes of objects.
+        self.functions: list[FunctionType] = []
+        self.classes: list[type] = []
+        self.modules: list[ModuleType] = []
+        self.kinds: dict[type, None] = {}
+        #: Objects that are known by their identities, which others must not get.
+        self._alive: list[Any] = []
         #: Why nobody can tell later whether something has changed, if that is so.
         self.fault = ""
         for name, value in values:
             self._look(name, value)
 
     def same(self, other: Snapshot) -> bool:
-        """Whether the objects hold the same as those of another snapshot."""
-        return self.found == other.found
+        """Whether the objects hold the same as those of an earlier snapshot.
+
+        Functions that keep their values may have computed more, but not forgotten any.
+        """
+        if self.found != other.found or any(map(int.__lt__, self.computed, other.computed)):
+            return False
+        other.computed = self.computed
+        return True
 
     def _look(self, name: str, value: Any) -> None:
         stack = [value]
         while stack and not self.fault:
             value = stack.pop()
             if type(value) in ATOMS:
-                # One that is not a number is not equal to itself.
-                self.found += (type(value), value if value == value else None)
+                # One that is not a number is not equal to itself, and zeros have signs.
+                self.found += (type(value), (value or str(value)) if value == value else None)
             elif isinstance(value, Tensor):
                 self.found.append(Tensor)
+                if value.__dict__ and (owned := attributes_of(value)):
+                    stack.append(owned)
+                    self._alive.append(owned)
             elif id(value) in self._seen:
                 self.found.append((id, self._seen[id(value)]))
             elif len(self._seen) == OBJECTS:
@@ -81,19 +108,35 @@ class Snapshot:
             if isinstance(value, list | set | deque):
                 self.containers.append((name, value))
             self.found.append(len(value))
-            return value
+            return value if type(value) in CONTAINERS else (*value, *self._attributes(name, value))
         if isinstance(value, dict):
             self.containers.append((name, value))
             self.found += value
-            return value.values()
+            found = value.values()
+            return found if type(value) in CONTAINERS else (*found, *self._attributes(name, value))
         if isinstance(value, partial):
             return value.func, value.args, value.keywords
         if isinstance(value, MethodType):
             return value.__func__, value.__self__
         if isinstance(value, FunctionType):
+            self.functions.append(value)
             self.found.append(id(value.__code__))
             cells = map(_content, value.__closure__ or ())
             return *cells, value.__defaults__, value.__kwdefaults__, value.__dict__
+        if isinstance(value, CellType):
+            return (_content(value),)
+        if isinstance(value, ContextVar):
+            return (value.get(MISSING),)
+        if isinstance(value, ReferenceType):
+            return (value(),)
+        if isinstance(value, MappingProxyType):
+            return gc.get_referents(value)
+        if _is_array(value) and value.dtype.hasobject:
+            self.containers.append((name, Elements(value)))
+            self.found.append(value.shape)
+            elements: list[Any] = value.ravel().tolist()
+            self._alive.append(elements)
+            return elements
         contents = _contents(value)
         if contents is not None:
             if len(contents) > BYTES:
@@ -102,17 +145,56 @@ class Snapshot:
             return ()
         self.found.append(id(value))
         if isinstance(value, OUTSIDE):
+            if isinstance(value, type):
+                self.classes.append(value)
+            elif isinstance(value, ModuleType):
+                self.modules.append(value)
             return ()
         if isinstance(value, nn.Module) and id(value) in self._known:
             return ()
         if hasattr(type(value), "__next__"):
             self.fault = f"an iterator is in its attributes ({name})"
             return ()
+        if isinstance(value, Cached):
+            self.computed.append(value.cache_info().misses)
+        return self._attributes(name, value)
+
+    def _attributes(self, name: str, value: Any) -> Iterable[Any]:
+        self.kinds[type(value)] = None
         slots = Slots(value)
         if slots.names:
             self.containers.append((name, slots))
         owned = getattr(value, "__dict__", None)
-        return *slots.copy().values(), owned if isinstance(owned, dict) else None
+        if isinstance(owned, dict):
+            return *slots.copy().values(), owned
+        if slots.names or isinstance(value, SEQUENCES):
+            return slots.copy().values()
+        self._alive.append(value)
+        # It is written in C, and tells what it refers to only so.
+        return [x for x in gc.get_referents(value) if not isinstance(x, OUTSIDE)]
+
+
+class Elements:
+    """The elements of an array of objects, as a dict that can be copied, cleared and updated.
+
+    Args:
+        array: the array.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def copy(self) -> dict[int, Any]:
+        """The elements by their numbers."""
+        return dict(enumerate(self._array.ravel().tolist()))
+
+    def clear(self) -> None:
+        """Do nothing: an array has always elements."""
+
+    def update(self, contents: dict[int, Any]) -> None:
+        """Put elements in their places."""
+        for k, x in contents.items():
+            self._array.flat[k] = x
 
 
 class Slots:
@@ -124,7 +206,8 @@ class Slots:
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self.names = [*_slots(type(owner))]
+        kind: Any = type(owner)
+        self.names = _slots(kind)
 
     def copy(self) -> dict[str, Any]:
         """The contents of all slots that are not empty."""
@@ -142,7 +225,12 @@ class Slots:
             object.__setattr__(self._owner, name, x)
 
 
-def _slots(kind: type) -> Iterator[str]:
+@lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(_slots_of(kind))
+
+
+def _slots_of(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -157,12 +245,31 @@ def _contents(value: Any) -> bytes | None:
         return str(value.getstate()).encode()
     if isinstance(value, bytes | bytearray | array):
         return bytes(value)
-    # Nobody has to have NumPy.
-    if type(value).__module__.partition(".")[0] != "numpy":
-        return None
-    if hasattr(value, "tobytes"):
+    if _is_array(value):
         return f"{value.dtype} {value.shape} ".encode() + bytes(value.tobytes())
-    return pickle.dumps(value) if type(value).__module__.startswith("numpy.random") else None
+    if type(value).__module__.startswith("numpy.random"):
+        return pickle.dumps(value)
+    # Numbers that processes share.
+    return bytes(memoryview(value)) if _basis(value).__module__ in ("_ctypes", "mmap") else None
+
+
+def _basis(value: Any) -> type:
+    """The class that all of an object's own ones are made of."""
+    basis: type = type(value).__mro__[-2:][0]
+    return basis
+
+
+def _is_array(value: Any) -> bool:
+    """Whether an object is an array, or a number, of NumPy."""
+    # Nobody has to have it.
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that somebody has set on a tensor."""
+    # The compiler has marks of its own.
+    return {key: x for key, x in tensor.__dict__.items() if not key.startswith("_dynamo")}
 
 
 def _content(cell: Any) -> Any:

@@ -55,7 +55,9 @@ class Entry:
 
 
 def _objects(structures: Sequence[Structure]) -> Snapshot | None:
-    found = [x for some in structures for x in some.others.values() if type(x) not in ATOMS]
+    others = [x for some in structures for x in some.others.values()]
+    # Zeros are equal, whatever their signs.
+    found = [x for x in others if type(x) not in ATOMS or (type(x) is float and x == 0)]
     return Snapshot([("an argument", x) for x in found]) if found else None
 
 

@@ -24,6 +24,7 @@ from torchgpipe.graphs.effects import Effects, arguments_of, is_random
 from torchgpipe.graphs.generators import drawing_nothing
 from torchgpipe.graphs.joint import Joint, tensors_of
 from torchgpipe.graphs.places import Places, UntraceableError, verify_plain
+from torchgpipe.graphs.reads import REASON, ReadingNothing
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Structure
 
@@ -99,7 +100,7 @@ def trace(
             nn.Parameter(x, x.requires_grad) if isinstance(original, nn.Parameter) else x
             for x, original in zip(state, tensors)
         ]
-        with places.put(state) as replaced:
+        with places.put(state) as replaced, ReadingNothing(state):
             output, (rest, structure) = run(batch.replace(_entered(inputs)), more)
             form, values = _formed(output, rest, structure)
             forms.append(form)
@@ -114,6 +115,8 @@ def trace(
             found = dict(zip(map(id, wanted), _grad(ends, wanted, tangents)))
         if replaced.moved or memory != [storage_of(x) for x in state]:
             raise UntraceableError("it replaces a buffer in its forward")
+        if replaced.is_marked:
+            raise UntraceableError("its forward changes attributes (of a parameter)")
         of_inputs = [found.get(id(x)) for x in inputs]
         of_weights = [found.get(id(state[k])) for k in chosen]
         counts.extend([len(results), len(tangents), len(of_inputs), len(of_weights)])
@@ -284,6 +287,6 @@ def _reason(error: Exception) -> str:
     if type(error).__name__ in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
         return "its code depends on the values of tensors"
     if "FakeTensorMode" in str(error):
-        return "it uses a tensor that is not among its parameters, buffers and attributes"
+        return REASON
     lines = [x.strip() for x in str(error).splitlines() if x.strip()]
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
