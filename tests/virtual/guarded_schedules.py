@@ -23,6 +23,16 @@ TESTS = {
             "layer_that_returns_one_buffer_each_time",
             {},
         ),
+        "the CPU beside": (
+            "test_random_numbers",
+            "stages_on_an_accelerator_and_the_cpu",
+            {"place": ["CPU", "own"], "schedule": "1f1b", "is_first": True},
+        ),
+        "others": (
+            "test_random_numbers",
+            "stages_on_an_accelerator_and_the_cpu",
+            {"place": ["own", None], "schedule": "1f1b", "is_first": False},
+        ),
         "copies": ("test_schedule_times", "makespan", {"name": "1f1b", "copy": 0.25}),
     }.items()
 } | {
@@ -60,6 +70,8 @@ MUTANTS = {
     "quiet steps": ((" and flags == self._quiet", ""), "quiet"),
     "turns of backwards": (("if alone", "if True"), "turns of backwards"),
     "turns of forwards": (("_Turn(self._lock, numbers)", "numbers"), "turns"),
+    "turns beside the CPU": (("_Turn(self._lock, inner)", "inner"), "the CPU beside"),
+    "the generator of others": (("apart(numbers)", "numbers"), "others"),
     "own streams of workers": (
         ("pools[device][taken[device]]", "outside"),
         "time of one device",
