@@ -54,6 +54,11 @@ TESTS = {
             "turns_are_taken_until_nothing_was_drawn",
             {"draws": True},
         ),
+        "unexpected": (
+            "executor.test_draws",
+            "gradients_of_a_step_that_draws_unexpectedly",
+            {"stages": "eager"},
+        ),
         "turns of backwards": ("executor.test_draws", "backward_that_sets_the_generator", {}),
         "turns": ("executor.test_draws", "numbers_are_those_of_gpipe", {}),
     }.items()
@@ -70,6 +75,7 @@ MUTANTS = {
     "quiet steps": ((" and flags == self._quiet", ""), "quiet"),
     "turns of backwards": (("if alone", "if True"), "turns of backwards"),
     "turns of forwards": (("_Turn(self._lock, numbers)", "numbers"), "turns"),
+    "numbers that nobody expected": (("side_by_side if", "first_run if"), "unexpected"),
     "turns beside the CPU": (("_Turn(self._lock, inner)", "inner"), "the CPU beside"),
     "the generator of others": (("apart(numbers)", "numbers"), "others"),
     "own streams of workers": (

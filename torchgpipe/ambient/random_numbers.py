@@ -252,9 +252,25 @@ class Watched(threading.local):
 
     #: Whether the CPU's is among them where the device has its own.
     cpu = True
+    #: Whether cells in other threads may draw from them meanwhile, which nobody expects.
+    shared = False
 
 
 watched = registered(Watched())
+
+
+class side_by_side(first_run):
+    """Make this thread compute a cell that is not expected to draw, beside others."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        first_run.__enter__(self)
+        self.before, watched.shared = watched.shared, True
+
+    def __exit__(self, *_: object) -> None:
+        watched.shared = self.before
+        first_run.__exit__(self)
 
 
 class apart:

@@ -5,8 +5,9 @@ a time may exchange its state. No backward may run meanwhile: checkpoints of PyT
 exchange it there. Most models draw none, or have one worker for each device, and their cells must
 not wait for each other. Whether layers draw is only known when they have run. So the first step is
 computed with cells one at a time. If it has drawn nothing, later steps leave the generator alone,
-until layers change between training and evaluation or in their probabilities, or a step has drawn
-after all.
+until layers change between training and evaluation or in an attribute, or a step has drawn after
+all. In such a step cells draw side by side: their numbers are not those of the seed. They keep what
+they have saved then, since no recomputation could draw the same.
 
 A stage on an accelerator may draw from the CPU's generator, too. Where other stages are on the CPU,
 their cells exchange the state of that generator. So the first step is computed one cell at a time
@@ -26,7 +27,13 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from torchgpipe.ambient.nesting import first_run
-from torchgpipe.ambient.random_numbers import CellNumbers, apart, content, generator_of
+from torchgpipe.ambient.random_numbers import (
+    CellNumbers,
+    apart,
+    content,
+    generator_of,
+    side_by_side,
+)
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.plan import Plan
@@ -34,17 +41,23 @@ from torchgpipe.executor.plan import Plan
 __all__: list[str] = []
 
 
-#: Whether a layer trains, and its probabilities.
+#: Whether a layer trains, and the plain values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
+
+PLAIN = {bool, int, float, str, type(None)}
 
 
 def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
-    """Find what decides whether layers draw: in which mode they are, and their probabilities.
+    """Find what decides whether layers draw: in which mode they are, and their attributes.
 
-    All numbers with a point count, since nobody knows the names of probabilities.
+    All plain values count, since nobody knows the names of probabilities, switches and counters.
+    Layers of PyTorch's that draw for some data alone have flags that are equal to no others.
     """
     return [
-        (x.training, *[value for value in x.__dict__.values() if type(value) is float])
+        (
+            *[value for value in x.__dict__.values() if type(value) in PLAIN],
+            *([object()] if type(x) is nn.RReLU and x.training else []),
+        )
         for some in layers
         for x in some.modules()
     ]
@@ -75,6 +88,7 @@ class Draws:
         counts = Counter(map(generator_of, plan.devices))
         #: The generators of several workers.
         self._shared = {generator for generator, count in counts.items() if count > 1}
+        self._several = frozenset(self._shared)
         others: set[int] = set()
         if CPU in counts and len(counts) > 1:
             self._shared.add(CPU)
@@ -106,7 +120,9 @@ class Draws:
         """Context manager for the first run of a cell."""
         shared, device = self._is_shared(j), self._step.stages.devices[j]
         if shared and self._free:
-            return first_run(self._step.numbers.nest)
+            # guard: numbers that nobody expected
+            kind = side_by_side if generator_of(device) in self._several else first_run
+            return kind(self._step.numbers.nest)
         numbers = self._step.numbers.of(i, device)
         if j in self._beside:
             inner = _Both(numbers, self._step.numbers.of(i, CPU), partial(self._found.add, j))
