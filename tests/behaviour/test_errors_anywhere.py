@@ -114,7 +114,7 @@ def step(training, autocast):
 
 
 def settings():
-    """What this thread has set, and each worker that runs."""
+    """The settings of this thread, and of each worker that runs."""
     found = {threading.current_thread(): of_thread()}
     for worker, submit in dict(workers._threads).items():
         if worker.is_alive():

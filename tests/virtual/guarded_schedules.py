@@ -3,76 +3,85 @@
 from tests.virtual.mutants import DROP
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
-TESTS = (
-    {
-        "casts": ("unit.ambient.test_context", "test_casts_of_weights_are_forgotten", {}),
-        "casts of workers": (
-            "behaviour.test_autocast",
-            "test_layers_that_enter_autocast_in_a_worker",
-            {"around": "a block"},
+TESTS = {
+    name: (f"virtual.{module}", f"test_{function}", arguments)
+    for name, (module, function, arguments) in {
+        "workers of one device": ("test_schedule_races", "workers_of_one_device", {}),
+        "time of one device": (
+            "test_schedule_times",
+            "workers_that_share_a_device",
+            {"name": "1f1b"},
         ),
-        "casts that come late": (
-            "behaviour.test_autocast",
-            "test_casts_that_a_worker_makes_after_its_step_has_failed",
+        "a V": ("test_schedule_races", "a_v", {}),
+        "overlaps": ("test_schedule_races", "overlaps", {}),
+        "the other order": ("test_schedule_races", "overlaps_in_the_other_order", {}),
+        "targets": ("test_schedule_races", "targets_from_another_device", {}),
+        "evaluation": ("test_schedule_races", "evaluation_with_targets_from_another_device", {}),
+        "what arrives": ("test_schedule_memory", "what_arrives_is_let_go_of", {}),
+        "one buffer": (
+            "test_schedule_races",
+            "layer_that_returns_one_buffer_each_time",
             {},
         ),
-    }
-    | {
-        name: (f"virtual.{module}", f"test_{function}", arguments)
-        for name, (module, function, arguments) in {
-            "workers of one device": ("test_schedule_races", "workers_of_one_device", {}),
-            "time of one device": (
-                "test_schedule_times",
-                "workers_that_share_a_device",
-                {"name": "1f1b"},
-            ),
-            "a V": ("test_schedule_races", "a_v", {}),
-            "overlaps": ("test_schedule_races", "overlaps", {}),
-            "the other order": ("test_schedule_races", "overlaps_in_the_other_order", {}),
-            "targets": ("test_schedule_races", "targets_from_another_device", {}),
-            "evaluation": (
-                "test_schedule_races",
-                "evaluation_with_targets_from_another_device",
-                {},
-            ),
-            "what arrives": ("test_schedule_memory", "what_arrives_is_let_go_of", {}),
-            "one buffer": (
-                "test_schedule_races",
-                "layer_that_returns_one_buffer_each_time",
-                {},
-            ),
-            "copies": ("test_schedule_times", "makespan", {"name": "1f1b", "copy": 0.25}),
-        }.items()
-    }
-    | {
-        name: (f"unit.{module}", f"test_{function}", arguments)
-        for name, (module, function, arguments) in {
-            "strays": ("test_scheduled_targets", "weight_of_another_module", {}),
-            "hooks of strays": ("test_scheduled_targets", "hook_of_a_weight_of_another_module", {}),
-            "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
-            "halves": ("autograd.test_halves", "what_only_the_input_needed_is_let_go_of", {}),
-            "hooks of nodes": (
-                "autograd.test_halves",
-                "hooks_of_nodes_run_once_with_all_gradients",
-                {},
-            ),
-            "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
-            "at once": ("autograd.test_outcome", "gradients_added_at_once", {}),
-            "sums of all": (
-                "test_scheduled",
-                "large_weights_of_two_workers",
-                {},
-            ),
-            "quiet": (
-                "executor.test_draws",
-                "turns_are_taken_until_nothing_was_drawn",
-                {"draws": True},
-            ),
-            "turns of backwards": ("executor.test_draws", "backward_that_sets_the_generator", {}),
-            "turns": ("executor.test_draws", "numbers_are_those_of_gpipe", {}),
-        }.items()
-    }
-)
+        "the CPU beside": (
+            "test_random_numbers",
+            "stages_on_an_accelerator_and_the_cpu",
+            {"place": ["CPU", "own"], "schedule": "1f1b", "is_first": True},
+        ),
+        "others": (
+            "test_random_numbers",
+            "stages_on_an_accelerator_and_the_cpu",
+            {"place": ["own", None], "schedule": "1f1b", "is_first": False},
+        ),
+        "copies": ("test_schedule_times", "makespan", {"name": "1f1b", "copy": 0.25}),
+    }.items()
+} | {
+    name: (f"unit.{module}", f"test_{function}", arguments)
+    for name, (module, function, arguments) in {
+        "strays": ("test_scheduled_targets", "weight_of_another_module", {}),
+        "hooks of strays": ("test_scheduled_targets", "hook_of_a_weight_of_another_module", {}),
+        "autocast": ("test_scheduled", "autocast", {"checkpoint": "never"}),
+        "halves": ("autograd.test_halves", "what_only_the_input_needed_is_let_go_of", {}),
+        "hooks of nodes": (
+            "autograd.test_halves",
+            "hooks_of_nodes_run_once_with_all_gradients",
+            {},
+        ),
+        "shared sums": ("autograd.test_outcome", "sums_that_share_memory", {}),
+        "at once": ("autograd.test_outcome", "gradients_added_at_once", {}),
+        "sums of all": (
+            "test_scheduled",
+            "large_weights_of_two_workers",
+            {},
+        ),
+        "quiet": (
+            "executor.test_draws",
+            "turns_are_taken_until_nothing_was_drawn",
+            {"draws": True},
+        ),
+        "unexpected": (
+            "executor.test_draws",
+            "gradients_of_a_step_that_draws_unexpectedly",
+            {"stages": "eager"},
+        ),
+        "turns of backwards": ("executor.test_draws", "backward_that_sets_the_generator", {}),
+        "turns": ("executor.test_draws", "numbers_are_those_of_gpipe", {}),
+    }.items()
+}
+
+TESTS |= {
+    "casts": ("unit.ambient.test_context", "test_casts_of_weights_are_forgotten", {}),
+    "casts of workers": (
+        "behaviour.test_autocast",
+        "test_layers_that_enter_autocast_in_a_worker",
+        {"around": "a block"},
+    ),
+    "casts that come late": (
+        "behaviour.test_autocast",
+        "test_casts_that_a_worker_makes_after_its_step_has_failed",
+        {},
+    ),
+}
 
 MUTANTS = {
     "nesting of autocast": (("= nested", "= False"), "casts"),
@@ -88,6 +97,9 @@ MUTANTS = {
     "quiet steps": ((" and flags == self._quiet", ""), "quiet"),
     "turns of backwards": (("if alone", "if True"), "turns of backwards"),
     "turns of forwards": (("_Turn(self._lock, numbers)", "numbers"), "turns"),
+    "numbers that nobody expected": (("side_by_side if", "first_run if"), "unexpected"),
+    "turns beside the CPU": (("_Turn(self._lock, inner)", "inner"), "the CPU beside"),
+    "the generator of others": (("apart(numbers)", "numbers"), "others"),
     "own streams of workers": (
         ("pools[device][taken[device]]", "outside"),
         "time of one device",

@@ -5,6 +5,7 @@ model.
 """
 
 import threading
+import time
 from functools import partial
 from itertools import product
 
@@ -15,7 +16,7 @@ from torch import nn
 from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.size import some
 from tests.virtual.models import LAYERS, WIDTH, Apply
-from torchgpipe import GPipe
+from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.testing import observe
 
@@ -253,3 +254,49 @@ def test_backward_of_another_wrapper_within_a_layer(devices, place):
         run_in_threads([train])
     assert all(same(other, found[0]) for other in found[1:])
     assert len(found) == len(MODES)
+
+
+def squares(x, y):
+    return (x - y).square().mean()
+
+
+class Drawing(nn.Module):
+    """A layer that may draw, from its device's generator or the CPU's, and takes its time."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.linear, self.source = nn.Linear(WIDTH, WIDTH), source
+
+    def forward(self, x):
+        y = self.linear(x).sin()
+        time.sleep(0.001)
+        if self.source is None:
+            return y
+        device = CPU if self.source == "CPU" else x.device
+        return (y * torch.rand(x.shape, device=device).to(x.device)).sin()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1", "fill_drain"])
+@pytest.mark.parametrize("place", [["own", None], [None, "own"], [None, None], ["CPU", "own"]])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_stages_on_an_accelerator_and_the_cpu(devices, is_first, place, schedule):
+    places = [devices[0], CPU][:: 1 if is_first else -1]
+    found = {}
+    for mode in ("never", "always"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[Drawing(x) for x in (place if is_first else place[::-1])])
+        model = GPipe(layers, [1, 1], devices=places, chunks=3, checkpoint=mode)
+        training = ScheduledLoss(model, squares, schedule)
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.rand(6, WIDTH).to(places[0])
+            try:
+                loss = training(x, x.to(places[1]))
+            except RuntimeError as error:
+                # A false alarm.
+                pytest.fail(str(error))
+            loss.backward()
+            grads = [p.grad.cpu() for p in training.parameters()]
+            found.setdefault(mode, []).append([loss.detach().cpu(), *grads, torch.get_rng_state()])
+    for one, other in zip(*found.values()):
+        assert all(map(torch.equal, one, other))

@@ -40,6 +40,7 @@ from torchgpipe.ambient.nesting import (
     locks_of,
     second_run,
 )
+from torchgpipe.ambient.thread import registered
 from torchgpipe.devices.streams import CPU, STREAMLESS
 
 __all__: list[str] = []
@@ -240,11 +241,64 @@ class CellNumbers(first_run):
         self.states[self.kind] = get_state(self.device)
         first_run.__exit__(self)
 
+    @property
+    def state(self) -> Tensor:
+        """The state of the micro-batch."""
+        return self.states[self.kind]
+
+
+class Watched(threading.local):
+    """The generators that a thread's cell looks at."""
+
+    #: Whether the CPU's is among them where the device has its own.
+    cpu = True
+    #: Whether cells in other threads may draw from them meanwhile, which nobody expects.
+    shared = False
+
+
+watched = registered(Watched())
+
+
+class side_by_side(first_run):
+    """Make this thread compute a cell that is not expected to draw, beside others."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        first_run.__enter__(self)
+        self.before, watched.shared = watched.shared, True
+
+    def __exit__(self, *_: object) -> None:
+        watched.shared = self.before
+        first_run.__exit__(self)
+
+
+class apart:
+    """Leave the CPU's generator to other threads in a cell that does not draw from it.
+
+    Args:
+        numbers: the random numbers of the cell's device.
+    """
+
+    __slots__ = ("numbers", "outer")
+
+    def __init__(self, numbers: CellNumbers) -> None:
+        self.numbers = numbers
+
+    def __enter__(self) -> None:
+        self.numbers.__enter__()
+        self.outer, watched.cpu = watched.cpu, False
+
+    def __exit__(self, *exception: object) -> None:
+        watched.cpu = self.outer
+        self.numbers.__exit__(*exception)
+
 
 class FirstNumbers:
     """The states of the generators that the first run of a cell draws from, for a second run.
 
-    These are the CPU's generator, and the device's own where that is another one.
+    These are the CPU's generator, unless the cell is :class:`apart` from it, and the device's own
+    where that is another one.
 
     Args:
         device: the device that computes.
@@ -253,7 +307,8 @@ class FirstNumbers:
     __slots__ = ("after", "around", "before")
 
     def __init__(self, device: torch.device) -> None:
-        self.before = _get(dict.fromkeys([CPU, generator_of(device)]))
+        own = generator_of(device)
+        self.before = _get(dict.fromkeys([CPU, own] if watched.cpu else [own]))
         self.after: dict[torch.device, Tensor] = {}
         self.around = Around()
 

@@ -5,39 +5,59 @@ a time may exchange its state. No backward may run meanwhile: checkpoints of PyT
 exchange it there. Most models draw none, or have one worker for each device, and their cells must
 not wait for each other. Whether layers draw is only known when they have run. So the first step is
 computed with cells one at a time. If it has drawn nothing, later steps leave the generator alone,
-until layers change between training and evaluation or in their probabilities, or a step has drawn
-after all.
+until layers change between training and evaluation or in an attribute, or a step has drawn after
+all. In such a step cells draw side by side: their numbers are not those of the seed. They keep what
+they have saved then, since no recomputation could draw the same.
+
+A stage on an accelerator may draw from the CPU's generator, too. Where other stages are on the CPU,
+their cells exchange the state of that generator. So the first step is computed one cell at a time
+there as well, and tells which stages on accelerators draw from it. The others never look at it in
+later steps: what they would find there is the work of another thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from torchgpipe.ambient.nesting import first_run
-from torchgpipe.ambient.random_numbers import generator_of
+from torchgpipe.ambient.random_numbers import (
+    CellNumbers,
+    apart,
+    content,
+    generator_of,
+    side_by_side,
+)
+from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.plan import Plan
 
 __all__: list[str] = []
 
 
-#: Whether a layer trains, and its probabilities.
+#: Whether a layer trains, and the plain values among its attributes.
 Flags: TypeAlias = tuple[Any, ...]
+
+PLAIN = {bool, int, float, str, type(None)}
 
 
 def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
-    """Find what decides whether layers draw: in which mode they are, and their probabilities.
+    """Find what decides whether layers draw: in which mode they are, and their attributes.
 
-    All numbers with a point count, since nobody knows the names of probabilities.
+    All plain values count, since nobody knows the names of probabilities, switches and counters.
+    Layers of PyTorch's that draw for some data alone have flags that are equal to no others.
     """
     return [
-        (x.training, *[value for value in x.__dict__.values() if type(value) is float])
+        (
+            *[value for value in x.__dict__.values() if type(value) in PLAIN],
+            *([object()] if type(x) is nn.RReLU and x.training else []),
+        )
         for some in layers
         for x in some.modules()
     ]
@@ -47,8 +67,12 @@ class Draws:
     """The knowledge of whether layers draw random numbers."""
 
     def __init__(self) -> None:
-        #: The training flags of all layers when a step has drawn no numbers.
+        #: The flags of all layers when a step has drawn no numbers.
         self._quiet: list[Flags] | None = None
+        #: The flags of all layers in the step before.
+        self._known: list[Flags] | None = None
+        #: The stages on accelerators that have drawn from the CPU's generator then.
+        self._strays: set[int] = set()
         self._lock = threading.RLock()
 
     @contextmanager
@@ -64,11 +88,21 @@ class Draws:
         counts = Counter(map(generator_of, plan.devices))
         #: The generators of several workers.
         self._shared = {generator for generator, count in counts.items() if count > 1}
+        self._several = frozenset(self._shared)
+        others: set[int] = set()
+        if CPU in counts and len(counts) > 1:
+            self._shared.add(CPU)
+            own = map(generator_of, step.stages.devices)
+            others = {j for j, generator in enumerate(own) if generator != CPU}
         flags = flags_of(step.stages.partitions) if self._shared else []
         #: Whether the last step drew nothing, and no layer has changed what may make it draw. Then
         #: cells leave the generator alone, and may run at the same time.
         # guard: quiet steps
         self._free = quiet or (bool(self._shared) and flags == self._quiet)
+        #: The stages on accelerators that leave the CPU's generator to others.
+        self._apart = others - self._strays if flags == self._known else set()
+        #: The other stages on accelerators, and those among them that draw from the CPU's.
+        self._beside, self._found = others - self._apart, set[int]()
         if quiet:
             # Cells leave all generators alone, not only those that several workers share.
             self._shared = {*counts}
@@ -77,15 +111,26 @@ class Draws:
             for generator in self._shared if self._free else ():
                 step.numbers.look(generator)
             self._quiet = None if step.numbers.drawn else flags
+            if not self._free:
+                self._known, self._strays = flags, self._found
         finally:
             del self._step
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the first run of a cell."""
-        shared = self._is_shared(j)
+        shared, device = self._is_shared(j), self._step.stages.devices[j]
         if shared and self._free:
-            return first_run(self._step.numbers.nest)
-        numbers = self._step.numbers.of(i, self._step.stages.devices[j])
+            # guard: numbers that nobody expected
+            kind = side_by_side if generator_of(device) in self._several else first_run
+            return kind(self._step.numbers.nest)
+        numbers = self._step.numbers.of(i, device)
+        if j in self._beside:
+            inner = _Both(numbers, self._step.numbers.of(i, CPU), partial(self._found.add, j))
+            # guard: turns beside the CPU
+            return _Turn(self._lock, inner)
+        if j in self._apart:
+            # guard: the generator of others
+            return apart(numbers)
         # guard: turns of forwards
         return _Turn(self._lock, numbers) if shared else numbers
 
@@ -102,7 +147,31 @@ class Draws:
         return nullcontext() if alone else _Turn(self._lock, nullcontext())
 
     def _is_shared(self, j: int) -> bool:
-        return generator_of(self._step.stages.devices[j]) in self._shared
+        return j in self._beside or generator_of(self._step.stages.devices[j]) in self._shared
+
+
+class _Both:
+    """The random numbers of a cell on an accelerator: those of the device, and the CPU's.
+
+    Args:
+        own: those of the device.
+        cpu: the CPU's.
+        then: a function to call if the cell has drawn from the CPU's.
+    """
+
+    def __init__(self, own: CellNumbers, cpu: CellNumbers, then: Callable[[], None]) -> None:
+        self.own, self.cpu, self.then = own, cpu, then
+
+    def __enter__(self) -> None:
+        self.own.__enter__()
+        self.cpu.__enter__()
+        self.before = content(self.cpu.state)
+
+    def __exit__(self, *exception: Any) -> None:
+        self.cpu.__exit__(*exception)
+        self.own.__exit__(*exception)
+        if content(self.cpu.state) != self.before:
+            self.then()
 
 
 class _Turn:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.nesting import holding
-from torchgpipe.ambient.random_numbers import FirstNumbers
+from torchgpipe.ambient.random_numbers import FirstNumbers, watched
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
@@ -85,7 +85,8 @@ class GraphCell(Cell):
         if recorded:
             self._places = _places(batch)
         part = parts.forward if recorded else parts.evaluation
-        if recorded and again:
+        # A second run could not draw the same numbers as a first one beside others.
+        if recorded and again and not (watched.shared and parts.first.is_random):
             part = parts.first
             self._again = self._before(parts)
             kept: list[Any] = [None] * len(parts.kept)
@@ -158,7 +159,9 @@ class GraphCell(Cell):
             with gate.computing:
                 super().recompute()
             return
-        assert self._again is not None
+        if self._again is None:
+            # What backward needs was kept.
+            return
         (numbers, state), self._again = self._again, None
         part = self._traced.parts.again
         values = _of_its_own(self._traced.parts, part, {**self._given, "state": state})
