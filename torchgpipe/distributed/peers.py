@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe.checks import verify, verify_kind
+
 __all__: list[str] = []
 
 
@@ -23,6 +25,8 @@ class Peers:
 
     Raises:
         RuntimeError: there is no process group.
+        TypeError: it is none.
+        ValueError: this process is no member of it.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -33,16 +37,24 @@ class Peers:
                 "torchrun --nproc-per-node N"
             )
         group = dist.group.WORLD if group is None else group
+        verify(
+            group is not dist.GroupMember.NON_GROUP_MEMBER,
+            "a pipeline must be made in each process of its group, and in no other",
+            "group",
+            f"one without rank {dist.get_rank()}",
+            "call it in these alone",
+        )
+        verify_kind(
+            group,
+            dist.ProcessGroup,
+            "group must be a process group",
+            "group",
+            "pass what torch.distributed.new_group() returns, or None for all processes",
+        )
         # PyTorch has the group, until somebody destroys it. Held here, its threads would outlive
         # that, and end the process by an abort if the interpreter ends before them.
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise RuntimeError(
-                "a pipeline must be made in each process of its group, and in no other (rank: "
-                f"{dist.get_rank()}, group: {dist.get_process_group_ranks(self.group)}); call it "
-                "in these alone"
-            )
         self.device = device
         #: A name for the group that all its processes know.
         ranks = dist.get_process_group_ranks(self.group)
