@@ -22,6 +22,7 @@ class Peers:
     Args:
         group: the group; None for all processes.
         device: the device of this process.
+        name: the word for the group in messages.
 
     Raises:
         RuntimeError: there is no process group.
@@ -29,7 +30,7 @@ class Peers:
         ValueError: this process is no member of it.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, name: str = "group") -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "a pipeline over several processes needs a process group (process group: none); "
@@ -38,17 +39,17 @@ class Peers:
             )
         group = dist.group.WORLD if group is None else group
         verify(
-            group is not dist.GroupMember.NON_GROUP_MEMBER,
+            group != dist.GroupMember.NON_GROUP_MEMBER,
             "a pipeline must be made in each process of its group, and in no other",
-            "group",
-            f"one without rank {dist.get_rank()}",
-            "call it in these alone",
+            "rank that is no member",
+            dist.get_rank(),
+            "call it in its members alone",
         )
         verify_kind(
             group,
             dist.ProcessGroup,
-            "group must be a process group",
-            "group",
+            f"{name} must be a process group",
+            name,
             "pass what torch.distributed.new_group() returns, or None for all processes",
         )
         # PyTorch has the group, until somebody destroys it. Held here, its threads would outlive

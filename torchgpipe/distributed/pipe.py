@@ -148,6 +148,8 @@ class Pipe(Settings, nn.Module):
                 verify_loss(loss)
             checked_flag(deferred_batch_norm, "deferred_batch_norm")
             checked_flag(outputs, "outputs")
+            others = None if replicas is None else Peers(replicas, self._device, "replicas")
+            self._replicas = others
             self.balance = checked_balance(balance, module)
             self._chunks = checked_chunks(chunks)
             self.checkpoint = checkpoint
@@ -178,7 +180,6 @@ class Pipe(Settings, nn.Module):
             for partition in partitions:
                 defer(partition)
         self._layout = layout
-        self._replicas = None if replicas is None else Peers(replicas, self._device)
         if self._replicas is not None:
             equalise(self, self._replicas)
         self._prepare()
