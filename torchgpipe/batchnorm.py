@@ -31,7 +31,7 @@ from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.devices.streams import current_stream, record_stream
-from torchgpipe.partition.arguments import positive_int
+from torchgpipe.partition.arguments import positive_int, verify_a_module
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.classes import picklable
 
@@ -125,6 +125,7 @@ class DeferredBatchNorm(Base):
                 :class:`nn.SyncBatchNorm` has, is lazy or is parametrised.
             ValueError: chunks is out of range.
         """
+        verify_a_module(module, "module")
         number = _checked(chunks)
         defer(module)
         for norm in deferred_batch_norms(module):

@@ -17,6 +17,7 @@ from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
+from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part, part_of
 from torchgpipe.describe.figures import Prediction
 from torchgpipe.devices.streams import CPU, Device
@@ -27,6 +28,7 @@ from torchgpipe.partition.arguments import (
     checked_balance,
     checked_chunks,
     checked_devices,
+    checked_index,
 )
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.settings import Settings
@@ -127,7 +129,7 @@ class GPipe(Settings, nn.Module):
         partitions = split_module(module, self._balance)
         place(partitions, self._devices)
         self.partitions = nn.ModuleList(partitions)
-        self.deferred_batch_norm = deferred_batch_norm
+        self.deferred_batch_norm = checked_flag(deferred_batch_norm, "deferred_batch_norm")
         if deferred_batch_norm:
             defer(self.partitions)
         self.partitions.training = module.training
@@ -198,11 +200,7 @@ class GPipe(Settings, nn.Module):
 
         ``module.state_dict()`` has the keys of the model that was wrapped, whatever the balance.
         """
-        layers = {
-            name: layer
-            for partition in self.partitions
-            for name, layer in partition._modules.items()
-        }
+        layers = {k: x for part in self.partitions for k, x in part._modules.items()}
         plain: nn.Sequential = self.__dict__["_plain"]
         if plain._modules != layers:
             plain = self.__dict__["_plain"] = plain_module(layers)
@@ -279,7 +277,7 @@ class GPipe(Settings, nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         """A layer by its index in the plain module; a negative index counts from the end."""
-        return self.module[index]
+        return self.module[checked_index(index)]
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,12 +14,13 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
+from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.hand_over import hand_over
-from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of
+from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of, verify_choice
 from torchgpipe.executor.targets import arguments_of, explaining
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
@@ -28,6 +30,7 @@ from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.recompute import CHOICES
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
+from torchgpipe.partition.arguments import verify_loss
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.values import microbatch
@@ -115,21 +118,8 @@ class ScheduledLoss(nn.Module):
         recompute: str = "everything",
     ) -> None:
         super().__init__()
-        if not isinstance(model, GPipe):
-            raise TypeError(
-                "model must be a GPipe, which has the stages and their devices (model: "
-                f"{type(model).__name__}); wrap the layers first, as in GPipe(layers, balance)"
-            )
-        if not model.devices:
-            raise ValueError(
-                "model must have a partition, behind which the loss is (partitions: 0); wrap at "
-                "least one layer"
-            )
-        if not callable(loss):
-            raise TypeError(
-                "loss must be a function of an output and its targets "
-                f"(loss: {type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
-            )
+        _verify_model(model)
+        verify_loss(loss)
         _verify_stages(stages, compile, recompute)
         self.model = model
         self.loss = loss
@@ -139,6 +129,12 @@ class ScheduledLoss(nn.Module):
         self.training = model.training
         self._prepare()
         self.schedule = schedule
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        verify = _CHECKS.get(name)
+        if verify is not None:
+            verify(value)
+        super().__setattr__(name, value)
 
     def _prepare(self) -> None:
         self.__dict__["_crew"] = None
@@ -359,26 +355,87 @@ class ScheduledLoss(nn.Module):
         return None
 
 
+def _verify_model(model: Any) -> None:
+    verify_kind(
+        model,
+        GPipe,
+        "model must be a GPipe, which has the stages and their devices",
+        "model",
+        "wrap the layers first, as in GPipe(layers, balance)",
+    )
+    rule = "model must have a partition, behind which the loss is"
+    verify(model.devices, rule, "partitions", len(model.devices), "wrap at least one layer")
+
+
+def _verify_scaler(scaler: Any) -> None:
+    verify(
+        scaler is None or callable(getattr(scaler, "scale", None)),
+        "scaler must have a scale(), as a gradient scaler has",
+        "scaler",
+        scaler,
+        "pass torch.amp.GradScaler(), or None",
+        TypeError,
+    )
+
+
+def _verify_way(stages: Any) -> None:
+    verify(
+        isinstance(stages, str) and stages in ("eager", "graph"),
+        "stages must be 'eager' or 'graph'",
+        "stages",
+        stages,
+        "use 'graph' to trace each stage once",
+    )
+
+
+def _verify_backend(compile: Any) -> None:
+    verify(
+        compile is None or isinstance(compile, str) or callable(compile),
+        "compile must be a backend of torch.compile",
+        "compile",
+        compile,
+        "pass such as 'inductor', or None",
+        TypeError,
+    )
+    if isinstance(compile, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        rule = "compile must be the name of a backend of torch.compile"
+        verify(compile in known, rule, "compile", compile, f"use one of {known}")
+
+
+def _verify_recompute(recompute: Any) -> None:
+    rule = f"recompute must be one of {[*CHOICES]}"
+    valid = isinstance(recompute, str) and recompute in CHOICES
+    verify(valid, rule, "recompute", recompute, "use the first one for eager stages")
+
+
+#: What is checked when an attribute is set, by its name.
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "model": _verify_model,
+    "loss": verify_loss,
+    "schedule": verify_choice,
+    "outputs": partial(checked_flag, name="outputs"),
+    "scaler": _verify_scaler,
+    "stages": _verify_way,
+    "backend": _verify_backend,
+    "recompute": _verify_recompute,
+}
+
+
 def _verify_stages(stages: str, compile: Any, recompute: str) -> None:
     """Check how stages compute.
 
     Raises:
+        TypeError: one of the choices is of the wrong kind.
         ValueError: there is no such way, or the choices do not go together.
     """
-    if stages not in ("eager", "graph"):
-        raise ValueError(
-            f"stages must be 'eager' or 'graph' (stages: {stages!r}); use 'graph' to trace "
-            "each stage once"
-        )
+    _verify_way(stages)
+    _verify_backend(compile)
+    _verify_recompute(recompute)
     if compile is not None and stages != "graph":
         raise ValueError(
             "only graphs are compiled part by part (compile: "
             f"{compile!r}, stages: {stages!r}); pass stages='graph', or compile the layers"
-        )
-    if recompute not in CHOICES:
-        raise ValueError(
-            f"recompute must be one of {[*CHOICES]} (recompute: {recompute!r}); use the first one "
-            "for eager stages"
         )
     if recompute != "everything" and stages != "graph":
         raise ValueError(

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: The rooms from the lowest to the highest. A room imports itself and what is below it.
 LAYERS = [
+    {"checks"},
     {"_torch", "timeline"},
     {"schedule", "describe"},
     {"devices"},
@@ -34,10 +35,10 @@ LAYERS = [
 ]
 
 #: Rooms that stand apart: what each of them imports besides itself.
-APART = {"testing": {"_torch", "timeline", "ambient"}}
+APART = {"testing": {"_torch", "checks", "timeline", "ambient"}}
 
 #: Modules that do without torch.
-PLAIN = {"balance.blockpartition", "schedule"}
+PLAIN = {"balance.blockpartition", "checks", "schedule"}
 PLAIN |= {"timeline", *(f"timeline.{x.stem}" for x in (PACKAGE / "timeline").glob("[!_]*.py"))}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 

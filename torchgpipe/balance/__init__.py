@@ -23,7 +23,7 @@ from torchgpipe.balance.device_map import map_by_size, map_by_time
 from torchgpipe.balance.evenest import evenest
 from torchgpipe.balance.profile import profile_layers
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import MISSING, positive_int
+from torchgpipe.partition.arguments import MISSING, checked_timeout, positive_int, verify_scale
 from torchgpipe.partition.split import verify_module
 
 __all__ = ["balance_by_time", "balance_by_size", "map_by_time", "map_by_size"]
@@ -70,6 +70,7 @@ def balance_by_time(
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
     partitions = _verified(partitions, module)
+    checked_timeout(timeout)
     found = profile_layers(
         module,
         sample,
@@ -125,11 +126,7 @@ def balance_by_size(
         ImportError: a progress bar was asked for, and tqdm is not installed.
     """
     partitions = _verified(partitions, module)
-    if not param_scale >= 0:
-        raise ValueError(
-            "param_scale must not be negative, since it is how many times its own memory a "
-            f"parameter takes in training (param_scale: {param_scale}); 2 is for SGD, 4 for Adam"
-        )
+    verify_scale(param_scale)
     try:
         found = profile_layers(
             module,

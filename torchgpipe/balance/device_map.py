@@ -22,8 +22,10 @@ from torchgpipe.ambient.random_numbers import generator_of, get_state, set_state
 from torchgpipe.balance.alike import pooled
 from torchgpipe.balance.evenest import evenest
 from torchgpipe.balance.rounds import repeat, spread, undisturbed, verify_timed
+from torchgpipe.checks import MOST, listed, verify
 from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.partition.arguments import checked_timeout, verify_a_module, verify_scale
 
 __all__ = ["map_by_size", "map_by_time"]
 
@@ -65,7 +67,34 @@ def map_by_time(
     Raises:
         ValueError: there are fewer blocks than devices, or no block takes any time.
     """
-    return proposed(devices, *timed(model, *args, no_split=no_split, timeout=timeout, **kwargs))
+    places = _places(devices, model, no_split)
+    checked_timeout(timeout)
+    return proposed(places, *timed(model, *args, no_split=no_split, timeout=timeout, **kwargs))
+
+
+def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
+    """Check the arguments of a map, and return the devices.
+
+    Raises:
+        TypeError: one of them is of the wrong kind.
+        ValueError: there is no device.
+    """
+    rule, remedy = "devices must be a sequence of devices", "pass such as [0, 1], or ['cpu'] * 2"
+    places = listed(devices, rule, "devices", remedy)
+    for place in places:
+        number = isinstance(place, int) and not isinstance(place, bool) and 0 <= place < MOST
+        named = isinstance(place, torch.device) or (isinstance(place, str) and place)
+        verify(number or named, rule, "device", place, remedy, TypeError)
+    verify(places, "devices must be at least one", "devices", devices, remedy)
+    verify_a_module(model, "model")
+    rule = "no_split must be names of classes"
+    valid = no_split is None or (
+        isinstance(no_split, Collection)
+        and not isinstance(no_split, str | bytes)
+        and all(isinstance(x, str) for x in no_split)
+    )
+    verify(valid, rule, "no_split", no_split, "pass such as ['Block']", TypeError)
+    return places
 
 
 class Times(NamedTuple):
@@ -154,6 +183,8 @@ def map_by_size(
     Raises:
         ValueError: there are fewer blocks than devices.
     """
+    places = _places(devices, model, no_split)
+    verify_scale(param_scale)
     blocks = blocks_of(model, no_split)
     costs: dict[str, float] = {}
     within: list[str] = []
@@ -182,7 +213,7 @@ def map_by_size(
         # The output holds what was saved, so that no address comes twice.
         output = model(*args, **kwargs)
         del output
-    return proposed(devices, blocks, costs)
+    return proposed(places, blocks, costs)
 
 
 def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:

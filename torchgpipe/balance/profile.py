@@ -22,14 +22,14 @@ from torchgpipe.balance.alike import pooled
 from torchgpipe.balance.progress import Progress
 from torchgpipe.balance.rounds import LEAST, repeat, spread, undisturbed, verify_timed
 from torchgpipe.balance.sandbox import Sandbox, Sandboxes, copied, leaves
+from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.describe.tables import aligned, in_bytes
 from torchgpipe.devices.streams import (
     Device,
     accelerators,
-    canonical_device,
     use_device,
 )
-from torchgpipe.partition.arguments import MISSING
+from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
@@ -159,13 +159,19 @@ def profile_layers(
             "args must be a tuple of the arguments of the first layer "
             f"(args: {type(args).__name__}); pass one argument as the sample, several as args=(...)"
         )
+    rule = "kwargs must be the keyword arguments of the first layer"
+    verify_kind(kwargs, (Mapping, type(None)), rule, "kwargs", "pass a dict, by their names")
+    chunks = checked_chunks(chunks)
+    if timeout is not None:
+        checked_timeout(timeout)
+    progress = checked_flag(progress, "progress")
     args = args if sample is MISSING else (sample, *args)
     if not (args or kwargs):
         raise TypeError(
             "there must be an input of the first layer to measure with (sample: missing, args: (), "
             "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
         )
-    where = canonical_device(device) if device is not None else default_device()
+    where = checked_device(device) if device is not None else default_device()
     numbers = FirstNumbers(where)
 
     def rows() -> list[LayerProfile]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe.checks import verify, verify_kind
+
 __all__: list[str] = []
 
 
@@ -20,12 +22,15 @@ class Peers:
     Args:
         group: the group; None for all processes.
         device: the device of this process.
+        name: the word for the group in messages.
 
     Raises:
         RuntimeError: there is no process group.
+        TypeError: it is none.
+        ValueError: this process is no member of it.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, name: str = "group") -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "a pipeline over several processes needs a process group (process group: none); "
@@ -33,16 +38,24 @@ class Peers:
                 "torchrun --nproc-per-node N"
             )
         group = dist.group.WORLD if group is None else group
+        verify(
+            group != dist.GroupMember.NON_GROUP_MEMBER,
+            "a pipeline must be made in each process of its group, and in no other",
+            "rank that is no member",
+            dist.get_rank(),
+            "call it in its members alone",
+        )
+        verify_kind(
+            group,
+            dist.ProcessGroup,
+            f"{name} must be a process group",
+            name,
+            "pass what torch.distributed.new_group() returns, or None for all processes",
+        )
         # PyTorch has the group, until somebody destroys it. Held here, its threads would outlive
         # that, and end the process by an abort if the interpreter ends before them.
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise RuntimeError(
-                "a pipeline must be made in each process of its group, and in no other (rank: "
-                f"{dist.get_rank()}, group: {dist.get_process_group_ranks(self.group)}); call it "
-                "in these alone"
-            )
         self.device = device
         #: A name for the group that all its processes know.
         ranks = dist.get_process_group_ranks(self.group)

@@ -17,8 +17,9 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
+from torchgpipe.checks import checked_flag, is_number, verify
 from torchgpipe.describe.description import Description, part_of
-from torchgpipe.devices.streams import Device, canonical_device, current_device
+from torchgpipe.devices.streams import Device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.given import NOTHING, Given, Reader, count
@@ -44,7 +45,12 @@ from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, text_of, title_of
 from torchgpipe.executor.targets import explaining
-from torchgpipe.partition.arguments import checked_balance, checked_chunks
+from torchgpipe.partition.arguments import (
+    checked_balance,
+    checked_chunks,
+    checked_device,
+    verify_loss,
+)
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.split import Partition, split_module, verify_module
@@ -126,7 +132,7 @@ class Pipe(Settings, nn.Module):
         super().__init__()
         pipelining.verify_version()
         self._schedule, self._outputs = schedule, outputs
-        self._device = current_device() if device is None else canonical_device(device)
+        self._device = current_device() if device is None else checked_device(device)
         self._peers = Peers(group, self._device)
         self._agreement = Agreement(self._peers)
         with self._agreement.on_errors():
@@ -138,11 +144,12 @@ class Pipe(Settings, nn.Module):
                     "a layer must not have the name that the loss has in the pipeline (layers: "
                     f"{[*module._modules]}); give it another one"
                 )
-            if loss is not None and not callable(loss):
-                raise TypeError(
-                    "loss must be a function of an output and its targets (loss: "
-                    f"{type(loss).__name__}); pass torch.nn.functional.cross_entropy, for one"
-                )
+            if loss is not None:
+                verify_loss(loss)
+            checked_flag(deferred_batch_norm, "deferred_batch_norm")
+            checked_flag(outputs, "outputs")
+            others = None if replicas is None else Peers(replicas, self._device, "replicas")
+            self._replicas = others
             self.balance = checked_balance(balance, module)
             self._chunks = checked_chunks(chunks)
             self.checkpoint = checkpoint
@@ -173,7 +180,6 @@ class Pipe(Settings, nn.Module):
             for partition in partitions:
                 defer(partition)
         self._layout = layout
-        self._replicas = None if replicas is None else Peers(replicas, self._device)
         if self._replicas is not None:
             equalise(self, self._replicas)
         self._prepare()
@@ -298,11 +304,10 @@ class Pipe(Settings, nn.Module):
             ValueError: another process calls something else, as a step, or with other numbers; or
                 the type is not positive.
         """
-        if not norm_type > 0:
-            raise ValueError(
-                f"the type of a norm is a positive number (norm_type: {norm_type}); pass 2.0, or "
-                "math.inf for the largest gradient"
-            )
+        rule, remedy = "the type of a norm is a positive number", "pass 2.0, or math.inf"
+        verify(_is_norm(norm_type) and norm_type, rule, "norm_type", norm_type, remedy)
+        rule, remedy = "a norm is a number that is not negative", "pass such as 1.0"
+        verify(_is_norm(max_norm), rule, "max_norm", max_norm, remedy)
         self._agreement.same_call(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
         with shared_failures(self._peers):
             own = self._tied.counted_here(self.parameters())
@@ -438,3 +443,8 @@ class Pipe(Settings, nn.Module):
         # A parent does not call load_state_dict().
         keep_own(state_dict, prefix, self._others)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _is_norm(value: Any) -> bool:
+    """Whether a value is a number that is not negative, or infinity."""
+    return is_number(value) and value >= 0

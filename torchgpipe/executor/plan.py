@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn import Module
 
+from torchgpipe.checks import verify, verify_kind
 from torchgpipe.partition.arguments import Modes
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Edge, Instruction, Program, operations_of
@@ -147,11 +149,7 @@ def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedu
         TypeError: the choice is neither.
         ValueError: there is no such schedule.
     """
-    if not (isinstance(choice, str) or callable(choice)):
-        raise TypeError(
-            "schedule must be a name, a function of the numbers of workers and micro-batches, or a "
-            f"Schedule (schedule: {type(choice).__name__}); use '1f1b', for one"
-        )
+    verify_choice(choice)
     schedule = None
     for schedule in _tries(choice, stages, counts, m):
         if len(schedule.placement) == stages:
@@ -160,11 +158,41 @@ def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedu
     return schedule
 
 
+def verify_choice(choice: Any) -> None:
+    """Check that a value is a schedule, or says one.
+
+    Raises:
+        TypeError: it is none.
+    """
+    verify(
+        isinstance(choice, str | Schedule) or (callable(choice) and not isinstance(choice, Module)),
+        "schedule must be a name, a function of the numbers of workers and micro-batches, or a "
+        "Schedule",
+        "schedule",
+        choice,
+        "use '1f1b', for one",
+        TypeError,
+    )
+
+
+def _made(choice: Callable[[int, int], Schedule], workers: int, m: int) -> Schedule:
+    """Make a schedule by a function, and check that it is one."""
+    schedule = choice(workers, m)
+    verify_kind(
+        schedule,
+        Schedule,
+        "the function of a schedule must return a Schedule",
+        "returned",
+        "return one, as torchgpipe.schedule.one_f_one_b does",
+    )
+    return schedule
+
+
 def _tries(choice: Any, stages: int, counts: Sequence[int], m: int) -> Iterator[Schedule]:
     """Yield schedules, of which one may have as many stages as the model."""
     for workers in counts:
         if not isinstance(choice, str):
-            yield choice(workers, m)
+            yield _made(choice, workers, m)
             continue
         yield named(choice, workers, m)
         for name, divisor in (("stages_per_worker", workers), ("waves", 2 * workers)):
@@ -176,7 +204,7 @@ def _tries(choice: Any, stages: int, counts: Sequence[int], m: int) -> Iterator[
                     continue
                 yield found
     if not isinstance(choice, str):
-        yield choice(counts[0], m)
+        yield _made(choice, counts[0], m)
     else:
         yield named(choice, counts[0], m)
 

@@ -20,11 +20,13 @@ from itertools import accumulate, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from torchgpipe.checks import verify
 from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.calls import call_directly
 from torchgpipe.graphs.effects import is_view
@@ -43,12 +45,27 @@ Pairs = WeakKeyDictionary[Part, WeakKeyDictionary[Part, Interleaved | None]]
 _communicating: set[Any] = set()
 
 
+#: The classes of operators, and of their overloads.
+OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+
+
 def communicates(operator: Any) -> None:
     """Take an operator for communication, which overlaps hide behind arithmetic.
 
     Args:
         operator: such as ``torch.ops.my_library.exchange``, or an overload of it.
+
+    Raises:
+        TypeError: it is no operator.
     """
+    verify(
+        isinstance(operator, OPERATORS),
+        "an operator must be one of torch.ops",
+        "operator",
+        operator,
+        "pass such as torch.ops.my_library.exchange",
+        TypeError,
+    )
     _communicating.add(operator)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from os import PathLike
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from torchgpipe._torch.graphs import schema_of, storage_of
+from torchgpipe.checks import checked_path
 from torchgpipe.graphs.effects import bytes_of
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Part, Parts
@@ -190,7 +190,7 @@ def write_svg(
         split: whether the backward is I and W; otherwise it is B.
         stage: the number of the stage, for the title.
     """
-    Path(path).write_text(_svg(parts, split, stage), encoding="utf-8")
+    checked_path(path).write_text(_svg(parts, split, stage), encoding="utf-8")
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from torchgpipe.checks import verify, verify_function, verify_kind, verify_number
 from torchgpipe.devices.streams import Device, accelerators, canonical_device
 
 __all__: list[str] = []
@@ -22,6 +23,9 @@ class Missing:
 
 #: Stands for an argument that is not given.
 MISSING: Any = Missing()
+
+#: The most seconds of a measurement.
+DAY = 86_400
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
@@ -69,6 +73,68 @@ def checked_threads(threads: Any) -> int:
             f"(threads: {threads!r}); threads=1 computes all in the thread of the caller"
         )
     return number
+
+
+def checked_timeout(timeout: Any) -> float:
+    """Check the seconds of a measurement.
+
+    Raises:
+        TypeError: they are no number.
+        ValueError: they are negative, or more than a day.
+    """
+    rule = "timeout must be the seconds to measure, from 0 to a day"
+    remedy = "pass 1.0, or 0 for a few rounds alone"
+    verify_number(timeout, rule, "timeout", remedy)
+    verify(timeout <= DAY, rule, "timeout", timeout, remedy)
+    seconds: float = timeout
+    return seconds
+
+
+def verify_scale(param_scale: Any) -> None:
+    """Check how many times its own memory a parameter takes.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative, or not finite.
+    """
+    verify_number(
+        param_scale,
+        "param_scale must not be negative, since it is how many times its own memory a parameter "
+        "takes in training",
+        "param_scale",
+        "2 is for SGD, 4 for Adam",
+    )
+
+
+def verify_a_module(module: Any, name: str) -> None:
+    """Check that a value is a module.
+
+    Raises:
+        TypeError: it is none.
+    """
+    remedy = "pass the model itself, an object and not its class"
+    verify_kind(module, nn.Module, f"{name} must be an nn.Module", name, remedy)
+
+
+def verify_loss(loss: Any, remedy: str = "pass torch.nn.functional.cross_entropy, for one") -> None:
+    """Check that a loss can be called.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    rule = "loss must be a function of an output and its targets"
+    verify_function(loss, rule, "loss", remedy)
+
+
+def checked_index(index: Any) -> Any:
+    """Check the index of a layer, or of several.
+
+    Raises:
+        TypeError: it is none.
+    """
+    valid = isinstance(index, slice) or hasattr(index, "__index__")
+    verify(valid, "a layer has a number", "index", index, "pass such as 0, or -1", TypeError)
+    return index
 
 
 def checked_mode(checkpoint: object) -> str:
@@ -185,15 +251,20 @@ def checked_devices(devices: Iterable[Device] | None, partitions: int) -> list[t
             f"(partitions: {partitions}, devices: {[str(device) for device in found]}); "
             "use fewer partitions, or name a device several times"
         )
-    return [_known_device(device) for device in found[:partitions]]
+    return [checked_device(device) for device in found[:partitions]]
 
 
-def _known_device(device: Device) -> torch.device:
+def checked_device(device: Device) -> torch.device:
+    """Check that this machine has a device.
+
+    Raises:
+        ValueError: it has not.
+    """
     known = [torch.device("cpu"), *accelerators()]
     try:
         chosen = canonical_device(device)
         there = chosen in known or chosen.type == "meta"
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         # PyTorch knows no such name, or there is no accelerator that an index could be of.
         there = False
     if not there:

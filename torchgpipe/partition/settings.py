@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from torchgpipe.partition.arguments import (
     Modes,
@@ -19,6 +22,14 @@ class Settings:
 
     _chunks: int
     _checkpoint: Modes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = getattr(type(self), name, None)
+        if isinstance(value, nn.Module) and isinstance(found, property):
+            # A module would be registered by this name, past the check.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def _partition_count(self) -> int | None:

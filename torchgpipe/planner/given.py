@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
+from torchgpipe.checks import is_number, listed, shown, verify_kind
 from torchgpipe.devices.measures import memory_total, model_of
 from torchgpipe.devices.streams import CPU, Device, accelerators
-from torchgpipe.partition.arguments import checked_devices
+from torchgpipe.partition.arguments import checked_devices, positive_int
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import Batch, divided, scatter
 from torchgpipe.values.structure import NoChunk
@@ -76,11 +77,14 @@ def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = Fals
         # A single row may have no variance.
         most = min(max(1, rows // 2) if has_norms else rows, MOST)
         return [2**k for k in range(MOST.bit_length()) if 2**k <= most]
-    found = sorted({*chunks})
-    if not found or not all(isinstance(x, int) and 1 <= x <= rows for x in found):
+    remedy = "leave them out to try 1, 2, 4 and so on"
+    given = listed(chunks, "chunks must be numbers of micro-batches", "chunks", remedy)
+    numbers = [number for number in map(positive_int, given) if number is not None]
+    found = sorted({*numbers})
+    if not found or len(numbers) < len(given) or found[-1] > rows:
         raise ValueError(
             "chunks must be numbers of micro-batches, from 1 to the rows of a mini-batch (chunks: "
-            f"{found}, rows: {rows}); leave them out to try 1, 2, 4 and so on"
+            f"{shown(given)}, rows: {rows}); {remedy}"
         )
     return found
 
@@ -148,10 +152,10 @@ def limits_of(
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
     found = [*memory] if isinstance(memory, Sequence) else [memory] * len(places)
-    if len(found) != len(places) or not all(x > 0 for x in found):
+    if len(found) != len(places) or not all(is_number(x) and x > 0 for x in found):
         raise ValueError(
             "memory must be the bytes that a device may use, one number for all or one for each "
-            f"(memory: {found}, devices: {len(places)}); leave it out to use what there is"
+            f"(memory: {shown(memory)}, devices: {len(places)}); leave it out to use what there is"
         )
     share = FILLED_WITH_SKIPS if has_skips else FILLED
     return [share * x for x in found]
@@ -169,6 +173,13 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
     if callable(optimizer):
         weight = nn.Parameter(torch.zeros(64, 64))
         made = optimizer([weight])
+        verify_kind(
+            made,
+            torch.optim.Optimizer,
+            "optimizer must be a function that makes one of parameters",
+            "made",
+            "pass such as torch.optim.AdamW, or 2 bytes of state per byte of a parameter",
+        )
         weight.grad = torch.zeros_like(weight)
         made.step()
         state = [x for x in made.state[weight].values() if isinstance(x, Tensor)]

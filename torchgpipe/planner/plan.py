@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from torchgpipe.balance.rounds import verify_timed
 from torchgpipe.batchnorm import has_batch_norms
+from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import Modes, positive_int
+from torchgpipe.partition.arguments import Modes, checked_timeout, positive_int, verify_loss
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.given import (
     chunks_of,
@@ -132,6 +133,12 @@ def ranked(
     """
     verify_module(layers)
     verify_skippables(layers)
+    if loss is not None:
+        verify_loss(loss)
+    rule, remedy = "targets must be the arguments of the loss", "pass such as targets=(target,)"
+    verify_kind(targets, (list, tuple), rule, "targets", remedy)
+    checked_timeout(timeout)
+    progress = checked_flag(progress, "progress")
     places = places_of(devices)
     (whole,) = scatter(input, 1)
     have = max(1, row_count(input))
@@ -145,6 +152,9 @@ def ranked(
     behind = [loss] if isinstance(loss, nn.Module) else []
     ties = ties_of([*layers, *behind]) if len({*places}) > 1 else []
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
+    # What is wrong is better told before anything is measured.
+    limits_of(memory, places)
+    state = state_of(optimizer)
     module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
     others = smaller_of(input, have, rows)
     least = dict([[*sizes.items()][-1]])
@@ -176,7 +186,7 @@ def ranked(
             (places.index(a), places.index(b)): line
             for (a, b), line in measured_links(places).items()
         },
-        state_of(optimizer),
+        state,
         scale * sum(x.nbytes for x in whole),
         scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
         modes,

@@ -6,10 +6,9 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
-from numbers import Real
 from typing import Any, TypeAlias
 
+from torchgpipe.checks import finite, is_number, verify_function, verify_kind
 from torchgpipe.schedule.program import Edge, Instruction, Skips, operations
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
@@ -55,13 +54,23 @@ def numbers(name: str, value: Any, count: int) -> list[float]:
         ValueError: A number is missing, negative or not finite.
     """
     found = [*value] if isinstance(value, Iterable) else [value] * count
-    valid = all(isinstance(x, Real) and 0 <= float(x) < inf for x in found)
+    valid = all(is_number(x) and x >= 0 and finite(x) for x in found)
     if len(found) != count or not valid or isinstance(value, Mapping):
         raise ValueError(
             f"{name} must be a number, or a list of {count}, finite and not negative "
             f"({name}: {value}); give one for each stage (or worker), or one for all"
         )
     return found
+
+
+def checked_costs(costs: Costs) -> None:
+    """Check that a value is costs.
+
+    Raises:
+        TypeError: it is none.
+    """
+    remedy = "pass such as Costs(F=1, I=1, W=1), or leave them out for one unit each"
+    verify_kind(costs, Costs, "costs must be a Costs", "costs", remedy)
 
 
 class Table:
@@ -71,6 +80,13 @@ class Table:
         def each(name: str) -> list[float]:
             return numbers(name, getattr(costs, name), len(placement))
 
+        checked_costs(costs)
+        verify_function(
+            costs.overlap,
+            "overlap must be a function of the times of two computations",
+            "overlap",
+            "use max if neither slows the other",
+        )
         self.time = {kind: each(kind) for kind in "FIWR"}
         self.time["B"] = [i + w for i, w in zip(self.time["I"], self.time["W"])]
         self.overlap, self.checkpoint = costs.overlap, each("checkpoint")
@@ -85,8 +101,10 @@ class Table:
     def duration(self, instruction: Instruction) -> float:
         """Return how long an instruction keeps its worker busy."""
         times = [self.time[op.kind][op.stage] for op in operations(instruction)]
-        time = times[0] if len(times) == 1 else self.overlap(*times)
-        if not max(times) <= time < inf:
+        if len(times) == 1:
+            return times[0]
+        time = self.overlap(*times)
+        if not (is_number(time) and finite(time) and max(times) <= time):
             raise ValueError(
                 "overlap must return a finite time, at least as long as the longer computation "
                 f"(overlap{tuple(times)}: {time}); use max if neither slows the other"

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from os import PathLike
 
-from torchgpipe.schedule.language import Schedule, read
+from torchgpipe.checks import checked_path
+from torchgpipe.schedule.language import Schedule, checked_placement, checked_schedule, read
 from torchgpipe.schedule.program import Instruction, Overlap, operations_of
 
 __all__ = ["read_csv", "write_csv"]
@@ -32,6 +33,8 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     Raises:
         ValueError: The schedule contains an R.
     """
+    checked_schedule(schedule)
+    path = checked_path(path)
     again = next((op for op in operations_of(schedule.program) if op.kind == "R"), None)
     if again is not None:
         raise ValueError(
@@ -56,6 +59,7 @@ def read_csv(path: str | PathLike[str], placement: Sequence[int], chunks: int) -
         ValueError: A slot is not an instruction, or is one for communication, which our language
             does not have; or the arguments do not fit each other, as for :class:`Schedule`.
     """
+    path = checked_path(path)
     program = []
     with open(path, newline="", encoding="utf-8-sig") as file:
         rows = csv.reader(file)
@@ -64,7 +68,7 @@ def read_csv(path: str | PathLike[str], placement: Sequence[int], chunks: int) -
             starts = [x + len(slot) - len(slot.lstrip()) for slot, x in zip(row, columns)]
             words = [(slot.strip(), start) for slot, start in zip(row, starts) if slot.strip()]
             program.append(tuple(_read(word, rows.line_num, start) for word, start in words))
-    return Schedule(tuple(placement), chunks, tuple(line for line in program if line))
+    return Schedule(checked_placement(placement), chunks, tuple(line for line in program if line))
 
 
 def _read(word: str, line: int, column: int) -> Instruction:

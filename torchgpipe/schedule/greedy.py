@@ -15,8 +15,9 @@ from itertools import accumulate
 from math import isclose
 from typing import Any
 
+from torchgpipe.checks import verify_function
 from torchgpipe.schedule.costs import Costs, Each, Table
-from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.language import Schedule, checked_placement, checked_skips
 from torchgpipe.schedule.limits import capacities
 from torchgpipe.schedule.program import Op, Skips, by_stage, needs
 
@@ -57,10 +58,16 @@ def greedy(
         0F0 0F1 0F2 0B0 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """
-    placement = tuple(placement)
+    verify_function(
+        priority,
+        "priority must be a function of a computation",
+        "priority",
+        "pass such as lambda op: (op.kind, op.microbatch)",
+    )
+    placement = checked_placement(placement)
     workers = len(set(placement))
     # Raises if they do not fit each other.
-    empty = Schedule(placement, chunks, ((),) * workers, tuple(skips))
+    empty = Schedule(placement, chunks, ((),) * workers, checked_skips(skips))
     table = Table(costs, placement, skips)
     memory = _Memory(placement, table, capacity, split)
     stages, kinds = range(len(placement)), "FIW" if split else "FB"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
 
+from torchgpipe.checks import MOST, listed, shown, verify, verify_kind
 from torchgpipe.schedule.lifetimes import Lifetimes, lifetimes
 from torchgpipe.schedule.overlapped import overlapped, paired
 from torchgpipe.schedule.picture import characters, unit_times, write_svg
@@ -15,6 +16,9 @@ from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, opera
 from torchgpipe.schedule.rewrite import deferred, fused, halved, recomputed, truncated
 
 __all__ = ["Schedule", "parse", "read"]
+
+#: What to do about a program that is none.
+PARSED = "use parse() to make it from text"
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,22 @@ class Schedule:
     skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", tuple(self.placement))
-        object.__setattr__(self, "program", tuple(map(tuple, self.program)))
-        if not all(type(x) is int for x in (*self.placement, self.chunks)):
-            raise TypeError(
-                "placement and chunks must be integers "
-                f"(placement: {self.placement}, chunks: {self.chunks!r}); pass ints"
-            )
-        if not (isinstance(self.skips, Iterable) and all(map(_is_pair, self.skips))):
-            raise TypeError(
-                f"skips must be pairs of stages (skips: {self.skips!r}); pass the stage that "
-                "stashes and the stage that pops, as in [(0, 2)]"
-            )
-        object.__setattr__(self, "skips", tuple(sorted({(j, k) for j, k in self.skips})))
+        object.__setattr__(self, "placement", checked_placement(self.placement))
+        lines = listed(self.program, "a program has a line for each worker", "program", PARSED)
+        program = [
+            listed(x, "a line has the instructions of a worker", "line", PARSED) for x in lines
+        ]
+        object.__setattr__(self, "program", tuple(map(tuple, program)))
+        verify(
+            type(self.chunks) is int,
+            "chunks must be an integer",
+            "chunks",
+            self.chunks,
+            "pass the number of micro-batches",
+            TypeError,
+        )
+        skips = checked_skips(self.skips)
+        object.__setattr__(self, "skips", tuple(sorted({(j, k) for j, k in skips})))
         stages = range(len(self.placement))
         wrong = [(j, k) for j, k in self.skips if j not in stages or k not in stages or j >= k]
         if wrong:
@@ -63,9 +70,9 @@ class Schedule:
                 f"{len(stages)}); leave out those within a stage"
             )
         workers = set(self.placement)
-        if self.chunks < 1 or not workers or workers != {*range(len(self.program))}:
+        if not 1 <= self.chunks <= MOST or not workers or workers != {*range(len(self.program))}:
             raise ValueError(
-                "chunks must be at least 1, and each worker must have a stage and a line "
+                f"chunks must be from 1 to {MOST}, and each worker must have a stage and a line "
                 f"(chunks: {self.chunks}, workers with stages: {sorted(workers)}, lines: "
                 f"{len(self.program)}); add lines, or number the workers without gaps"
             )
@@ -73,7 +80,7 @@ class Schedule:
             if not (isinstance(x, (Op, Overlap)) and all(map(_is_op, operations(x)))):
                 raise TypeError(
                     "an instruction must be Op(stage, kind, microbatch) with kind F, B, I, W or R, "
-                    f"or Overlap(op, op) (instruction: {x!r}); use parse() to make it from text"
+                    f"or Overlap(op, op) (instruction: {x!r}); {PARSED}"
                 )
 
     @property
@@ -170,12 +177,60 @@ class Schedule:
         Raises:
             ValueError: The schedule has fewer micro-batches, or ``chunks`` is below 1.
         """
-        if not 1 <= chunks <= self.chunks:
+        if type(chunks) is not int or not 1 <= chunks <= self.chunks:
             raise ValueError(
                 "chunks must be between 1 and the schedule's number of micro-batches (chunks: "
-                f"{chunks}, micro-batches: {self.chunks}); make the schedule with more of them"
+                f"{shown(chunks)}, micro-batches: {self.chunks}); make the schedule with more of "
+                "them"
             )
         return replace(self, chunks=chunks, program=truncated(self.program, chunks))
+
+
+def checked_schedule(schedule: Schedule) -> None:
+    """Check that a value is a schedule.
+
+    Raises:
+        TypeError: it is none.
+    """
+    verify_kind(
+        schedule,
+        Schedule,
+        "a schedule must be a Schedule",
+        "schedule",
+        "make one by its name, as in named('1f1b', workers=4, chunks=8), or from text by parse()",
+    )
+
+
+def checked_placement(placement: Sequence[int]) -> tuple[int, ...]:
+    """The worker of each stage.
+
+    Raises:
+        TypeError: they are no sequence of integers.
+    """
+    remedy = "pass the worker of each stage, as in [0, 1, 2, 3]"
+    found = listed(placement, "placement must be a sequence of workers", "placement", remedy)
+    verify(
+        all(type(x) is int for x in found),
+        "placement must be integers",
+        "placement",
+        placement,
+        remedy,
+        TypeError,
+    )
+    return tuple(found)
+
+
+def checked_skips(skips: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The stages that each skip leads from and to.
+
+    Raises:
+        TypeError: they are no sequence of pairs.
+    """
+    rule = "skips must be pairs of stages"
+    remedy = "pass the stage that stashes and the stage that pops, as in [(0, 2)]"
+    found = [*skips] if isinstance(skips, Set) else listed(skips, rule, "skips", remedy)
+    verify(all(map(_is_pair, found)), rule, "skips", skips, remedy, TypeError)
+    return tuple(found)
 
 
 def _is_op(x: object) -> bool:
@@ -206,11 +261,12 @@ def parse(text: str, placement: Sequence[int], chunks: int) -> Schedule:
         time      0                   5
         worker 0  0F0 0F1 0B0---- 0B1----
     """
+    verify_kind(text, str, "a schedule is read from text", "text", "pass such as '0F0 0B0'")
     program = [
         tuple(read(word[0], number, word.start() + 1) for word in re.finditer(r"\S+", line))
         for number, line in enumerate(text.splitlines(), 1)
     ]
-    return Schedule(tuple(placement), chunks, tuple(line for line in program if line))
+    return Schedule(checked_placement(placement), chunks, tuple(x for x in program if x))
 
 
 _NUMBER = "0|[1-9][0-9]*"

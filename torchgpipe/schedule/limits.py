@@ -26,8 +26,9 @@ from itertools import product
 from math import inf, isclose
 from typing import TypeAlias
 
+from torchgpipe.checks import verify_kind
 from torchgpipe.schedule.costs import Costs, Each, Table, numbers
-from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.language import Schedule, checked_placement, checked_skips
 from torchgpipe.schedule.program import Op, Overlap, Skips, by_stage, needs
 from torchgpipe.schedule.simulator import Report
 
@@ -53,11 +54,18 @@ class Bounds:
 
     def gap(self, report: Report) -> float:
         """Return the excess of a makespan over the bound, as a share of the bound."""
+        _verify_report(report)
         return _share_above(report.makespan, self.makespan)
 
     def memory_gap(self, report: Report) -> float:
         """Return the largest excess of a worker's peak over its bound, as a share of the bound."""
+        _verify_report(report)
         return max(map(_share_above, report.peak, self.peak))
+
+
+def _verify_report(report: Report) -> None:
+    remedy = "pass simulate(schedule, costs)"
+    verify_kind(report, Report, "a bound is compared with a Report", "report", remedy)
 
 
 def _share_above(value: float, bound: float) -> float:
@@ -90,9 +98,9 @@ def bounds(
         >>> bounds((0, 1, 2, 3), chunks=8)
         Bounds(makespan=27, peak=(1, 1, 1, 1))
     """
-    placement = tuple(placement)
+    placement = checked_placement(placement)
     workers = len(set(placement))
-    Schedule(placement, chunks, ((),) * workers, tuple(skips))  # Raises if they do not fit.
+    Schedule(placement, chunks, ((),) * workers, checked_skips(skips))  # Raises if they do not fit.
     table = Table(costs, placement, skips)
     limits = capacities(capacity, workers)
     edges = _edges(table, skips)

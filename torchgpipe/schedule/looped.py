@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchgpipe.checks import MOST, verify
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op
 
@@ -23,10 +24,15 @@ def checked(**counts: int) -> None:
         ValueError: A count is not a positive integer.
     """
     for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(
-                f"{name} must be a positive integer ({name}: {count!r}); use at least 1"
-            )
+        verify(
+            type(count) is int and count >= 1,
+            f"{name} must be a positive integer",
+            name,
+            count,
+            "use at least 1",
+        )
+        rule = f"{name} must be at most {MOST}, since a schedule lists each computation"
+        verify(count <= MOST, rule, name, count, "use a smaller number")
 
 
 def fill_drain(workers: int, chunks: int) -> Schedule:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from itertools import chain, count
 
+from torchgpipe.checks import listed
 from torchgpipe.schedule.program import Instruction, Op, Overlap, Program, Skips, operations, walk
 
 __all__ = ["overlapped", "paired"]
@@ -45,7 +46,7 @@ def overlapped(program: Program, kinds: Iterable[str], skips: Skips) -> Program:
     Raises:
         ValueError: a pair is not two of F, B, I, W and R.
     """
-    chosen = [*kinds]
+    chosen = listed(kinds, "kinds must be pairs of words", "kinds", "write them as overlap('FB')")
     wrong = [x for x in chosen if not (isinstance(x, str) and re.fullmatch("[FBIWR]{2}", x))]
     if wrong:
         raise ValueError(

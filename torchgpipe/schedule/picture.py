@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import NamedTuple
 
+from torchgpipe.checks import checked_path
 from torchgpipe.schedule.program import (
     Instruction,
     Op,
@@ -104,7 +104,7 @@ def write_svg(
         times: the start and the end of each computation.
         scale: pixels per unit of time; chosen to fit the numbers if None.
     """
-    Path(path).write_text(_svg(program, times, scale), encoding="utf-8")
+    checked_path(path).write_text(_svg(program, times, scale), encoding="utf-8")
 
 
 def _svg(program: Program, times: Times, scale: float | None) -> str:

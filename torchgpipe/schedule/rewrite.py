@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from numbers import Integral
+from typing import Any
 
+from torchgpipe.checks import shown
 from torchgpipe.schedule.program import (
     Instruction,
     Op,
@@ -99,13 +102,13 @@ def recomputed(
         ("stages", stages, {op.stage for op in ops}),
         ("microbatches", microbatches, {op.microbatch for op in ops}),
     ):
-        some = numbers if isinstance(numbers, Iterable) else [numbers]
-        chosen.append(there if numbers is None else {*some})
-        if not chosen[-1] <= there:
+        some = [*numbers] if isinstance(numbers, Iterable) else [numbers]
+        if numbers is not None and not all(type(x) is int and x in there for x in some):
             raise ValueError(
-                f"{name} must be in the schedule ({name}: {sorted(chosen[-1])}, in the schedule: "
+                f"{name} must be in the schedule ({name}: {shown(_sorted(some))}, in the schedule: "
                 f"{sorted(there)}); leave out the others"
             )
+        chosen.append(there if numbers is None else {*some})
 
     def again(instruction: Instruction) -> list[Instruction]:
         cells = [op._replace(kind="R") for op in operations(instruction) if op.kind in "BI"]
@@ -173,3 +176,10 @@ def _changed(program: Program, change: Callable[[Op], Op | None]) -> Program:
         return [together(ops)] if ops else []
 
     return _replaced(program, changed)
+
+
+def _sorted(values: list[Any]) -> list[Any]:
+    """The values in order, if they have one."""
+    with suppress(TypeError):
+        return sorted(values)
+    return values

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from math import inf
 from typing import Any
 
+from torchgpipe.checks import listed, verify_function, verify_kind
 from torchgpipe.schedule.costs import Costs, Each, numbers
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.limits import bounds
@@ -51,6 +53,7 @@ def named(name: str, workers: int, chunks: int, **parameters: int) -> Schedule:
     Raises:
         ValueError: No built-in schedule has this name.
     """
+    verify_kind(name, str, "name must be a word", "name", "use '1f1b', for one")
     functions = {f.__name__.replace("_", ""): f for f in _BUILT_IN} | _ALIASES
     found = functions.get(re.sub("[-_ ]", "", name).lower())
     if found is None:
@@ -58,6 +61,13 @@ def named(name: str, workers: int, chunks: int, **parameters: int) -> Schedule:
             f"name must be that of a built-in schedule (name: {name!r}); use one of "
             + ", ".join([*_ALIASES, *(f.__name__ for f in _BUILT_IN)])
         )
+    known = [*signature(found).parameters]
+    for parameter in parameters:
+        if parameter not in known:
+            raise TypeError(
+                f"a schedule takes the arguments of its function (name: {name!r}, {parameter}: "
+                f"{parameters[parameter]!r}); use {', '.join(known)}"
+            )
     return found(workers, chunks, **parameters)
 
 
@@ -112,9 +122,19 @@ def best(
         ValueError: No schedule fits, or the arguments do not fit each other.
     """
     checked(workers=workers, chunks=chunks)
-    counts = sorted({*stages_per_worker})
-    for count in counts or [0]:
+    remedy = "pass such as (1, 2, 4)"
+    rule = "stages_per_worker must be a sequence of numbers to try"
+    given = listed(stages_per_worker, rule, "stages_per_worker", remedy)
+    for count in given or [0]:
         checked(stages_per_worker=count)
+    counts = sorted({*given})
+    if not isinstance(costs, Costs):
+        verify_function(
+            costs,
+            "costs must be a Costs, or a function of the stages per worker",
+            "costs",
+            "pass Costs(F=1, I=1, W=1), for one",
+        )
     limits = None if capacity is None else numbers("capacity", capacity, workers)
     found: list[Candidate] = []
     least = inf

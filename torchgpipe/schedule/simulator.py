@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 
 from torchgpipe.schedule.costs import Costs, Table
-from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.language import Schedule, checked_schedule
 from torchgpipe.schedule.picture import write_svg
 from torchgpipe.schedule.program import Op, operations, walk
 from torchgpipe.schedule.rehearsal import Rehearsal, Step
@@ -84,6 +84,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     Raises:
         ValueError: The schedule has faults, which the message names, or the costs do not fit it.
     """
+    checked_schedule(schedule)
     if faults := validate(schedule):
         rule = f"a schedule must be valid (faults: {len(faults)}); fix what validate() finds:"
         raise ValueError("\n".join([rule, *faults[:10]]))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 from math import isclose
 
-from torchgpipe.schedule.costs import Costs, Each, Table, numbers
-from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.costs import Costs, Each, Table, checked_costs, numbers
+from torchgpipe.schedule.language import Schedule, checked_schedule
 from torchgpipe.schedule.program import Op, Waiting, operations, operations_of, walk
 
 __all__ = ["validate"]
@@ -26,6 +26,8 @@ def validate(schedule: Schedule, capacity: Each | None = None, costs: Costs = Co
     Returns:
         One message for each fault.
     """
+    checked_schedule(schedule)
+    checked_costs(costs)
     faults = [*_strays(schedule), *_gaps(schedule), *_deadlocks(schedule)]
     return faults if capacity is None else [*faults, *_excesses(schedule, capacity, costs)]
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from torchgpipe.partition.arguments import verify_a_module
 from torchgpipe.skip.namespace import Skip, describe
 from torchgpipe.skip.skippable import skips
 
@@ -61,6 +62,7 @@ def verify_skippables(module: nn.Sequential) -> None:
         TypeError: some skip is not, or a layer yields and is not skippable; the message lists
             every fault.
     """
+    verify_a_module(module, "module")
     faults: list[str] = []
     stashed: dict[Skip, str] = {}
     popped: dict[Skip, str] = {}

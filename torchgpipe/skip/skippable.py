@@ -20,12 +20,13 @@ Such layers are used like any other, in a plain :class:`nn.Sequential` as well a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
+from torchgpipe.checks import shown, verify, verify_kind
 from torchgpipe.skip.namespace import Namespace, Skip
 from torchgpipe.skip.tracker import current_skip_tracker
 from torchgpipe.values.classes import picklable
@@ -93,6 +94,14 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         )
 
     def decorate(cls: Layer) -> Layer:
+        verify(
+            isinstance(cls, type) and issubclass(cls, nn.Module),
+            "only a class of layers can be skippable",
+            "class",
+            cls,
+            "write @skippable(...) above a class derived from nn.Module",
+            TypeError,
+        )
         # Not a new class the first time: pickle, and super(Class, self), find a class by its name.
         if "skips_declared" not in vars(cls):
             return _declare(cls, declared, cls)
@@ -184,6 +193,8 @@ def isolate(self: Any, ns: Namespace, *, only: Iterable[str] | None = None) -> A
     Raises:
         ValueError: a name was not declared.
     """
+    rule, remedy = "skips are isolated by a Namespace", "pass Namespace(), to the other end as well"
+    verify_kind(ns, Namespace, rule, "ns", remedy)
     declared = (*self.skips_declared.stash, *self.skips_declared.pop)
     names = declared if only is None else _names("only", only)
     for name in names:
@@ -255,7 +266,7 @@ def _run_generator(
                 f"(layer: {type(layer).__name__}, yielded: {type(asked).__name__}); "
                 "return the output of the layer"
             )
-        if asked.name not in due[type(asked)]:
+        if not isinstance(asked.name, str) or asked.name not in due[type(asked)]:
             raise _undeclared(layer, declared, asked)
         due[type(asked)].remove(asked.name)
         skip = (spaces.get(asked.name), asked.name)
@@ -268,8 +279,15 @@ def _run_generator(
         del asked
 
 
-def _undeclared(layer: nn.Module, declared: Declared, asked: stash | pop) -> RuntimeError:
+def _undeclared(
+    layer: nn.Module, declared: Declared, asked: stash | pop
+) -> RuntimeError | TypeError:
     kind = type(asked).__name__
+    if not isinstance(asked.name, str):
+        return TypeError(
+            f"the name of a skip must be a text (layer: {type(layer).__name__}, {kind}: "
+            f"{shown(asked.name)}); pass one of {list(getattr(declared, kind))}"
+        )
     names = getattr(declared, kind)
     rule = "at most once in a run" if asked.name in names else "only what it declares"
     return RuntimeError(
@@ -279,10 +297,11 @@ def _undeclared(layer: nn.Module, declared: Declared, asked: stash | pop) -> Run
 
 
 def _names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
-    found = names if isinstance(names, str) else tuple(names)
-    if isinstance(found, str) or not all(isinstance(name, str) for name in found):
+    is_collection = isinstance(names, Iterable) and not isinstance(names, str | Mapping)
+    found = tuple(names) if is_collection else ()
+    if not is_collection or not all(isinstance(name, str) for name in found):
         raise TypeError(
-            f"{argument} must be a collection of names ({argument}: {names!r}); "
+            f"{argument} must be a collection of names ({argument}: {shown(names)}); "
             f'write {argument}=["name"]'
         )
     return found

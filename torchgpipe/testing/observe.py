@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 
 from torchgpipe.ambient import labels
+from torchgpipe.checks import checked_flag, checked_path, verify_kind
 from torchgpipe.testing.loading import verify_loaded
 from torchgpipe.testing.naming import Naming
 from torchgpipe.testing.report import (
@@ -140,7 +140,7 @@ class Observation:
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write the timeline as a file that https://ui.perfetto.dev and chrome://tracing open."""
-        Path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
+        checked_path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
 
     def _access(self, access: dict[str, Any]) -> Access:
         # The stack of an operator that began earlier is not in this observation.
@@ -227,6 +227,10 @@ def observe(
             is no such device; or the seed is out of range.
     """
     verify_loaded()
+    rule, remedy = "bandwidth is a table of links", "pass such as {(0, 1): 1e6}"
+    verify_kind(bandwidth, (Mapping, type(None)), rule, "bandwidth", remedy)
+    raise_on_race = checked_flag(raise_on_race, "raise_on_race")
+    stacks = checked_flag(stacks, "stacks")
     bandwidth = dict(bandwidth or {})
     table = table_of(costs)
     verify_settings(table, bandwidth, jitter, host)

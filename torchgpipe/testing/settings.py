@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from torchgpipe import _torch
+from torchgpipe.checks import verify_kind
 
 __all__: list[str] = []
 
@@ -40,6 +41,8 @@ def table_of(costs: Mapping[str, float] | str | None) -> dict[str, float]:
                 f"(costs: {costs!r}); use {MEASURED!r}, or such as {{'addmm': 1.0}}"
             )
         return {}
+    rule, remedy = "costs are a table, or a word", f"pass {MEASURED!r}, or such as {{'addmm': 1.0}}"
+    verify_kind(costs, (Mapping, type(None)), rule, "costs", remedy)
     return dict(costs or {})
 
 
@@ -83,7 +86,7 @@ def verify_settings(
                 "a bandwidth must be positive, in bytes per millisecond (link: "
                 f"{link!r}, bandwidth: {bytes!r}); leave out a link that takes no time"
             )
-    if jitter is not None and not (isinstance(jitter, int) and 0 <= jitter < 2**31):
+    if jitter is not None and not (type(jitter) is int and 0 <= jitter < 2**31):
         raise ValueError(
             f"jitter must be None or a seed from 0 to 2**31 - 1 (jitter: {jitter!r}); use 0 for a "
             "start, and then others"
@@ -112,12 +115,12 @@ def _is_composite(name: str) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_end(value: object) -> bool:
     devices = torch.accelerator.device_count()
-    return value == CPU or (isinstance(value, int) and 0 <= value < devices)
+    return value == CPU or (type(value) is int and 0 <= value < devices)
 
 
 def index_of(end: int | str) -> int:

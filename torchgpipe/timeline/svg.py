@@ -11,6 +11,8 @@ from html import escape
 from math import floor, log10
 from typing import NamedTuple
 
+from torchgpipe.checks import verify_number
+
 __all__ = ["KINDS", "Bar", "Panel", "Row", "svg"]
 
 #: The color of each kind of bar, and its name in the legend.
@@ -83,6 +85,9 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
         panels: the panels.
         scale: pixels per unit of time; chosen to fit the labels if None.
     """
+    if scale is not None:
+        rule = "scale must be the pixels of a unit of time"
+        verify_number(scale, rule, "scale", "leave it out to fit the numbers", above=0)
     bars = [bar for panel in panels for row in panel.rows for bar in row.bars]
     stop = max([float(panel.stop) for panel in panels], default=0.0)
     margin = max([_MARGIN, *(8 + 7 * len(row.name) for panel in panels for row in panel.rows)])

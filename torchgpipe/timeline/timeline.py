@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from pathlib import Path
 from typing import Protocol
 
+from torchgpipe.checks import checked_path, verify_kind
 from torchgpipe.timeline import perfetto
 from torchgpipe.timeline.advice import Advice
 from torchgpipe.timeline.picture import panel, png
@@ -83,6 +83,7 @@ class Timeline:
             IndexError: there are fewer steps.
         """
         steps = self.steps
+        verify_kind(number, int, "steps are numbered", "number", "pass -1 for the last one")
         if not -len(steps) <= number < len(steps):
             raise IndexError(
                 f"there must be a step of this number (number: {number}, steps: {len(steps)}); "
@@ -133,8 +134,8 @@ class Timeline:
             *others: further timelines, such as a simulated one, ``report.timeline``.
             scale: pixels per unit of time; chosen to fit the numbers if None.
         """
-        panels = [x._panel() for x in (self, *others) if x.spans]
-        Path(path).write_text(svg(panels, scale), encoding="utf-8")
+        panels = self._panels(others)
+        checked_path(path).write_text(svg(panels, scale), encoding="utf-8")
 
     def png(self, path: str | PathLike[str], *others: Timeline) -> None:
         """Draw the last step into a PNG file, as :meth:`svg` does.
@@ -142,11 +143,18 @@ class Timeline:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        png(path, [x._panel() for x in (self, *others) if x.spans])
+        png(checked_path(path), self._panels(others))
+
+    def _panels(self, others: Sequence[Timeline]) -> list[Panel]:
+        """The last step of each timeline that has any."""
+        remedy = "pass such as simulate(schedule).timeline"
+        for x in others:
+            verify_kind(x, Timeline, "a timeline is drawn beside others", "others", remedy)
+        return [x._panel() for x in (self, *others) if x.spans]
 
     def _panel(self) -> Panel:
         return panel(self.step().spans, self.unit)._replace(title=self.title)
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write all steps as a file that https://ui.perfetto.dev and chrome://tracing open."""
-        Path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
+        checked_path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")

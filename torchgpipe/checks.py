@@ -1,0 +1,141 @@
+"""One wording for what is wrong with arguments: the rule, ``(name: value)``, the remedy.
+
+These checks stand below everything else, and know neither torch nor any class of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from math import inf
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+__all__: list[str] = []
+
+#: The most stages, workers or micro-batches of a schedule, which lists each computation.
+MOST = 10**6
+
+#: The classes whose values a message shows; others have texts of several lines, or addresses.
+SHORT = (str, bytes, Real, complex, type(None), list, tuple, dict, set, frozenset)
+
+#: The most characters of a value in a message.
+WIDTH = 80
+
+
+def shown(value: Any) -> str:
+    """A value in a message: the text of what is short, and the class of anything else."""
+    if not isinstance(value, SHORT):
+        return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    try:
+        text = repr(value)
+    except Exception:
+        return type(value).__name__
+    # A tensor in a list has a text of several lines.
+    return text if len(text) <= WIDTH and "\n" not in text else f"{type(value).__name__}: too long"
+
+
+def verify(
+    valid: object,
+    rule: str,
+    name: str,
+    value: Any,
+    remedy: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise an error unless a rule holds.
+
+    Args:
+        valid: whether it holds.
+        rule: the rule.
+        name: the argument.
+        value: its value.
+        remedy: what to do.
+        error: the class of the error.
+    """
+    if not valid:
+        raise error(f"{rule} ({name}: {shown(value)}); {remedy}")
+
+
+def verify_kind(
+    value: Any, kinds: type | tuple[type, ...], rule: str, name: str, remedy: str
+) -> None:
+    """Raise a :exc:`TypeError` unless a value is of one of some classes."""
+    verify(isinstance(value, kinds), rule, name, value, remedy, TypeError)
+
+
+def verify_function(value: Any, rule: str, name: str, remedy: str) -> None:
+    """Raise a :exc:`TypeError` unless a value can be called."""
+    verify(callable(value), rule, name, value, remedy, TypeError)
+
+
+def checked_flag(value: Any, name: str) -> bool:
+    """A choice of two as True or False.
+
+    Raises:
+        TypeError: it is neither of them, nor an integer.
+    """
+    remedy = f"pass {name}=True or {name}=False"
+    verify_kind(value, int, f"{name} is a choice of two", name, remedy)
+    return bool(value)
+
+
+def verify_number(
+    value: Any, rule: str, name: str, remedy: str, *, least: float = 0, above: float = -inf
+) -> None:
+    """Raise an error unless a value is a finite number in a range.
+
+    Args:
+        value: the value.
+        rule: the rule.
+        name: the argument.
+        remedy: what to do.
+        least: the smallest number.
+        above: the largest number that is too small.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not finite, or out of range.
+    """
+    verify(is_number(value), rule, name, value, remedy, TypeError)
+    verify(finite(value) and value >= least and value > above, rule, name, value, remedy)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, which True is not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def finite(value: Any) -> bool:
+    """Whether a number is finite, also as a float."""
+    try:
+        return -inf < float(value) < inf
+    except OverflowError:
+        return False
+
+
+def checked_path(path: Any) -> Path:
+    """The path of a file.
+
+    Raises:
+        TypeError: it is none. The number of an open file, which Python would take, is none either.
+    """
+    remedy = "pass such as 'step.svg'"
+    verify_kind(path, (str, PathLike), "a file is named by a text or a path", "path", remedy)
+    return Path(path)
+
+
+def listed(value: Any, rule: str, name: str, remedy: str) -> list[Any]:
+    """The entries of a sequence, or of an iterator.
+
+    Raises:
+        TypeError: the value has no entries in an order, or is a text or a table.
+    """
+    found = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, Set, type))
+    verify(found, rule, name, value, remedy, TypeError)
+    try:
+        return [*value]
+    except TypeError:
+        # An array without a dimension, for one.
+        raise TypeError(f"{rule} ({name}: {shown(value)}); {remedy}") from None
