@@ -8,6 +8,7 @@ goes: what the standard library, PyTorch and other installed packages have is ta
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Mapping
@@ -135,10 +136,10 @@ class Sources:
 
     def _follow(self, snapshot: Snapshot) -> None:
         for function in snapshot.functions:
-            if is_own(function):
+            if is_own_file(function.__code__.co_filename):
                 self._read(function)
         self._made |= {x for x in snapshot.classes if is_own(x)}
-        for kind in [*self._kinds, *snapshot.kinds, *snapshot.classes]:
+        for kind in [*self._kinds, *snapshot.kinds, *snapshot.classes, *map(type, self._made)]:
             for base in kind.__mro__:
                 if not _is_given(base):
                     self._look(base, kind in self._made)
@@ -146,6 +147,8 @@ class Sources:
         for module in self._modules.values():
             for name in self._attributes & vars(module).keys():
                 self._add(module, vars(module), name)
+        if self._attributes & {"environ", "getenv"}:
+            self._add(os, vars(os), "environ")
 
     def _read(self, function: FunctionType) -> None:
         code, table = function.__code__, function.__globals__
@@ -154,6 +157,8 @@ class Sources:
         self._codes.add((code, id(table)))
         names = names_in(code)
         self._attributes |= names.attributes
+        # Some functions are imported by their names.
+        self._attributes |= names.variables & {"environ", "getenv"}
         for name in names.variables:
             self._add(table, table, name)
         for name in names.modules:
@@ -257,7 +262,7 @@ def is_own(value: Any) -> bool:
     module = value
     if not isinstance(value, ModuleType):
         # Decorators of installed packages say whose function they have wrapped.
-        module = sys.modules.get(value.__module__ or "")
+        module = sys.modules.get(str(value.__module__))
     file = getattr(module, "__file__", None)
     if file is None:
         return getattr(module, "__name__", "") not in sys.builtin_module_names
@@ -274,7 +279,7 @@ def is_own_file(path: str) -> bool:
 
 def _is_given(kind: type) -> bool:
     """Whether a class is Python's or PyTorch's."""
-    package = kind.__module__.partition(".")[0]
+    package = str(kind.__module__).partition(".")[0]
     return package in ("torch", "torchgpipe", "builtins") or package in sys.stdlib_module_names
 
 
