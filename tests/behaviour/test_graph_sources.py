@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import operator
+import os
 import types
 import weakref
 from contextvars import ContextVar
@@ -34,7 +35,11 @@ MODULE.scale = 1.0
 SIGN = 0.0
 
 
-class Settings:
+class Meta(type):
+    shared = 1.0
+
+
+class Settings(metaclass=Meta):
     scale, table = 1.0, [1.0]
 
     @staticmethod
@@ -138,6 +143,11 @@ CASES = {
     "class by its name, deep": (
         lambda own, x: x * Settings.table[0],
         set_on(Settings, "table", [3.0]),
+    ),
+    "metaclass": (lambda own, x: x * Settings.shared, set_on(Meta, "shared", 3.0)),
+    "environment": (
+        lambda own, x: x * float(os.environ.get("TESTS_SCALE", "1.0")),
+        lambda layer, monkeypatch: monkeypatch.setenv("TESTS_SCALE", "3.0"),
     ),
     "static method": (lambda own, x: x * Settings.twice(), put("NUMBER", 3.0)),
     "object that is made": (lambda own, x: Helper()(x), put("NUMBER", 3.0)),

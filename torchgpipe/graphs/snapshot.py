@@ -69,7 +69,11 @@ class Snapshot:
         #: Why nobody can tell later whether something has changed, if that is so.
         self.fault = ""
         for name, value in values:
-            self._look(name, value)
+            try:
+                self._look(name, value)
+            except Exception as error:
+                # Proxies, for one, raise whatever they like.
+                self.fault = f"an object cannot be looked into ({name}: {type(error).__name__})"
 
     def same(self, other: Snapshot) -> bool:
         """Whether the objects hold the same as those of an earlier snapshot.
@@ -126,7 +130,7 @@ class Snapshot:
         if isinstance(value, CellType):
             return (_content(value),)
         if isinstance(value, ContextVar):
-            return (value.get(MISSING),)
+            return (_set(value),)
         if isinstance(value, ReferenceType):
             return (value(),)
         if isinstance(value, MappingProxyType):
@@ -165,6 +169,11 @@ class Snapshot:
         if slots.names:
             self.containers.append((name, slots))
         owned = getattr(value, "__dict__", None)
+        if str(type(value).__module__).startswith("torchgpipe."):
+            # A wrapper keeps what it knows of its steps, too.
+            owned = {k: x for k, x in (owned or {}).items() if k[0] != "_" or k == "_modules"}
+            self._alive.append(owned)
+            return (owned,)
         if isinstance(owned, dict):
             return *slots.copy().values(), owned
         if slots.names or isinstance(value, SEQUENCES):
@@ -278,3 +287,11 @@ def _content(cell: Any) -> Any:
     except ValueError:
         # Nothing was put there so far.
         return None
+
+
+def _set(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        # It was never set.
+        return MISSING

@@ -8,6 +8,7 @@ goes: what the standard library, PyTorch and other installed packages have is ta
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Mapping
@@ -95,7 +96,8 @@ class Sources:
     def __init__(
         self, held: Iterable[tuple[str, Any]], kinds: Iterable[type], known: Collection[int]
     ) -> None:
-        self._kinds = [*dict.fromkeys(kinds)]
+        #: The classes of objects, and those that code names.
+        self._kinds = dict.fromkeys(kinds)
         self._modules: dict[str, ModuleType] = {}
         #: The attributes that some code names.
         self._attributes = {"forward"}
@@ -104,27 +106,29 @@ class Sources:
         self._made: set[type] = set()
         #: Where variables are, with their names.
         self.tables: dict[int, Variables] = {}
-        self._functions: dict[tuple[type, str], FunctionType] = {}
+        self._methods: set[tuple[type, str]] = set()
         self._classes: dict[type, dict[str, Any]] = {}
         #: The variables to look into, and those whose identities tell all.
         self._inner: list[tuple[Any, str]] = []
         self._outer: list[tuple[Any, str, Any]] = []
-        held, size = [*held], -1
+        values, size, count = [*held], -1, 0
         while size != self._size:
             size = self._size
-            self._follow(Snapshot([*held, *self.values()], known))
+            self._follow(Snapshot(values, known))
+            # What was looked into leads nowhere else.
+            found = self.values()
+            values, count = found[count:], len(found)
         self._sort()
 
     @property
     def _size(self) -> int:
         names = len(self._attributes) + len(self._inner) + len(self._outer)
-        found = len(self._codes) + len(self._functions) + len(self._modules)
+        found = len(self._codes) + len(self._methods) + len(self._modules)
         return names + found + len(self._classes) + len(self._made)
 
     def values(self) -> list[tuple[str, Any]]:
         """Return what must be looked into, each with a name."""
-        found = [(name, table.get(name, MISSING)) for table, name in self._inner]
-        return [*found, *[(name, x) for (_, name), x in self._functions.items()]]
+        return [(name, table.get(name, MISSING)) for table, name in self._inner]
 
     def are_same(self) -> bool:
         """Whether all else is what it was."""
@@ -135,17 +139,21 @@ class Sources:
 
     def _follow(self, snapshot: Snapshot) -> None:
         for function in snapshot.functions:
-            if is_own(function):
+            if is_own_file(function.__code__.co_filename):
                 self._read(function)
         self._made |= {x for x in snapshot.classes if is_own(x)}
-        for kind in [*self._kinds, *snapshot.kinds, *snapshot.classes]:
+        found = [*snapshot.kinds, *snapshot.classes, *map(type, self._made)]
+        self._kinds |= dict.fromkeys(found)
+        for kind in self._kinds:
             for base in kind.__mro__:
                 if not _is_given(base):
                     self._look(base, kind in self._made)
         self._modules |= {x.__name__: x for x in snapshot.modules if is_own(x)}
         for module in self._modules.values():
             for name in self._attributes & vars(module).keys():
-                self._add(module, vars(module), name)
+                self._add(vars(module), vars(module), name)
+        if self._attributes & {"environ", "getenv"}:
+            self._add(vars(os), vars(os), "environ")
 
     def _read(self, function: FunctionType) -> None:
         code, table = function.__code__, function.__globals__
@@ -154,6 +162,8 @@ class Sources:
         self._codes.add((code, id(table)))
         names = names_in(code)
         self._attributes |= names.attributes
+        # Some functions are imported by their names.
+        self._attributes |= names.variables & {"environ", "getenv"}
         for name in names.variables:
             self._add(table, table, name)
         for name in names.modules:
@@ -170,8 +180,14 @@ class Sources:
         for name, x in self._classes[kind].items():
             if isinstance(x, DESCRIPTORS):
                 function = _function_of(x)
-                if function is not None and self._runs(name, made):
-                    self._functions[kind, name] = function
+                if function is None or (kind, name) in self._methods:
+                    continue
+                if self._runs(name, made):
+                    self._methods.add((kind, name))
+                    if is_own_file(function.__code__.co_filename):
+                        self._read(function)
+                    if _holds(function):
+                        self._inner.append(({name: function}, name))
             elif not _is_special(name) and not isinstance(x, str | NoneType):
                 self._add(kind, kind.__dict__, name)
 
@@ -202,14 +218,13 @@ class Sources:
                 self._outer.append((table, name, value))
             else:
                 self._inner.append((table, name))
-        self._functions = {key: x for key, x in self._functions.items() if _holds(x)}
 
 
 class Variables:
     """Some variables of a module, or attributes of a class, which may be put back.
 
     Args:
-        owner: the class, or the module, or its table.
+        owner: the class, or the table of the module.
         table: the table.
     """
 
@@ -257,7 +272,7 @@ def is_own(value: Any) -> bool:
     module = value
     if not isinstance(value, ModuleType):
         # Decorators of installed packages say whose function they have wrapped.
-        module = sys.modules.get(value.__module__ or "")
+        module = sys.modules.get(str(value.__module__))
     file = getattr(module, "__file__", None)
     if file is None:
         return getattr(module, "__name__", "") not in sys.builtin_module_names
@@ -274,7 +289,7 @@ def is_own_file(path: str) -> bool:
 
 def _is_given(kind: type) -> bool:
     """Whether a class is Python's or PyTorch's."""
-    package = kind.__module__.partition(".")[0]
+    package = str(kind.__module__).partition(".")[0]
     return package in ("torch", "torchgpipe", "builtins") or package in sys.stdlib_module_names
 
 

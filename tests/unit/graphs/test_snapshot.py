@@ -4,16 +4,19 @@ import itertools
 import logging
 import random
 import re
+import weakref
 from collections import deque
-from functools import partial
-from types import SimpleNamespace
+from contextvars import ContextVar
+from ctypes import c_double
+from functools import lru_cache, partial
+from types import MappingProxyType, SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from torch import nn
 
-from torchgpipe.graphs.snapshot import OBJECTS, Slots, Snapshot
+from torchgpipe.graphs.snapshot import OBJECTS, Elements, Slots, Snapshot
 
 
 def look(value, known=()):
@@ -41,7 +44,28 @@ def nested(depth):
     return value, found
 
 
-NUMBERS = [1]
+class Named(dict):
+    """A dict with attributes."""
+
+
+class Proxy:
+    """An object that looks like another one, which is not there."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("nothing is bound")
+
+
+def marked():
+    tensor = torch.ones(1)
+    tensor.scale = [1]
+    return tensor
+
+
+NUMBERS, SOURCE, VARIABLE = [1], {"a": 1}, ContextVar("VARIABLE")
+VARIABLE.set([1])
+KEPT = lru_cache(lambda: NUMBERS)
+KEPT()
 DEEP, DEEPEST = nested(20)
 MODULE = nn.Dropout(0.5)
 CASES = {
@@ -60,6 +84,23 @@ CASES = {
     "module in a tuple": ((MODULE,), lambda x: setattr(x[0], "p", 0.1)),
     "array": (numpy.zeros(3), lambda x: x.__setitem__(0, 1)),
     "random": (random.Random(0), lambda x: x.random()),
+    "proxy": (MappingProxyType(SOURCE), lambda x: SOURCE.update(a=2)),
+    "array of objects": (
+        numpy.array([None, [1]], dtype=object),
+        lambda x: x.__setitem__(0, 2),
+    ),
+    "array of objects, deep": (numpy.array([None, [1]], dtype=object), lambda x: x[1].append(2)),
+    "zero of an array": (numpy.zeros(1), lambda x: x.__setitem__(0, -0.0)),
+    "zero": ([0.0], lambda x: x.__setitem__(0, -0.0)),
+    "context variable": (VARIABLE, lambda x: x.get().append(2)),
+    "weak reference": (weakref.ref(MODULE), lambda x: setattr(x(), "p", 0.3)),
+    "attribute of a dict": (Named(), lambda x: setattr(x, "scale", 2)),
+    "attribute of a tensor": (marked(), lambda x: x.scale.append(2)),
+    "number of C": (c_double(1.0), lambda x: setattr(x, "value", 2.0)),
+    "view of a dict": ({"a": [1]}.values(), lambda x: next(iter(x)).append(2)),
+    "method of a dict": ({"a": [1]}.get, lambda x: x("a").append(2)),
+    "complex": ([1j], lambda x: x.__setitem__(0, 2j)),
+    "cached function": (KEPT, lambda x: x.cache_clear()),
     "numpy's random": (numpy.random.default_rng(0), lambda x: x.random()),
 }
 
@@ -97,12 +138,34 @@ def test_a_container_in_itself():
         (itertools.count(), r"iterator.*\(it\)"),
         ([[] for _ in range(OBJECTS)], "more than"),
         (numpy.zeros(2**18), "array of"),
+        (Proxy(), r"cannot be looked into \(it: RuntimeError"),
     ],
 )
 def test_what_nobody_can_follow(value, fault):
     found = look(value)
     assert re.search(fault, found.fault)
     assert look(value).same(found)
+
+
+def test_cached_functions_may_compute_more():
+    kept = lru_cache(lambda x: x)
+    kept(1)
+    before = look(kept)
+    kept(2)
+    assert look(kept).same(before)
+    kept.cache_clear()
+    kept(1)
+    assert not look(kept).same(before)
+
+
+def test_elements_of_an_array():
+    array = numpy.array([[1, None]], dtype=object)
+    elements = Elements(array)
+    before = elements.copy()
+    array[0, 1] = torch.ones(1)
+    elements.clear()
+    elements.update(before)
+    assert array.tolist() == [[1, None]]
 
 
 def test_slots():
