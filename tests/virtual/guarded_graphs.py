@@ -8,6 +8,9 @@ TESTS = {
     for name, (module, function, arguments) in {
         "kept": ("behaviour.test_graph_stages", "layers_that_keep_what_they_have_made", {}),
         "effects": ("unit.graphs.test_effects", "changes_in_place", {}),
+        "tidy": ("unit.graphs.test_tidy", "references_behind_a_change_stay", {}),
+        "layout": ("unit.graphs.test_layout", "strides_that_no_kernel_returns", {}),
+        "layout of outputs": ("unit.graphs.test_layout", "outputs", {}),
         "in place": ("unit.graphs.test_halves", "changes_in_place_are_in_one_half", {}),
         "norm": ("unit.graphs.test_masks", "norm_stays_whole", {}),
         "order": ("unit.graphs.test_parts", "random_numbers_stay_in_order", {}),
@@ -33,11 +36,26 @@ TESTS = {
 
 MUTANTS = {
     "changes in place before a node": ((", *self.before(node)", ""), "graph effects"),
+    "changes in place behind a result": ((", *self.changes(result)", ","), "graph effects"),
+    "changes in place before a reference": (
+        (" and not effects.between(same, node)", ""),
+        "graph tidy",
+    ),
+    "strides of what changes in place": (DROP, "graph layout"),
+    "views of other strides": (DROP, "graph layout"),
+    "strides of arguments": (DROP, "graph layout"),
+    "strides of outputs": (
+        ("found = lay_out(x, late=False)", "found = x"),
+        "graph layout of outputs",
+    ),
     "changes in place across the halves": (DROP, "graph in place"),
     "results of an operator that both halves need": (DROP, "graph norm"),
     "random numbers of a first run": (("is_random(x) or ", ""), "graph order"),
     "random numbers in the same order": (("is_random(x) or ", ""), "graph order"),
-    "buffers of before the first run of a graph": ((".clone()", ""), "graph buffers"),
+    "buffers of before the first run of a graph": (
+        ("copied(state[k], state[k].stride())", "state[k]"),
+        "graph buffers",
+    ),
     "autocast around a graph": (("without_autocast()", "nullcontext()"), "graph autocast"),
     "recomputation beside a trace": (("gate.computing", "nullcontext()"), "graph gate"),
     "backward beside a trace": (("gate.computing", "nullcontext()"), "graph gate"),

@@ -24,7 +24,7 @@ FUNCTIONS |= {"relu", "rsqrt", "select", "sigmoid", "sign", "sin", "softmax", "s
 FUNCTIONS |= {"squeeze", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "unsqueeze"}
 FUNCTIONS |= {"where"}
 #: Likewise with a method.
-METHODS = {"expand", "view"}
+METHODS = {"expand", "reshape", "view"}
 
 
 def call_directly(graph: Graph) -> None:

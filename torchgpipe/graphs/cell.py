@@ -24,6 +24,7 @@ from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work,
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.gate import gate
+from torchgpipe.graphs.layout import copied, laid_out
 from torchgpipe.graphs.parts import Given, Part, Parts
 from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
@@ -127,7 +128,7 @@ class GraphCell(Cell):
         with torch.no_grad():
             for k in parts.changed_again:
                 # guard: buffers of before the first run of a graph
-                state[k] = state[k].clone()
+                state[k] = copied(state[k], state[k].stride())
         return numbers, state
 
     def _output(
@@ -336,11 +337,10 @@ def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:
     """
     values = part.arguments(given)
     if parts.changed_inputs:
-        changed = {parts.joint.inputs[k] for k in parts.changed_inputs}
         with torch.no_grad():
             for k, node in enumerate(part.slice.inputs):
-                if node in changed:
-                    values[k] = values[k].clone()
+                if node in parts.changed_inputs:
+                    values[k] = copied(values[k], values[k].stride())
     return values
 
 
@@ -364,9 +364,4 @@ def _as_traced(grad: Tensor | None, tangent: Any) -> Tensor | None:
     if grad is None or tangent is None:
         return grad
     expected: Tensor = tangent.meta["val"]
-    if grad.stride() == expected.stride() and grad.dtype == expected.dtype:
-        return grad
-    found = torch.empty_strided(
-        expected.shape, expected.stride(), dtype=expected.dtype, device=grad.device
-    )
-    return found.copy_(grad)
+    return laid_out(grad.to(expected.dtype), expected.stride())

@@ -65,6 +65,10 @@ class Effects:
         """The memory that a node reads or changes."""
         return self.reads(node) | self.written_by(node)
 
+    def changes(self, node: Node) -> list[Node]:
+        """The nodes that change the memory of a node."""
+        return [writer for x in self.memory[node] for writer in self.writers.get(x, ())]
+
     def before(self, node: Node) -> list[Node]:
         """The nodes that change memory before a node reads it."""
         if not self.writers:
@@ -77,10 +81,19 @@ class Effects:
             if self.position[writer] < place
         ]
 
+    def between(self, source: Node, node: Node) -> bool:
+        """Whether the memory of a node changes behind one node, and before another one."""
+        first, last = self.position[source], self.position[node]
+        return any(first < self.position[writer] < last for writer in self.changes(source))
+
     def needed(self, results: Iterable[Node], region: Collection[Node]) -> set[Node]:
-        """The nodes of a region that some results need; the rest of the graph is there already."""
+        """The nodes of a region that some results need; the rest of the graph is there already.
+
+        Whoever takes a result does so behind the region, with all changes of its memory in it.
+        """
         found: set[Node] = set()
-        stack = [x for x in results if x in region]
+        # guard: changes in place behind a result
+        stack = [x for result in results for x in (result, *self.changes(result)) if x in region]
         while stack:
             node = stack.pop()
             if node in found:

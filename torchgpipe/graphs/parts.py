@@ -25,6 +25,7 @@ from torch.fx import Node
 from torchgpipe.graphs.effects import Effects, is_random, is_void
 from torchgpipe.graphs.halves import backward, halves
 from torchgpipe.graphs.joint import Joint
+from torchgpipe.graphs.layout import settle_layouts
 from torchgpipe.graphs.masks import split_masks
 from torchgpipe.graphs.recompute import Again, Choice, everything
 from torchgpipe.graphs.slices import Function, Slice, function_of, sliced
@@ -75,7 +76,7 @@ class Parts:
     def __init__(
         self, joint: Joint, make: Maker = function_of, recompute: Choice = everything
     ) -> None:
-        self.joint = split_masks(tidy(joint))
+        self.joint = split_masks(settle_layouts(tidy(joint)))
         self._make, self._recompute = make, recompute
         self._roles: dict[Node, tuple[str, int]] = {}
         for role, nodes in (
@@ -102,10 +103,10 @@ class Parts:
         self.changed = [
             k for k, x in enumerate(self.joint.state) if self.effects.memory[x] & forward
         ]
-        #: The inputs that the forward changes in place.
-        self.changed_inputs = [
-            k for k, x in enumerate(self.joint.inputs) if self.effects.memory[x] & forward
-        ]
+        #: The inputs, and the arguments of the loss, that the forward changes in place.
+        self.changed_inputs = {
+            x for x in (*joint.inputs, *joint.more) if self.effects.memory[x] & forward
+        }
         ends = {x for node in [*joint.inputs, *joint.outputs] for x in self.effects.memory[node]}
         #: What is saved, and whose memory other stages have, too.
         self.exposed = [k for k, x in enumerate(self.saved) if self.effects.memory[x] & ends]

@@ -23,12 +23,14 @@ RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
 
 def tidy(joint: Joint) -> Joint:
     """Remove copies of references, transpositions back and forth, and what nobody needs."""
-    for node in joint.calls:
-        same = _same(node)
-        if same is not None:
-            joint.replace(node, same)
     graph = joint.module.graph
     effects = Effects(graph.nodes)
+    for node in joint.calls:
+        same = _same(node)
+        # Whoever takes a node behind a change in place must not be given one of before it.
+        # guard: changes in place before a reference
+        if same is not None and not effects.between(same, node):
+            joint.replace(node, same)
     calls = joint.calls
     kept = effects.needed(
         [*joint.results, *[x for x in calls if is_void(x) or is_random(x)], *effects.written],

@@ -198,5 +198,5 @@ def test_views_are_small(tmp_path):
     write_svg(tmp_path / "stage.svg", convolution())
     tree = ElementTree.parse(tmp_path / "stage.svg")
     small = [tip.split(" = ")[0] for classes, tip, _ in rects(tree) if "view" in classes]
-    assert all(x.startswith("getitem") for x in small)
-    assert len(small) == 9
+    assert all(x.startswith(("getitem", "laid_out")) for x in small)
+    assert len(small) == 10

@@ -40,3 +40,18 @@ def test_random_numbers_stay():
             return x * 2
 
     assert "rand_like.default" in names(tidy(traced(Layer(), torch.rand(2)).joint))
+
+
+def test_references_behind_a_change_stay():
+    """Otherwise whoever takes one takes a node of before the change, and leaves that out."""
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y[0] = 0
+            return y.t().t().sin() * y.detach().cos()
+
+    joint = tidy(traced(Layer(), torch.rand(2, 4, requires_grad=True)).joint)
+    (sin,) = [x for x in joint.forward if "sin" in x.name]
+    (mul,) = [x for x in joint.forward if x.name == "mul"]
+    assert sin.args[0] is not mul
