@@ -184,6 +184,7 @@ NAMES: dict[str, Name] = {
         "torch.utils._python_dispatch:TorchDispatchMode", "memory where no allocator counts it"
     ),
     "FakeTensor": Name("torch._subclasses.fake_tensor:FakeTensor", "stages that are graphs"),
+    "CustomOpDef": Name("torch.library:CustomOpDef", "stages that are graphs", ()),
     # The compiler.
     "OptimizedModule": Name("torch._dynamo.eval_frame:OptimizedModule", _COMPILER, ()),
     "compile_callbacks": Name("torch._dynamo.callback:callback_handler", _COMPILER),

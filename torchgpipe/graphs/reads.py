@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
 from torchgpipe.graphs.places import UntraceableError
+from torchgpipe.values import trees
 
 __all__: list[str] = []
 
@@ -86,7 +87,7 @@ class ReadingNothing(TorchFunctionMode):
         Raises:
             UntraceableError: one is.
         """
-        for x in _torch.tree_leaves(arguments):
+        for x in trees.leaves_of(arguments):
             if isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor):
                 self._refuse(REASON)
 

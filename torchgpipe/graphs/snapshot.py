@@ -24,6 +24,7 @@ from weakref import ReferenceType
 
 from torch import Tensor, nn
 
+from torchgpipe import _torch
 from torchgpipe.values.structure import ATOMS
 
 __all__: list[str] = []
@@ -148,7 +149,8 @@ class Snapshot:
             self.found.append(contents)
             return ()
         self.found.append(id(value))
-        if isinstance(value, OUTSIDE):
+        if isinstance(value, (*OUTSIDE, _torch.CustomOpDef)):
+            # A graph calls operators, so what is in their code need not be looked into.
             if isinstance(value, type):
                 self.classes.append(value)
             elif isinstance(value, ModuleType):
