@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.modules import module
 
@@ -13,6 +14,10 @@ GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
 )
+
+aten = torch.ops.aten
+#: Views by shape, for which a copy can stand as long as nobody changes their memory.
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 
 
 def schema_of(operator: Any) -> Any:

@@ -24,10 +24,10 @@ from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work,
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.gate import gate
-from torchgpipe.graphs.layout import copied, laid_out
 from torchgpipe.graphs.parts import Given, Part, Parts
 from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
+from torchgpipe.graphs.strides import copied, laid_out
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.values.microbatch import Batch
 

@@ -25,10 +25,10 @@ from torch.fx import Node
 from torchgpipe.graphs.effects import Effects, is_random, is_void
 from torchgpipe.graphs.halves import backward, halves
 from torchgpipe.graphs.joint import Joint
-from torchgpipe.graphs.layout import settle_layouts
 from torchgpipe.graphs.masks import split_masks
 from torchgpipe.graphs.recompute import Again, Choice, everything
 from torchgpipe.graphs.slices import Function, Slice, function_of, sliced
+from torchgpipe.graphs.strides import settle_strides
 from torchgpipe.graphs.tidy import tidy
 
 __all__: list[str] = []
@@ -76,7 +76,7 @@ class Parts:
     def __init__(
         self, joint: Joint, make: Maker = function_of, recompute: Choice = everything
     ) -> None:
-        self.joint = split_masks(settle_layouts(tidy(joint)))
+        self.joint = split_masks(settle_strides(tidy(joint)))
         self._make, self._recompute = make, recompute
         self._roles: dict[Node, tuple[str, int]] = {}
         for role, nodes in (

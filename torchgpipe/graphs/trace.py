@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from torchgpipe._torch.graphs import storage_of
 from torchgpipe.ambient.autocast import own_casts, without_autocast
@@ -126,18 +128,22 @@ def trace(
         [x.detach().requires_grad_(x.requires_grad) for x in some]
         for some in (tensors, batch, more)
     ]
-    # Casts of fake weights must not be found later.
+    # Casts of fake weights must not be found later, nor what checkpoints of PyTorch leave behind.
     with (
         torch.set_grad_enabled(recorded),
         own_casts(),
+        # guard: notes of checkpoints in a trace
+        preserve_node_meta(),
         places.restored() as restored,
         drawing_nothing(),
     ):
         try:
             module = make_fx(joint, tracing_mode="fake")(*arguments)
-        except UntraceableError:
-            raise
         except Exception as error:
+            # guard: blocks that layers are within
+            _let_go(error)
+            if isinstance(error, UntraceableError):
+                raise
             raise UntraceableError(_reason(error)) from error
     if restored.changed:
         raise UntraceableError(f"its forward changes attributes ({restored.changed.strip()})")
@@ -281,6 +287,13 @@ def _verify_lasting(joint: Joint, effects: Effects, node: Node, saved: Node) -> 
             late = effects.position[writer] > effects.position[saved]
             if late or any(x in effects.memory[own] for own in joint.state):
                 raise UntraceableError("it changes in place what its backward needs")
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Close the generators of layers now, since a block that one is within ends with it."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _reason(error: Exception) -> str:

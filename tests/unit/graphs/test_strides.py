@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.support.graphs import Stage
-from torchgpipe.graphs.layout import copied, laid_out
+from torchgpipe.graphs.strides import copied, laid_out
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""A pass for layouts: a graph computes the same with other strides than it was traced with.
+"""A pass for strides: a graph computes the same with other strides than it was traced with.
 
 A kernel may return other strides than its fake stands for, as those of losses do. Most operators
 take any. A view takes some, and PyTorch has left out by then whatever copies such a view would need
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from torchgpipe._torch.graphs import schema_of
+from torchgpipe._torch.graphs import VIEWS, schema_of
 from torchgpipe.graphs.effects import Effects
 from torchgpipe.graphs.joint import Joint, tensors_of
 
@@ -21,9 +21,7 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
-#: Views that a copy can stand for, as long as nobody changes their memory.
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
-#: Other operators that compute something else, or refuse, with other strides.
+#: Operators, besides views by shape, that compute something else, or refuse, with other strides.
 RELYING = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
 RELYING |= {aten.as_strided_.default, aten.as_strided_scatter.default}
 #: Operators whose strides are the same for fake tensors and others.
@@ -44,7 +42,7 @@ def copied(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(tensor)
 
 
-def settle_layouts(joint: Joint) -> Joint:
+def settle_strides(joint: Joint) -> Joint:
     """Have all operators compute the same, whatever strides the others return."""
     graph = joint.module.graph
     effects = Effects(graph.nodes)
