@@ -67,7 +67,8 @@ class ReadingNothing(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._operators.__exit__(*error)
-        if self._fault:
+        # Ctrl-C goes on.
+        if self._fault and (error[0] is None or issubclass(error[0], Exception)):
             # Layers may have caught the first one.
             raise UntraceableError(self._fault)
 
