@@ -147,8 +147,10 @@ inline void register_kernels(torch::Library& all, torch::Library& aten, torch::L
   aten.impl("set_.source_Tensor", &set_tensor);
   aten.impl("native_dropout", &native_dropout);
   aten.impl("_fused_sdp_choice", &fused_sdp_choice);
-  // PyTorch has other kernels for these, and would not call the fallback.
-  for (auto* name : {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss", "conj_physical_"})
+  // PyTorch has other kernels for these, and would not call the fallback. That of group_norm takes
+  // contiguous tensors alone.
+  for (auto* name : {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss", "conj_physical_",
+                     "native_group_norm"})
     aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   conjugate.impl("_copy_from", torch::CppFunction::makeFallthrough());
   negative.impl("_copy_from", torch::CppFunction::makeFallthrough());

@@ -11,6 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 #include "device.h"
+#include "wider.h"
 
 namespace virtual_accelerator {
 
@@ -154,7 +155,10 @@ class Call {
   }
 
   at::Tensor raise(const at::Tensor& t) {
-    if (!t.defined() || t.device().type() != c10::kCPU || !t.has_storage()) return t;
+    if (!t.defined() || t.device().type() != c10::kCPU) return t;
+    TORCH_CHECK(t.layout() == c10::kStrided, op, ": there are no sparse tensors on virtual accelerators (device: virtual:",
+                device, ", layout: ", t.layout(), "); make a dense one");
+    if (!t.has_storage()) return t;
     for (auto& a : arguments_)
       if (a.twin.is_same(t)) return a.own;
     auto* storage = t.storage().unsafeGetStorageImpl();
@@ -223,11 +227,13 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   Call call(name.rfind("aten::", 0) == 0 ? name.substr(6) : name, python_stack());
   size_t base = stack->size() - schema.arguments().size();
   std::vector<size_t> generators;
+  std::vector<bool> is_written;
   int named = -1;  // The device in the arguments of a factory, such as zeros().
   for (size_t i = base; i < stack->size(); i++) {
     auto& value = (*stack)[i];
     const auto& argument = schema.arguments()[i - base];
     auto use = use_of(argument, call.op);
+    is_written.push_back(use == Use::kWrite);
     if (value.isTensor()) {
       value = call.lower(value.toTensor(), use);
     } else if (value.isTensorList()) {
@@ -259,10 +265,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   }
   call.begin();
   double start = processor_time();
-  {
-    at::AutoDispatchBelowADInplaceOrView below;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  }
+  compute(op, call.op, is_written, stack);
   call.spend_measured(processor_time() - start);
   call.finish();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {

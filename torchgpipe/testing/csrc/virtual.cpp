@@ -4,6 +4,7 @@
 //   clock.h     order and time
 //   memory.h    accesses and races
 //   device.h    the interfaces that PyTorch asks of a device
+//   wider.h     dtypes that the CPU has no kernels for
 //   relabel.h   the fallback, by which most operators are computed
 //   kernels.h   the operators that are computed in another way
 //   autocast.h  autocast
