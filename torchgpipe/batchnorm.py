@@ -30,6 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.nesting import is_within_cell
+from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.partition.arguments import positive_int, verify_a_module
 from torchgpipe.recompute.phase import is_recomputing
@@ -103,6 +104,18 @@ class DeferredBatchNorm(Base):
         affine: bool = True,
         chunks: int = 1,
     ) -> None:
+        rule, remedy = "num_features must be a number of features", "pass the size of dimension 1"
+        verify(
+            type(num_features) is int and num_features >= 0,
+            rule,
+            "num_features",
+            num_features,
+            remedy,
+        )
+        verify_number(eps, "eps must be a number that is not negative", "eps", "pass 1e-5")
+        if momentum is not None:
+            rule, remedy = "momentum must be a share, or None for the mean of all", "pass 0.1"
+            verify_number(momentum, rule, "momentum", remedy)
         super().__init__(num_features, eps, momentum, affine)
         self.chunks = _checked(chunks)
 

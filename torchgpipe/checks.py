@@ -122,7 +122,9 @@ def checked_path(path: Any) -> Path:
         TypeError: it is none. The number of an open file, which Python would take, is none either.
     """
     remedy = "pass such as 'step.svg'"
-    verify_kind(path, (str, PathLike), "a file is named by a text or a path", "path", remedy)
+    rule = "a file is named by a text or a path"
+    verify_kind(path, (str, PathLike), rule, "path", remedy)
+    verify(path != "", rule, "path", path, remedy)
     return Path(path)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import torchgpipe.schedule as S
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss, Timeline, plan, trace
 from torchgpipe.balance import balance_by_size, balance_by_time, map_by_size, map_by_time
+from torchgpipe.balance.blockpartition import solve
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.graphs import communicates
 from torchgpipe.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -99,7 +100,7 @@ NUMBERS = (None, "x", [], {}, nan, inf, -1, object(), 2j, True)
 COUNTS = (None, "x", [], nan, -1, 0, 1.5, HUGE, True)
 FUNCTIONS = (None, "x", 3, [], {}, nan)
 SEQUENCES = (None, 3, 1.5, nan, {"a": 1}, object(), int)
-PATHS = (None, 3, 1.5, [], b"x", True)
+PATHS = (None, 3, 1.5, [], b"x", True, "")
 WORDS = (None, 3, "x", [], {}, nan, int)
 DEVICES = ("x", "", 10**30, -1, nan, [], {}, True, "cuda:99")
 MODULES = (None, "x", 3, nn.Linear, [nn.Linear(1, 1)])
@@ -213,6 +214,12 @@ CALLS = {
     "map_by_size(devices)": (map_size, (None, 3, "x", {"a": 1}, [nan], [None], [], [-1], [True])),
     "map_by_size(model)": (lambda x: map_size(model=[x]), MODULES),
     "map_by_size(param_scale)": (lambda x: map_size(param_scale=x), NUMBERS),
+    "solve(costs)": (lambda x: solve(x, 1), (*SEQUENCES, "12", [nan], [inf], [-1], ["x"], [None])),
+    "solve(partitions)": (lambda x: solve([1.0, 2.0], x), COUNTS),
+    "DeferredBatchNorm(features)": (DeferredBatchNorm, (None, "x", -1, 1.5, nan, [])),
+    "DeferredBatchNorm(eps)": (lambda x: DeferredBatchNorm(2, x), NUMBERS),
+    "DeferredBatchNorm(momentum)": (lambda x: DeferredBatchNorm(2, 1e-5, x), NUMBERS[1:]),
+    "DeferredBatchNorm(chunks)": (lambda x: DeferredBatchNorm(2, chunks=x), (None, "x", 0, nan)),
     "verify_skippables": (verify_skippables, MODULES),
     "skippable(stash)": (lambda x: skippable(stash=x), (None, "x", 3, [1], {"a": 1})),
     "skippable(pop)": (lambda x: skippable(pop=x), (None, "x", 3, [1], {"a": 1})),
@@ -231,7 +238,7 @@ CALLS = {
     ),
     "communicates": (communicates, (*NOTHING, nan, [], torch.add)),
     "Busy(forward)": (lambda x: Busy(x), (None, "x", -1, nan, inf, [])),
-    "Busy(features)": (lambda x: Busy(features=x), (None, "x", 0, -1, 1.5)),
+    "Busy(features)": (lambda x: Busy(features=x), COUNTS),
     "Busy(name)": (lambda x: Busy(name=x), (None, 3, [])),
 }
 

@@ -13,7 +13,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
-from math import isfinite, lcm
+from math import lcm
+from numbers import Integral
+
+from torchgpipe.checks import finite, is_number, listed, verify
 
 __all__ = ["solve"]
 
@@ -39,23 +42,28 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
         >>> [len(block) for block in solve([1, 2, 3, 4, 5, 6], partitions=2)]
         [4, 2]
     """
+    costs = listed(costs, "costs must be a sequence", "costs", "pass a number for each layer")
     n = len(costs)
-    if partitions < 1:
-        raise ValueError(
-            "partitions must be a positive integer "
-            f"(partitions: {partitions}); one partition takes all layers"
-        )
+    verify(
+        isinstance(partitions, Integral) and partitions is not True and partitions >= 1,
+        "partitions must be a positive integer",
+        "partitions",
+        partitions,
+        "one partition takes all layers",
+    )
     if n < partitions:
         raise ValueError(
             "there must be at least one layer for each partition "
             f"(layers: {n}, partitions: {partitions}); use fewer partitions"
         )
     for k, cost in enumerate(costs):
-        if not (isfinite(cost) and cost >= 0):
-            raise ValueError(
-                f"costs must be finite and not negative (costs[{k}]: {cost}); "
-                "measure the layer again, or estimate its cost"
-            )
+        verify(
+            is_number(cost) and finite(cost) and cost >= 0,
+            "costs must be finite and not negative",
+            f"costs[{k}]",
+            cost,
+            "measure the layer again, or estimate its cost",
+        )
 
     # Costs are counted in whole units, so that sums are exact.
     exact = [Fraction(cost) for cost in costs]

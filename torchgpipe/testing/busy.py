@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.checks import is_number, shown, verify, verify_kind
+from torchgpipe.checks import MOST, finite, is_number, shown, verify, verify_kind
 
 __all__ = ["Busy"]
 
@@ -41,14 +41,14 @@ class Busy(nn.Module):
     ) -> None:
         super().__init__()
         for cost in (forward, input, weight):
-            if not (is_number(cost) and 0 <= cost < float("inf")):
+            if not (is_number(cost) and finite(cost) and cost >= 0):
                 raise ValueError(
                     "the costs of a busy layer are times in milliseconds "
                     f"(forward: {shown(forward)}, input: {shown(input)}, weight: {shown(weight)}); "
                     "use 0 for what takes no time"
                 )
-        valid = type(features) is int and features > 0
-        rule, remedy = "features must be a positive integer", "pass the size of the weight"
+        valid = type(features) is int and 0 < features <= MOST
+        rule, remedy = f"features must be from 1 to {MOST}", "pass the size of the weight"
         verify(valid, rule, "features", features, remedy)
         verify_kind(name, str, "the name of a busy layer is a text", "name", "pass such as 'block'")
         self.costs = (float(forward), float(input), float(weight))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 
 from torchgpipe import _torch
-from torchgpipe.checks import verify_kind
+from torchgpipe.checks import finite, is_number, verify_kind
 
 __all__: list[str] = []
 
@@ -57,7 +56,7 @@ def verify_settings(
     Raises:
         ValueError: a setting is not, or has none.
     """
-    if not (_is_number(host) and 0 <= host < math.inf):
+    if not (is_number(host) and finite(host) and host >= 0):
         raise ValueError(
             "the host takes a time in milliseconds to issue a piece of work (host: "
             f"{host!r}); leave it out if it takes none"
@@ -69,7 +68,7 @@ def verify_settings(
                 f"that is not made of others (operator: {op!r}, cost: {cost}); a linear layer, for "
                 "one, is 'addmm', and a convolution 'convolution'"
             )
-        if not (_is_number(cost) and 0 <= cost < math.inf):
+        if not (is_number(cost) and finite(cost) and cost >= 0):
             raise ValueError(
                 f"a cost must be a time in milliseconds (operator: {op!r}, cost: {cost!r}); leave "
                 "out what takes no time"
@@ -81,7 +80,7 @@ def verify_settings(
                 "a link leads from one device to another, each an index or 'cpu' (link: "
                 f"{link!r}, devices: {devices}); name it by a pair, such as (0, 1)"
             )
-        if not (_is_number(bytes) and bytes > 0):
+        if not (is_number(bytes) and bytes > 0):
             raise ValueError(
                 "a bandwidth must be positive, in bytes per millisecond (link: "
                 f"{link!r}, bandwidth: {bytes!r}); leave out a link that takes no time"
@@ -112,10 +111,6 @@ def _is_composite(name: str) -> bool:
     return has(name, "CompositeImplicitAutograd") or (
         has(name, "CompositeExplicitAutograd") and not has(name, "PrivateUse1")
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_end(value: object) -> bool:
