@@ -43,7 +43,6 @@ MUTANTS = {
         "graph tidy",
     ),
     "notes of checkpoints in a trace": (("preserve_node_meta(),", ""), "graph leaves"),
-    "blocks that layers are within": (DROP, "graph leaves"),
     "strides of what changes in place": (DROP, "graph layout"),
     "views of other strides": (DROP, "graph layout"),
     "strides of arguments": (DROP, "graph layout"),

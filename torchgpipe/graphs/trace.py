@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -139,11 +138,9 @@ def trace(
     ):
         try:
             module = make_fx(joint, tracing_mode="fake")(*arguments)
+        except UntraceableError:
+            raise
         except Exception as error:
-            # guard: blocks that layers are within
-            _let_go(error)
-            if isinstance(error, UntraceableError):
-                raise
             raise UntraceableError(_reason(error)) from error
     if restored.changed:
         raise UntraceableError(f"its forward changes attributes ({restored.changed.strip()})")
@@ -287,13 +284,6 @@ def _verify_lasting(joint: Joint, effects: Effects, node: Node, saved: Node) -> 
             late = effects.position[writer] > effects.position[saved]
             if late or any(x in effects.memory[own] for own in joint.state):
                 raise UntraceableError("it changes in place what its backward needs")
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Close the generators of layers now, since a block that one is within ends with it."""
-    while error is not None:
-        clear_frames(error.__traceback__)
-        error = error.__context__
 
 
 def _reason(error: Exception) -> str:
