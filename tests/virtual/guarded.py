@@ -214,21 +214,6 @@ TESTS = {
         "test_parameter_that_is_passed_on_is_not_changed",
         {"view": False},
     ),
-    "parameter changed": (
-        "behaviour.test_changes",
-        "test_parameter_that_the_layer_changes_after_its_use_is_an_error",
-        {"mode": "always", "kind": nn.Parameter},
-    ),
-    "jagged": (
-        "behaviour.test_tensor_kinds",
-        "test_nested_tensors_between_partitions",
-        {"layout": torch.jagged},
-    ),
-    "own parameter changed": (
-        "behaviour.test_changes",
-        "test_parameter_that_the_layer_changes_after_its_use_is_an_error",
-        {"mode": "always", "kind": test_changes.OwnParameter},
-    ),
     "nothing to do": (
         "behaviour.test_recomputation",
         "test_empty_tensors_keep_nothing_alive",
@@ -434,9 +419,6 @@ MUTANTS = {
         ("tensor.clone() if base.requires_grad and base.is_leaf else ", ""),
         "parameters passed on",
     ),
-    "to the end after a change": ((" or kept.changed", ""), "own parameter changed"),
-    "changes of the first run": (("!= tensor._version", "is not None"), "parameter changed"),
-    "lengths of jagged tensors": (("tensor.is_nested", "False"), "jagged"),
     "to the end for hooks": (("self.whole or ", ""), "always called"),
     "kept without its graph": (("tensor.detach()", "tensor"), "nothing to do"),
     "versions of what goes whole": (("kind is None", "False"), "what goes whole"),

@@ -48,6 +48,12 @@ TESTS = {
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
     }.items()
+} | {
+    "attributes of a call": (
+        "behaviour.test_mapped_attributes",
+        "test_block_that_is_called_several_times",
+        {},
+    ),
 }
 
 MUTANTS = {
@@ -93,6 +99,7 @@ MUTANTS = {
         "mapped threads modes",
     ),
     "errors of the first micro-batch": (("min(self._failed, i)", "-1"), "mapped threads failures"),
+    "attributes of a call": (("now is not value", "False"), "attributes of a call"),
     "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),

@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from tests.distributed.guarded import MUTANTS as ELSEWHERE
-from tests.virtual import guarded, guarded_graphs, guarded_mapped, guarded_schedules
+from tests.virtual import (
+    guarded,
+    guarded_graphs,
+    guarded_kept,
+    guarded_mapped,
+    guarded_schedules,
+)
 from tests.virtual.mutants import guards, mutated
 
-GUARDED = (guarded, guarded_schedules, guarded_mapped, guarded_graphs)
+GUARDED = (guarded, guarded_schedules, guarded_mapped, guarded_graphs, guarded_kept)
 MUTANTS = {name: x for some in GUARDED for name, x in some.MUTANTS.items()}
 TESTS = {name: x for some in GUARDED for name, x in some.TESTS.items()}
 

@@ -14,6 +14,9 @@ along, one for each type of device::
 The first micro-batch continues with the caller's numbers, as if it were the only one. Each other
 micro-batch begins with numbers of its own, by a seed that is computed from the caller's state.
 
+Cells of backward find the generator as it is: to exchange it would take about 6 µs on the host each
+time, more than 1 % of a small cell, and few functions draw there.
+
 :mod:`torchgpipe.ambient.nesting` has the locks, since a generator is one for all threads.
 """
 

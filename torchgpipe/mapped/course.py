@@ -37,6 +37,7 @@ from torchgpipe.ambient.thread import registered
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.recorded import Where
+from torchgpipe.mapped.attributes import Given
 from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import lists_and_dicts, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
@@ -45,6 +46,7 @@ from torchgpipe.mapped.step import MappedStep
 from torchgpipe.mapped.turns import Turns
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
 
@@ -142,11 +144,13 @@ class Course:
             args, kwargs = cell.fetch_all((args, kwargs), copies)
             uncached = self.step.uncached(mapped.module, cell.stage)
             with use_stream(cell.stage.compute), uncached, undrawn, labels.within(label):
+                attributes = self.step.attributes(mapped.module)
+                given = None if attributes is None else attributes.begin()
                 if self.step.is_checkpointed(self.i):
                     batch = Batch(Arguments(args, kwargs))
                     del args, kwargs
                     again = noted(note.note, None if label is None else label._replace(kind="R"))
-                    checkpoint = self._new_checkpoint(mapped, inner, cell, again)
+                    checkpoint = self._new_checkpoint(mapped, inner, cell, again, given)
                     output = checkpoint.forward(batch.take()).value
                 else:
                     if self.step.recording is not None:
@@ -155,16 +159,20 @@ class Course:
                     copies = [x for x in copies if x is not kwargs]
                     with unfilled(mapped.name, copies) if copies else NOTHING, inside():
                         output = inner(*args, **kwargs)
+                if attributes is not None and given is not None:
+                    attributes.end(given)
         if cell.stage.visit:
             cell.made(output)
         self._noted, self._place = False, f"behind {mapped.place}"
         return output
 
-    def _new_checkpoint(self, mapped: Mapped, inner: Any, cell: Cell, note: noted) -> Checkpoint:
+    def _new_checkpoint(
+        self, mapped: Mapped, inner: Any, cell: Cell, note: noted, given: Given | None
+    ) -> Checkpoint:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
         state = body.state
         assert state is not None
-        run: Callable[..., Batch] = partial(_run, body)
+        run: Callable[..., Batch] = partial(_run, body, given)
         if self.step.recording is not None:
             run = self.step.recording.around(run, self._where(cell))
         checkpoint = Checkpoint(
@@ -292,7 +300,11 @@ def _filling_nothing(name: str, inner: Any, *args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
 
-def _run(body: Body, batch: Batch, copies: list[Copy] | None) -> Batch:
+def _run(body: Body, given: Given | None, batch: Batch, copies: list[Copy] | None) -> Batch:
     """Run a mapped module, for the first or the second time."""
+    # Most models store nothing.
+    if given is not None and given.keys and is_recomputing():
+        with given.restored(), inside():
+            return body.run(batch, copies)
     with inside():
         return body.run(batch, copies)

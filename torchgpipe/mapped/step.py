@@ -33,6 +33,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.recorded import Recording
+from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -68,6 +69,8 @@ class Lasting:
         #: The thread that runs a step.
         self.thread: int | None = None
         self.learned: Learned = WeakKeyDictionary()
+        #: The attributes of mapped modules, for second runs.
+        self.attributes: dict[nn.Module, Attributes] = {}
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
         #: The figures of the last step that was traced.
@@ -112,6 +115,7 @@ class MappedStep:
         #: The stage in which each module was called last.
         self._last: dict[nn.Module, Stage] = {}
         self._bodies: dict[tuple[nn.Module, Stage], Body] = {}
+        self._attributes: dict[nn.Module, Attributes] = {}
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -196,6 +200,18 @@ class MappedStep:
             self._bodies[mapped.module, stage] = found
         return found
 
+    def attributes(self, module: nn.Module) -> Attributes | None:
+        """The attributes of a mapped module, for second runs, if there will be any."""
+        if not self._checkpointed:
+            return None
+        found = self._attributes.get(module)
+        if found is None:
+            known = self._lasting.attributes
+            found = self._attributes[module] = known.get(module) or Attributes(module)
+            known[module] = found
+            found.begin_step()
+        return found
+
     def new_context(self) -> Context:
         """The modes of this moment, for a second run."""
         context = Context()
@@ -236,6 +252,8 @@ class MappedStep:
             if body.state is not None:
                 body.state.settle()
                 body.state.buffers.settle()
+        for attributes in self._attributes.values():
+            attributes.end_step()
         for context in self._contexts:
             context.over = True
 

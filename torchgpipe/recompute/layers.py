@@ -187,9 +187,10 @@ class LayersState:
         Raises:
             RuntimeError: somebody other than the layers has changed a parameter in place.
         """
-        self._look_at_own_changes()
-        if self._identities is not None and self._identities != _identities(self._fixed):
-            raise self._changed()
+        if (self._identities or self._before) != _identities(self._fixed):
+            self._look_at_own_changes()
+            if self._identities is not None and self._identities != _identities(self._fixed):
+                raise self._changed()
         if self.buffers.lost is not None:
             raise lost(self.buffers.lost)
         return RestoredLayers(self, copies)

@@ -1,0 +1,144 @@
+"""Values that a model stores on its blocks: second runs find those of their micro-batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import plain
+from torchgpipe import MappedGPipe, is_recomputing
+
+M = 3
+
+
+class Block(nn.Module):
+    """A block that reads what its parent has stored, here and in a module within."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), nn.Module()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += not is_recomputing()
+        inner = self.inner
+        return (self.linear(x) * inner.scale + getattr(self, "shift", 0.0)).tanh() * inner.options[
+            0
+        ]
+
+
+class Parent(nn.Module):
+    """A model that stores values on its blocks, and takes them back in one of these ways."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.embedding = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.after = after
+
+    def forward(self, x):
+        shift = self.embedding(x)
+        for k, block in enumerate(self.blocks):
+            block.inner.scale = x.mean() + k
+            block.inner.options = (float(x[0, 0].detach()),)
+            block.shift = shift
+            x = block(x)
+            if self.after == "none":
+                block.shift = block.inner.scale = None
+            elif self.after == "deleted":
+                del block.shift, block.inner.scale
+        return x
+
+
+def places(*names):
+    return dict.fromkeys(["", *names], "cpu")
+
+
+def verify(module, chunks, mode, names):
+    x = torch.rand(7, 4)
+    own = copy.deepcopy(module)
+    plain(module, x, chunks).square().sum().backward()
+    model = MappedGPipe(own, places(*names), chunks=chunks, checkpoint=mode)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for own, other in zip(model.parameters(), module.parameters()):
+            torch.testing.assert_close(own.grad, other.grad)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("chunks", [1, 2, M])
+@pytest.mark.parametrize("after", ["kept", "none", "deleted"])
+def test_gradients(after, chunks, mode):
+    torch.manual_seed(0)
+    names = ["embedding", *(f"blocks.{k}" for k in range(3))]
+    model = verify(Parent(after), chunks, mode, names)
+    block = model.blocks[0]
+    # What there was when backward began is there again, and other attributes are the layers' own.
+    assert hasattr(block, "shift") == (after != "deleted")
+    assert block.calls == 2 * chunks
+
+
+def test_block_that_is_called_several_times():
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+            self.block.inner.options = (1.0,)
+
+        def forward(self, x):
+            for k in range(3):
+                self.block.inner.scale = x.detach().mean() * (k + 1)
+                x = self.block(x)
+            return x
+
+    torch.manual_seed(0)
+    verify(Repeated(), M, "always", ["block"])
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffer_that_the_parent_stores(persistent):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", None, persistent=persistent)
+
+        def forward(self, x):
+            return (self.linear(x) * self.mask).tanh()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Masked(), Masked()
+
+        def forward(self, x):
+            self.first.mask = self.second.mask = x.detach().mean()
+            return self.second(self.first(x))
+
+    torch.manual_seed(0)
+    verify(Model(), M, "always", ["first", "second"])
+
+
+def test_change_of_a_block_itself_is_its_own_affair():
+    """A block that holds its change back where it is computed again finds it there."""
+
+    class Count(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.count = nn.Linear(4, 4), 0
+
+        def forward(self, x):
+            if not is_recomputing():
+                self.count += 1
+            return (self.linear(x) * self.count).tanh()
+
+    torch.manual_seed(0)
+    module = nn.Sequential(Count())
+    expected = copy.deepcopy(module)
+    x = torch.rand(4, 4)
+    expected(x).sum().backward()
+    MappedGPipe(module, places("0"), checkpoint="always")(x).sum().backward()
+    torch.testing.assert_close(module[0].linear.weight.grad, expected[0].linear.weight.grad)

@@ -1,0 +1,31 @@
+"""Guards of what second runs find as it is: for each a mutant, and tests that must fail with it."""
+
+import torch
+from torch import nn
+
+from tests.behaviour import test_changes
+
+#: Tests, by a short name: the module, the function, and some of its arguments.
+TESTS = {
+    "jagged": (
+        "behaviour.test_tensor_kinds",
+        "test_nested_tensors_between_partitions",
+        {"layout": torch.jagged},
+    ),
+} | {
+    name: (
+        "behaviour.test_changes",
+        "test_parameter_that_the_layer_changes_after_its_use_is_an_error",
+        {"mode": "always", "kind": kind},
+    )
+    for name, kind in {
+        "parameter changed": nn.Parameter,
+        "own parameter changed": test_changes.OwnParameter,
+    }.items()
+}
+
+MUTANTS = {
+    "to the end after a change": ((" or kept.changed", ""), "own parameter changed"),
+    "lengths of jagged tensors": (("tensor.is_nested", "False"), "jagged"),
+    "changes of the first run": (("!= tensor._version", "is not None"), "parameter changed"),
+}

@@ -1,0 +1,178 @@
+"""Attributes: what the model's code stores on a mapped module, for one micro-batch after another.
+
+Many models hand masks and embeddings down in this way::
+
+    self.block.mask = mask
+    x = self.block(x)
+
+A second run of the block would find what the last micro-batch got. So what changes between two
+calls of a module is put there again for the second run. What the module itself changes is its own
+affair, as under every wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_, itemgetter
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+
+__all__: list[str] = []
+
+_MISSING: Any = object()
+
+#: What every module has: flags and tables, which second runs find as they were by other means.
+_COMMON = frozenset(vars(nn.Module()))
+
+#: The number of a module among those within a mapped one, and the name of an attribute.
+Key: TypeAlias = tuple[int, str]
+
+
+class Found(NamedTuple):
+    """Attributes as they were at one time."""
+
+    keys: Sequence[Key]
+    values: Sequence[Any]
+
+
+class Attributes:
+    """The attributes of a mapped module, and of all modules within, from call to call.
+
+    Each call of a mapped module reads all of them twice. So loops in C do what they can, and what
+    is the same is one object, whoever holds it.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        #: The attributes that change between calls.
+        self._given: dict[Key, None] = {}
+        #: What the last call of a step has found, and what it has left behind.
+        self._last: Given | None = None
+        self._left: Found | None = None
+        self._walk()
+
+    def begin_step(self) -> None:
+        """Look whether the module still has the same modules within."""
+        children = [x for table in self._tables for x in table["_modules"].values()]
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            self._walk()
+
+    def end_step(self) -> None:
+        """Take note of what the model has taken back, and let go of it all."""
+        self._look()
+        self._last = self._left = None
+
+    def begin(self) -> Given:
+        """Take note, before a call, of what the call finds."""
+        found, last = self._look(), self._last
+        self._left = found
+        if last is None or found is not last.found:
+            last = self._last = Given(self._tables, self._given, found)
+        return last
+
+    def end(self, given: Given) -> None:
+        """Take note, behind a call, of what the call leaves."""
+        self._left = self._unless(given.found)
+
+    def _look(self) -> Found:
+        """Find the attributes that were changed since the last call; return all that there are."""
+        left = self._left
+        found = self._unless(left)
+        if left is not None and found is not left:
+            now, before = dict(zip(*found)), dict(zip(*left))
+            for key in now | before:
+                if now.get(key, _MISSING) is not before.get(key, _MISSING):
+                    self._given[key] = None
+        return found
+
+    def _walk(self) -> None:
+        modules = [*self._module.modules()]
+        self._sizes_of = [getattr(type(x), "__constants__", ()) for x in modules]
+        self._tables = [*map(vars, modules)]
+        self._children = [x for table in self._tables for x in table["_modules"].values()]
+        self._given.clear()
+        self._list()
+
+    def _unless(self, known: Found | None) -> Found:
+        """Read what there is now; return the same object if it is what is known."""
+        values = self._values()
+        # Without comparing objects: tensors on an accelerator would make the host wait.
+        if known is not None and self._keys is known.keys and all(map(is_, values, known.values)):
+            return known
+        return Found(self._keys, values)
+
+    def _values(self) -> list[Any]:
+        if [*map(len, self._tables)] != self._sizes:
+            self._list()
+        try:
+            return [x for get, own in self._getters for x in get(own)]
+        except KeyError:
+            # One attribute was deleted, and another one was added.
+            self._list()
+            return [x for get, own in self._getters for x in get(own)]
+
+    def _list(self) -> None:
+        """List the attributes that there are."""
+        self._sizes = [*map(len, self._tables)]
+        self._keys: list[Key] = []
+        self._getters: list[tuple[itemgetter[Any], dict[str, Any]]] = []
+        for k, (sizes, table) in enumerate(zip(self._sizes_of, self._tables)):
+            # Without the sizes of a layer, but with probabilities and the like.
+            names = [
+                name
+                for name, value in table.items()
+                if name not in _COMMON and not (name in sizes and isinstance(value, int | tuple))
+            ]
+            if len(names) == 1:
+                # Of one name alone, there would be no tuple.
+                names *= 2
+            if names:
+                self._keys += [(k, name) for name in names]
+                self._getters.append((itemgetter(*names), table))
+
+
+class Given(NamedTuple):
+    """The attributes that one call of a module has found."""
+
+    tables: Sequence[dict[str, Any]]
+    #: The attributes that change between calls, which later calls may add to.
+    keys: Mapping[Key, None]
+    found: Found
+
+    def restored(self) -> RestoredAttributes:
+        """Put it back within a ``with`` block, and after it what there was before the block."""
+        return RestoredAttributes(self)
+
+
+class RestoredAttributes:
+    """The attributes that a call has found, within a ``with`` block."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def __enter__(self) -> None:
+        tables, keys, found = self._given
+        values = dict(zip(*found)) if keys else {}
+        for k, name in keys:
+            table, value = tables[k], values.get((k, name), _MISSING)
+            now = table.get(name, _MISSING)
+            # guard: attributes of a call
+            if now is not value:
+                self._before.append((table, name, now))
+                _put(table, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        for table, name, value in self._before:
+            _put(table, name, value)
+
+
+def _put(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        table.pop(name, None)
+    else:
+        table[name] = value
