@@ -1,6 +1,7 @@
 """Observations: their beginning, their end, and their other properties."""
 
 import threading
+from math import inf, nan
 
 import pytest
 import torch
@@ -169,3 +170,27 @@ def test_operators_of_other_threads_are_seen(devices):
     assert [(race.first.stream, race.second.stream) for race in seen.races] == [
         (place(s), Stream(0, 0))
     ]
+
+
+#: By argument: values that are wrong.
+WRONG = {
+    "costs": ("x", 3, [], {1: 1}, {"addmm": "x"}, {"addmm": nan}, {"addmm": 10**400}),
+    "host": (None, "x", -1, nan, inf, True, []),
+    "bandwidth": ("x", 3, [], {(0, 1): "x"}, {(0, 1): nan}, {(0, 10**30): 1}, {(0, 0.5): 1}),
+    "jitter": ("x", -1, nan, 1.5, True, 10**30, []),
+    "raise_on_race": (None, "x", nan, []),
+    "stacks": (None, "x", nan, []),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_are_wrong(name, devices):
+    text = r"(?s)\(.*: .*\).*; "
+    for value in WRONG[name]:
+        with pytest.raises((TypeError, ValueError), match=text), observe(**{name: value}):
+            pass
+    with observe() as seen:
+        pass
+    for path in (None, 3, b"x", ""):
+        with pytest.raises((TypeError, ValueError), match=text):
+            seen.save_trace(path)
