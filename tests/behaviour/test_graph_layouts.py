@@ -98,7 +98,7 @@ layouts = st.sampled_from([*LAYOUTS])
 layers = st.builds(Layer, st.sampled_from([*KINDS]), layouts)
 
 
-@settings(max_examples=some(1000, 5), deadline=None)
+@settings(max_examples=some(1000, 3), deadline=None)
 @given(
     st.tuples(st.builds(Stash, layouts), layers, layers, st.builds(Pop)),
     st.sampled_from([*LOSSES]),
