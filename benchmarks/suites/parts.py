@@ -31,7 +31,7 @@ MODES = ("inference", "never", "except_last", "always")
 
 #: Rooms of the package that each part consists of.
 PARTS = {
-    "wrapper": ("gpipe", "batchnorm", "partition"),
+    "wrapper": ("gpipe", "batchnorm", "checks", "partition"),
     "engine": ("engine",),
     "autograd functions": ("autograd",),
     "streams": ("devices",),

@@ -116,7 +116,7 @@ class Body:
 
     def _call(self, value: Batch) -> Batch:
         order = self.order
-        if order is None or order.known or is_recomputing():
+        if order is None or order.known or (self.state and is_recomputing()):
             return value.call(self.layers)
         with order.begin(value.parts[VALUE]):
             output = value.call(self.layers)
