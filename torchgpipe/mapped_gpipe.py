@@ -21,6 +21,7 @@ from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
+from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
 from torchgpipe.mapped.course import Course, current
@@ -137,6 +138,7 @@ class MappedGPipe(Settings, nn.Module):
         mark_if_possible()
         self._process = os.getpid()
         self._lasting = Lasting()
+        self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
@@ -151,7 +153,16 @@ class MappedGPipe(Settings, nn.Module):
         self._takes_cache = takes_cache(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_lasting", "_workers", "_calls", "_mapped", "_around", "_takes_cache"}
+        own = {
+            "_process",
+            "_lasting",
+            "_attributes",
+            "_workers",
+            "_calls",
+            "_mapped",
+            "_around",
+            "_takes_cache",
+        }
         return {key: value for key, value in super().__getstate__().items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,7 +294,7 @@ class MappedGPipe(Settings, nn.Module):
             own = partial(_own, {id(x) for x in whole})
             batches = [batch.map(own, [VALUE]) for batch in batches]
         devices = [*self._map.values()]
-        step = MappedStep(self._lasting, devices, m, checkpointed)
+        step = MappedStep(self._lasting, self._attributes, devices, m, checkpointed)
         order = Order(self.module)
         with Snapshot(devices), unchanged(whole):
             holding(step.numbers.locks, lambda: self._run(step, batches, order))

@@ -186,8 +186,7 @@ class ScheduledLoss(nn.Module):
             value = hand_over(executor, value, divisor, inputs)
         if criterion.outputs is None:
             return value
-        outputs = [x for x in criterion.outputs if x is not None]
-        return value, microbatch.gather(outputs, rows, executor.step.blocks)
+        return value, criterion.joined(rows, executor.step.blocks)
 
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
         """Count what each stage costs, from its graph, without running a step.

@@ -404,8 +404,7 @@ class Pipe(Settings, nn.Module):
             total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
             found = self._agreement.end(worker, self._routes.placement, total, divisor)
             if criterion.outputs is not None and self.is_last:
-                outputs = [x for x in criterion.outputs if x is not None]
-                output = microbatch.gather(outputs, rows, worker.step.blocks)
+                output = criterion.joined(rows, worker.step.blocks)
             if found is not None:
                 loss = found.value
                 if recorded:

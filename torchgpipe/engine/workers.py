@@ -25,8 +25,8 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
@@ -158,9 +158,16 @@ class Round:
         if remaining is None:
             return
         remaining.reverse()
+        nested = self.context.nested
+        # The weights that a block of autocast casts are kept for the whole process, until somebody
+        # leaves an outermost block. So this thread is in the caller's block, if there is one.
+        # Otherwise blocks of layers are the outermost ones here, as in the caller's thread.
+        if nested:
+            # guard: casts of the caller's block
+            torch.autocast_increment_nesting()
         try:
             self.context.lend_threads()
-            with self._in_block(), self.context.entered(Snapshot([worker[0]])):
+            with self.context.entered(Snapshot([worker[0]])):
                 while remaining:
                     for name in remaining[-1].needs:
                         with self.gates[name]:
@@ -173,31 +180,15 @@ class Round:
             self.errors[remaining[-1].name] = error
             self.stopped = True
         finally:
-            self._end(worker, remaining)
-            # The error refers to this frame.
-            del self, remaining
-
-    @contextmanager
-    def _in_block(self) -> Iterator[None]:
-        """Be in the caller's block of autocast, if it is in one, which this thread cannot end.
-
-        The weights that a block casts are kept for the whole process, until somebody leaves an
-        outermost block. That is the caller. A worker that was in no block of the caller's leaves
-        the blocks of layers alone: each of them forgets its casts, as in the caller's thread.
-        """
-        if not self.context.nested:
-            yield
-            return
-        # guard: casts of the caller's block
-        torch.autocast_increment_nesting()
-        try:
-            yield
-        finally:
-            torch.autocast_decrement_nesting()
+            if nested:
+                torch.autocast_decrement_nesting()
             if self.stopped:
                 # The caller may have gone on, and have left its block.
                 # guard: casts after a failure
                 torch.clear_autocast_cache()
+            self._end(worker, remaining)
+            # The error refers to this frame.
+            del self, remaining
 
     def abandon(self) -> None:
         """Make no further task start."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from numbers import Real
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import Batch, gather
 
 __all__: list[str] = []
 
@@ -100,6 +100,16 @@ class Criterion:
         output = None if self.outputs is None else self.outputs[i]
         results = [] if found is None else [x for x in found if isinstance(x, Tensor)]
         return results if output is None else [*results, *output]
+
+    def joined(self, rows: Sequence[int], blocks: Container[int]) -> Any:
+        """The outputs of all micro-batches, joined.
+
+        Args:
+            rows: the number of rows of each micro-batch.
+            blocks: the places of tensors with several rows for each row, block by block.
+        """
+        assert self.outputs is not None
+        return gather([x for x in self.outputs if x is not None], rows, blocks)
 
     def total(self) -> tuple[Tensor, Tensor | None]:
         """The loss of the mini-batch before it is divided, and what it is divided by.

@@ -69,8 +69,6 @@ class Lasting:
         #: The thread that runs a step.
         self.thread: int | None = None
         self.learned: Learned = WeakKeyDictionary()
-        #: The attributes of mapped modules, for second runs.
-        self.attributes: dict[nn.Module, Attributes] = {}
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
         #: The figures of the last step that was traced.
@@ -82,15 +80,22 @@ class MappedStep:
 
     Args:
         lasting: what lasts from step to step.
+        known: the attributes of mapped modules that earlier steps have looked at. Calls of these
+            modules refer to ``lasting``, and would never be free if it held the modules.
         devices: the devices of the map.
         m: the number of micro-batches.
         checkpointed: how many micro-batches, from the first, are computed under checkpointing.
     """
 
     def __init__(
-        self, lasting: Lasting, devices: Sequence[torch.device], m: int, checkpointed: int
+        self,
+        lasting: Lasting,
+        known: dict[nn.Module, Attributes],
+        devices: Sequence[torch.device],
+        m: int,
+        checkpointed: int,
     ) -> None:
-        self._lasting, self._checkpointed = lasting, checkpointed
+        self._lasting, self._known, self._checkpointed = lasting, known, checkpointed
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:
@@ -206,9 +211,8 @@ class MappedStep:
             return None
         found = self._attributes.get(module)
         if found is None:
-            known = self._lasting.attributes
-            found = self._attributes[module] = known.get(module) or Attributes(module)
-            known[module] = found
+            found = self._attributes[module] = self._known.get(module) or Attributes(module)
+            self._known[module] = found
             found.begin_step()
         return found
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe._torch.dynamo import is_compiled
-from torchgpipe.values.structure import Tensors
+from torchgpipe.values.structure import Tensors, is_dense
 
 __all__: list[str] = []
 
@@ -125,9 +125,9 @@ class Watch(TorchFunctionMode):
         if not self.over and not name.startswith("__"):
             if name == "stack" and kwargs.get("dim", [*args, 0][1]) != 0:
                 name = ""
-            sources = [x for x in _tensors([*args, *kwargs.values()]) if x.dim()]
+            sources = [*_tensors([*args, *kwargs.values()])]
             for x in _tensors([result]):
-                if x.dim() and any(self._is_in_blocks(name, source, x) for source in sources):
+                if any(self._is_in_blocks(name, source, x) for source in sources):
                     self.found[x] = True
         return result
 
@@ -156,12 +156,12 @@ def _products(shape: Iterable[int]) -> list[int]:
 
 def rows_of(tensors: Iterable[Tensor]) -> int:
     """The first size of the first of some tensors that has one; 0 without any."""
-    return next((x.shape[0] for x in tensors if x.dim()), 0)
+    return next((x.shape[0] for x in tensors if is_dense(x) and x.dim()), 0)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for x in values:
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and is_dense(x) and x.dim():
             yield x
         elif isinstance(x, list | tuple):
             yield from _tensors(x)
