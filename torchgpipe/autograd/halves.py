@@ -89,7 +89,7 @@ def backward(
 
 
 def leaves(
-    roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Tensor]
+    roots: Iterable[GradientEdge], inputs: Node | None, weights: Collection[Tensor]
 ) -> list[Tensor]:
     """Find the leaves that a cell's part of autograd's graph leads to, besides its weights.
 
@@ -98,12 +98,9 @@ def leaves(
         inputs: the node that hands gradients to the cell's input, if any is wanted.
         weights: the weights.
     """
-    known = set()
-    seen = {inputs}
-    for x in weights:
-        known.add(id(x))
-        # What a weight was computed from is not ours.
-        seen.add(x.grad_fn)
+    known = {id(x) for x in weights}
+    # What a weight was computed from is not ours.
+    seen = {inputs, *[x.grad_fn for x in weights]}
     found = []
     waiting = [root.node for root in roots]
     while waiting:

@@ -17,7 +17,7 @@ around each piece that runs, and put back before the next piece of anything runs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 Result = TypeVar("Result")
+
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Computation:
@@ -123,13 +125,14 @@ class Forward(Computation):
         run: Callable[..., Batch] = body.run
         if body.visited:
             run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
+        again = (j, i) in executor.plan.again
         self.cell = executor.new_cell(executor.step, i, j, self.stream, executor.weights[j])
         return self.cell.forward(
             self.batch,
             run,
             executor.criterion if j == executor.last else None,
-            again=(j, i) in executor.plan.again,
-            within=noted(executor.where(self.w, self.op)),
+            again=again,
+            within=noted(executor.where(self.w, self.op)) if again else NOTHING,
         )
 
     def settle(self, found: Batch) -> None:

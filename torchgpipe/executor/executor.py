@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import Sums
-from torchgpipe.devices.streams import wait_stream
+from torchgpipe.devices.streams import use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task, Workers
@@ -208,7 +208,14 @@ class Executor:
         main = self.links.compute[w]
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
         if len(runs) == 1 and runs[0].stream == main:
-            runs[0].on(main, self._perform_alone, runs[0])
+            (run,) = runs
+            # Most instructions are one computation, on the worker's compute stream.
+            with use_stream(main), run.doing():
+                run.receive()
+                mark = self._begun(run)
+                run.compute()
+                self._ended(mark)
+                run.deliver()
             return
         for run in runs:
             run.on(main, run.receive)
@@ -231,14 +238,6 @@ class Executor:
             wait_stream(main, stream)
         for run in runs:
             run.on(main, run.deliver)
-
-    def _perform_alone(self, run: Computation) -> None:
-        """Run an instruction of one computation, on the worker's compute stream."""
-        run.receive()
-        mark = self._begun(run)
-        run.compute()
-        self._ended(mark)
-        run.deliver()
 
     def _begun(self, run: Computation) -> Any:
         """The mark of a computation that begins here, while somebody traces the model."""
