@@ -74,10 +74,13 @@ def checked_flag(value: Any, name: str) -> bool:
     """A choice of two as True or False.
 
     Raises:
-        TypeError: it is neither of them, nor an integer.
+        TypeError: it is neither of them, nor 0, 1 or a truth value of NumPy.
     """
+    # Those of NumPy, by the names that they have had.
+    known = isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
     remedy = f"pass {name}=True or {name}=False"
-    verify_kind(value, int, f"{name} is a choice of two", name, remedy)
+    rule = f"{name} is a choice of two"
+    verify(known and value in (0, 1), rule, name, value, remedy, TypeError)
     return bool(value)
 
 

@@ -314,6 +314,9 @@ class MappedGPipe(Settings, nn.Module):
                 else:
                     for i in range(step.m):
                         course(i)
+            except BaseException:
+                step.fail()
+                raise
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()

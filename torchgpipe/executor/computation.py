@@ -231,7 +231,7 @@ KINDS: dict[str, type[Computation]] = {
 }
 
 
-def side_by_side(one: Computation, other: Computation, both: Interleaving) -> None:
+def overlapped(one: Computation, other: Computation, both: Interleaving) -> None:
     """Have two computations compute, interleaved if both have work that draws no random numbers.
 
     Args:

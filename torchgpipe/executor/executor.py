@@ -39,7 +39,7 @@ from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task, Workers
 from torchgpipe.executor.cell import Cell, Cells, Gradients
-from torchgpipe.executor.computation import KINDS, Computation, side_by_side
+from torchgpipe.executor.computation import KINDS, Computation, overlapped
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent, Streams
@@ -227,7 +227,7 @@ class Executor:
         if len(runs) == 2 and self.crew.cells.interleave:
             one, other = runs
             both = self.links.interleaving(w, (one.stream, other.stream))
-            side_by_side(one, other, both)
+            overlapped(one, other, both)
         else:
             for run in runs:
                 run.on(run.stream, run.compute)

@@ -64,6 +64,10 @@ class Attributes:
     def end_step(self) -> None:
         """Take note of what the model has taken back, and let go of it all."""
         self._look()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no attribute of a module any more."""
         self._last = self._left = None
 
     def begin(self) -> Given:
@@ -91,7 +95,11 @@ class Attributes:
 
     def _walk(self) -> None:
         modules = [*self._module.modules()]
-        self._sizes_of = [getattr(type(x), "__constants__", ()) for x in modules]
+        # Those of users' classes may name anything.
+        self._sizes_of = [
+            getattr(type(x), "__constants__", ()) if type(x).__module__[:6] == "torch." else ()
+            for x in modules
+        ]
         self._tables = [*map(vars, modules)]
         self._children = [x for table in self._tables for x in table["_modules"].values()]
         self._given.clear()

@@ -261,6 +261,11 @@ class MappedStep:
         for context in self._contexts:
             context.over = True
 
+    def fail(self) -> None:
+        """Take note that no further micro-batch will be computed."""
+        for attributes in self._attributes.values():
+            attributes.let_go()
+
     @property
     def is_divisible(self) -> bool:
         """Whether another such step gives the same if several threads compute it.

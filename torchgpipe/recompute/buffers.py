@@ -287,8 +287,8 @@ def lost(place: Place) -> RuntimeError:
         "under checkpointing, a layer that changes a parameter in its forward must do so from its "
         "first step on, and must assign other memory to a large one, since it is computed again "
         f"with what it had (layer: {type(module).__name__}, parameter: {name}, bytes: {size}, "
-        f"large: more than {SMALL}); have the layer assign `parameter.data = ...`, or use "
-        "checkpoint='never'"
+        f"large: more than {SMALL}); use checkpoint='never', or have the layer change it in each "
+        "step, by `parameter.data = ...` if it is large"
     )
 
 

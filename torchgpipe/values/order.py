@@ -14,7 +14,7 @@ the second one, and what becomes of their results. Other models are not watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
@@ -30,12 +30,21 @@ __all__: list[str] = []
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
+#: What is known of a tensor: it depends on the micro-batch, or has its rows, or has them in blocks.
+DEPENDS, HAS_ROWS, IN_BLOCKS = 1, 2, 3
+
 #: Functions that put what they are given one behind another.
 JOINING = {"cat", "concat", "concatenate", "vstack", "row_stack", "repeat", "tile"}
 #: Functions that make dimension 0 of several dimensions.
 RESHAPING = {"flatten", "reshape", "reshape_as", "view", "view_as"}
-#: Functions that may make another dimension the first one.
+#: Functions that return views, in which another dimension may be the first one.
 TURNING = {"t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"}
+TURNING |= {"unbind", "select", "narrow", "__get__"}
+#: Functions that return parts.
+SPLITTING = {"chunk", "split", "tensor_split", "split_with_sizes"}
+#: Functions that may put rows into another order.
+REORDERING = {"index_select", "gather", "take", "take_along_dim", "sort", "argsort", "flip", "roll"}
+REORDERING |= {"scatter", "scatter_add", "index_add", "index_copy", "index_put", "masked_select"}
 
 
 class Order:
@@ -72,7 +81,7 @@ class Order:
         entering = self._before.blocks if self._before is not None else ()
         # Compiled code would be compiled anew for the mode.
         if (self._grows or entering) and not any(map(is_compiled, self._layers.modules())):
-            self._watch = Watch(rows_of(given), [given[k] for k in entering])
+            self._watch = Watch(rows_of(given), given, entering)
             return self._watch
         return NOTHING
 
@@ -91,7 +100,7 @@ class Order:
         if self._watch is not None:
             watch, self._watch = self._watch, None
             watch.over = True
-            self.blocks = frozenset([k for k, x in enumerate(returned) if x in watch.found])
+            self.blocks = frozenset([k for k, x in enumerate(returned) if watch.is_in_blocks(x)])
 
 
 class Watch(TorchFunctionMode):
@@ -99,18 +108,27 @@ class Watch(TorchFunctionMode):
 
     Args:
         rows: the number of rows of a micro-batch.
-        found: the tensors that are known to be.
+        given: the tensors that depend on the micro-batch.
+        entering: the places of those among them whose rows are block by block.
 
     Attributes:
         over: whether to look no more. Whoever has taken the modes of the block along enters them
             later.
     """
 
-    def __init__(self, rows: int, found: Iterable[Tensor]) -> None:
+    def __init__(self, rows: int, given: Sequence[Tensor], entering: Container[int]) -> None:
         super().__init__()
         self._rows = rows
-        self.found: WeakIdKeyDictionary = WeakIdKeyDictionary(dict.fromkeys(found, True))
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        for k, x in enumerate(given):
+            has_rows = is_dense(x) and x.dim() > 0 and x.shape[0] == rows
+            known = HAS_ROWS if has_rows else DEPENDS
+            self._known[x] = IN_BLOCKS if k in entering else known
         self.over = False
+
+    def is_in_blocks(self, tensor: Tensor) -> bool:
+        """Whether the rows of a tensor are block by block."""
+        return bool(self._known.get(tensor) == IN_BLOCKS)
 
     def __torch_function__(
         self,
@@ -121,31 +139,61 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if not self.over and not name.startswith("__"):
-            if name == "stack" and kwargs.get("dim", [*args, 0][1]) != 0:
-                name = ""
-            sources = [*_tensors([*args, *kwargs.values()])]
-            for x in _tensors([result]):
-                if any(self._is_in_blocks(name, source, x) for source in sources):
-                    self.found[x] = True
+        if not self.over:
+            self._look(_name(func, args, kwargs), [*args, *kwargs.values()], result)
         return result
 
-    def _is_in_blocks(self, name: str, source: Tensor, result: Tensor) -> bool:
-        """Whether the rows of a result are block by block, as far as one of its sources tells."""
-        size, before, rows = result.shape[0], source.shape[0], self._rows
-        if name in JOINING:
-            return (before % rows == 0 and size > before) or source in self.found
+    def _look(self, name: str, args: Sequence[Any], result: Any) -> None:
+        sources = [x for x in _tensors(args) if x in self._known]
+        if not sources:
+            return
+        several = name in ("repeat", "tile") or len(sources) > 1
+        for x in _tensors([result]):
+            self._known[x] = max([self._kind(name, source, x, several) for source in sources])
+
+    def _kind(self, name: str, source: Tensor, result: Tensor, several: bool) -> int:
+        """The knowledge of a result, as far as one of its sources tells.
+
+        Args:
+            name: the name of the function.
+            source: what it was given.
+            result: what it has returned.
+            several: whether it puts several tensors one behind another, or one several times.
+        """
+        kind: int = self._known[source]
+        rows = self._rows
+        size, before = result.shape[0], source.shape[0]
+        if name in JOINING and size > before:
+            return IN_BLOCKS if kind == IN_BLOCKS or (kind == HAS_ROWS and several) else DEPENDS
         if name == "stack":
             # Rows are in dimension 1 now.
-            return before % rows == 0
-        if name in RESHAPING and size in _products(source.shape):
+            return IN_BLOCKS if kind == HAS_ROWS and several else DEPENDS
+        if name in RESHAPING and size != before and size in _products(source.shape):
             # So they are where the sequence is first.
             second = source.dim() > 1 and source.shape[1] % rows == 0 and before % rows != 0
-            return second or source in self.found
-        if source not in self.found or size != before:
-            return False
-        return name not in TURNING or result.stride(0) == source.stride(0)
+            return IN_BLOCKS if second else kind
+        if name == "repeat_interleave" and size > before:
+            return kind
+        if name in SPLITTING and kind == IN_BLOCKS and size == rows:
+            return HAS_ROWS
+        if size != before or (kind == IN_BLOCKS and name in REORDERING):
+            return DEPENDS
+        if name in TURNING and result.stride(0) != source.stride(0):
+            return DEPENDS
+        return kind
+
+
+def _name(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The name of a function, as far as what it does to rows does not depend on its arguments."""
+    name = getattr(func, "__name__", "")
+    if name == "stack" and kwargs.get("dim", [*args, 0][1]) != 0:
+        return ""
+    if name == "__getitem__":
+        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        # Other indices take some rows, or in another order.
+        whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+        return "select" if whole else "index_select"
+    return name
 
 
 def _products(shape: Iterable[int]) -> list[int]:

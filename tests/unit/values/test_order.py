@@ -18,8 +18,21 @@ IN_BLOCKS = {
     "stack and view": lambda x: torch.stack([x, x + 1], dim=0).view(-1, 4),
     "sequence first": lambda x: x.unsqueeze(0).expand(5, -1, -1).reshape(-1, 4),
     "cat of chunks": lambda x: torch.cat(torch.cat([x, x]).chunk(2)),
+    "columns of a cat": lambda x: torch.cat([x, x.flip(1)]).unsqueeze(1)[:, 0],
+    "cat of parts": lambda x: torch.cat(torch.stack([x, -x], 1).unbind(1)),
     "cat of several for each": lambda x: torch.cat([x.repeat_interleave(2, 0)] * 2),
 }
+
+
+def order_of(x, count):
+    """The places of blocks of rows, side by side."""
+    return torch.arange(count * len(x)).view(count, -1).t().reshape(-1)
+
+
+def in_order(x, count):
+    return torch.index_select(x, 0, order_of(x[: len(x) // count], count))
+
+
 #: Functions whose results are the rows of the input, or have several for each side by side.
 JOINABLE = {
     "repeat_interleave": lambda x: x.repeat_interleave(3, 0),
@@ -30,6 +43,14 @@ JOINABLE = {
     "cat, and expand": lambda x: (
         torch.cat([x, x]).chunk(2)[0].unsqueeze(1).repeat(1, 2, 1).view(-1, 4)
     ),
+    "cat for each row": lambda x: torch.cat([row.topk(3).values[:, None] for row in x]).expand(
+        -1, 4
+    ),
+    "stack for each row": lambda x: torch.cat([torch.stack([row, row * 2]) for row in x]),
+    "vstack for each row": lambda x: torch.vstack([torch.stack([row, -row]) for row in x]),
+    "repeat, put in order": lambda x: in_order(x.repeat(3, 1), 3),
+    "cat, put in order": lambda x: in_order(torch.cat([x, -x]), 2),
+    "cat, indexed": lambda x: torch.cat([x, -x])[order_of(x, 2)],
     "repeat of columns": lambda x: x.view(-1, 2).repeat(1, 2),
     "cat of columns": lambda x: torch.cat([x, x], 1).view(-1, 4),
 }
@@ -118,3 +139,21 @@ def test_nobody_watches_layers_that_return_as_many_rows_or_are_compiled():
     assert modes == [0] * 4
     assert order.known
     assert other.known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [2, 5])
+def test_weights_that_are_joined_have_no_rows(rows, kind):
+    """By chance as many as the rows that come out of it."""
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.rand(2, 4)), nn.Parameter(torch.rand(2, 4))
+
+        def forward(self, x):
+            return nn.functional.linear(x.repeat_interleave(4, 0), torch.cat([self.a, self.b]))
+
+    layers = nn.Sequential(nn.Linear(4, 4), Joined(), nn.Linear(4, 4))
+    x = torch.rand(rows, 4)
+    torch.testing.assert_close(wrapped(kind, layers)(x), layers(x))
