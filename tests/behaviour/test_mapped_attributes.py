@@ -1,6 +1,8 @@
 """Values that a model stores on its blocks: second runs find those of their micro-batch."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -142,3 +144,69 @@ def test_change_of_a_block_itself_is_its_own_affair():
     expected(x).sum().backward()
     MappedGPipe(module, places("0"), checkpoint="always")(x).sum().backward()
     torch.testing.assert_close(module[0].linear.weight.grad, expected[0].linear.weight.grad)
+
+
+class Failing(nn.Module):
+    """A model that takes back what it has stored, and may raise then."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.fails = nn.Linear(4, 4), Scaled(), False
+
+    def forward(self, x):
+        x = self.first(x)
+        self.last.scale = x.mean()
+        self.seen = weakref.ref(self.last.scale)
+        y = self.last(x)
+        self.last.scale = None
+        if self.fails:
+            raise ValueError
+        return y
+
+
+class Scaled(nn.Module):
+    """A block whose class names an attribute that its parent stores among its constants."""
+
+    __constants__ = ("count",)
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale, self.count = nn.Linear(4, 4), None, 1
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale * self.count).tanh()
+
+
+def test_a_step_that_fails_holds_nothing_that_was_stored():
+    model = Failing()
+    pipe = MappedGPipe(model, places("first", "last"), chunks=2, checkpoint="always")
+    x = torch.rand(4, 4)
+    for model.fails in (False, True):
+        try:
+            pipe(x).sum().backward()
+        except ValueError as error:
+            del error
+        gc.collect()
+        assert model.seen() is None
+
+
+def test_whole_numbers_that_a_class_calls_constants():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.count = nn.Linear(4, 4), Scaled(), 0
+            self.last.scale = 1.0
+
+        def forward(self, x):
+            # Another number for each micro-batch.
+            self.last.count = 1 + int(x.sum() > 2)
+            return self.last(self.first(x))
+
+    model = Counting()
+    x = torch.tensor([[0.1] * 4, [0.1] * 4, [0.9] * 4, [0.9] * 4])
+    plain(model, x, 2).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    pipe = MappedGPipe(model, places("first", "last"), chunks=2, checkpoint="always")
+    pipe(x).sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
