@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.graphs import has_global_hooks
-from torchgpipe.graphs.snapshot import MISSING, Elements, Slots, Snapshot, attributes_of
+from torchgpipe.graphs.snapshot import Elements, Slots, Snapshot, attributes_of
 from torchgpipe.graphs.sources import Sources, Variables
-from torchgpipe.values.structure import ATOMS, equal
+from torchgpipe.values.structure import ATOMS, MISSING, equal
 
 __all__: list[str] = []
 

@@ -25,7 +25,7 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 
 from torchgpipe import _torch
-from torchgpipe.values.structure import ATOMS
+from torchgpipe.values.structure import ATOMS, MISSING
 
 __all__: list[str] = []
 
@@ -39,8 +39,6 @@ CONTAINERS = frozenset({*SEQUENCES, dict})
 OUTSIDE = (type, ModuleType, io.IOBase, logging.Logger)
 #: What a function becomes whose values are kept.
 Cached: Any = type(lru_cache(lambda: None))
-
-MISSING: Any = object()
 
 
 class Snapshot:

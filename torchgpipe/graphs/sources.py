@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchgpipe.graphs.snapshot import MISSING, Snapshot
+from torchgpipe.graphs.snapshot import Snapshot
+from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
 

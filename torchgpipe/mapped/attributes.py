@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
+from torchgpipe.values.structure import MISSING
+
 __all__: list[str] = []
 
-_MISSING: Any = object()
 
 #: What every module has: flags and tables, which second runs find as they were by other means.
 _COMMON = frozenset(vars(nn.Module()))
@@ -89,7 +90,7 @@ class Attributes:
         if left is not None and found is not left:
             now, before = dict(zip(*found)), dict(zip(*left))
             for key in now | before:
-                if now.get(key, _MISSING) is not before.get(key, _MISSING):
+                if now.get(key, MISSING) is not before.get(key, MISSING):
                     self._given[key] = None
         return found
 
@@ -167,8 +168,8 @@ class RestoredAttributes:
         tables, keys, found = self._given
         values = dict(zip(*found)) if keys else {}
         for k, name in keys:
-            table, value = tables[k], values.get((k, name), _MISSING)
-            now = table.get(name, _MISSING)
+            table, value = tables[k], values.get((k, name), MISSING)
+            now = table.get(name, MISSING)
             # guard: attributes of a call
             if now is not value:
                 self._before.append((table, name, now))
@@ -180,7 +181,7 @@ class RestoredAttributes:
 
 
 def _put(table: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
+    if value is MISSING:
         table.pop(name, None)
     else:
         table[name] = value

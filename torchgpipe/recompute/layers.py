@@ -23,10 +23,10 @@ from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
 from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Place, lost, put
 from torchgpipe.recompute.verification import is_verifying
+from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
 
-_MISSING: Any = object()
 
 #: The version of each parameter, and its address.
 Identities: TypeAlias = tuple[list[int], list[int]]
@@ -279,7 +279,7 @@ class LayersState:
         if [*chain.from_iterable(self._tables)] != self._names or not all(
             map(is_, chain.from_iterable(map(dict.values, self._tables)), tensors)
         ):
-            tensors = [table.get(name, _MISSING) for table, name in self._places]
+            tensors = [table.get(name, MISSING) for table, name in self._places]
         if (
             tensors is found.tensors
             and hooks is found.hooks
@@ -306,7 +306,7 @@ class LayersState:
                 parameter.requires_grad_(needs_grad)
         if not all(map(is_, now.tensors, found.tensors)):
             for (place, name), tensor in zip(self._places, found.tensors):
-                if tensor is not _MISSING:
+                if tensor is not MISSING:
                     place[name] = tensor
                 else:
                     place.pop(name, None)

@@ -79,9 +79,10 @@ class Order:
         if self._rows is None:
             return NOTHING
         entering = self._before.blocks if self._before is not None else ()
+        rows = rows_of(given)
         # Compiled code would be compiled anew for the mode.
-        if (self._grows or entering) and not any(map(is_compiled, self._layers.modules())):
-            self._watch = Watch(rows_of(given), given, entering)
+        if rows and (self._grows or entering) and not any(map(is_compiled, self._layers.modules())):
+            self._watch = Watch(rows, given, entering)
             return self._watch
         return NOTHING
 
@@ -203,8 +204,8 @@ def _products(shape: Iterable[int]) -> list[int]:
 
 
 def rows_of(tensors: Iterable[Tensor]) -> int:
-    """The first size of the first of some tensors that has one; 0 without any."""
-    return next((x.shape[0] for x in tensors if is_dense(x) and x.dim()), 0)
+    """The first size of the first of some tensors that has a row; 0 without any."""
+    return next((x.shape[0] for x in tensors if is_dense(x) and x.dim() and x.shape[0]), 0)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

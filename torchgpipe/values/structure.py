@@ -20,6 +20,9 @@ from torchgpipe.values import trees
 
 __all__ = ["NoChunk", "PerMicroBatch"]
 
+#: Stands for what is not there, where None may be.
+MISSING: Any = object()
+
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 

@@ -157,3 +157,10 @@ def test_weights_that_are_joined_have_no_rows(rows, kind):
     layers = nn.Sequential(nn.Linear(4, 4), Joined(), nn.Linear(4, 4))
     x = torch.rand(rows, 4)
     torch.testing.assert_close(wrapped(kind, layers)(x), layers(x))
+
+
+@pytest.mark.parametrize("kind", ["GPipe", "GPipe of partitions"])
+def test_empty_tensors_beside_rows_in_blocks(kind):
+    layers = [Tuple(lambda x: (x[:0], torch.cat([x, -x]))), nn.Identity(), nn.Identity()]
+    with pytest.raises(ValueError, match="side by side"):
+        wrapped(kind, nn.Sequential(*layers))(torch.rand(9, 4))
