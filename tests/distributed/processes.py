@@ -33,9 +33,14 @@ _context.set_forkserver_preload(
 
 
 class Processes:
-    """The processes."""
+    """The processes.
 
-    def __init__(self):
+    Args:
+        size: their number.
+    """
+
+    def __init__(self, size=SIZE):
+        self._size = size
         self._workers = []
 
     def run(self, function, size, *args, **kwargs):
@@ -71,9 +76,11 @@ class Processes:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        for rank in range(SIZE):
+        for rank in range(self._size):
             mine, theirs = Pipe()
-            process = _context.Process(target=work, args=(rank, theirs, port), daemon=True)
+            process = _context.Process(
+                target=work, args=(rank, self._size, theirs, port), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, mine))
@@ -94,7 +101,7 @@ def _received(connection):
     return pickle.loads(connection.recv_bytes())
 
 
-def work(rank, connection, port):
+def work(rank, count, connection, port):
     """Do what the tests ask for, until they end."""
     # What PyTorch logs of failures, which these tests cause.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -103,10 +110,10 @@ def work(rank, connection, port):
         "gloo",
         init_method=f"tcp://localhost:{port}",
         rank=rank,
-        world_size=SIZE,
+        world_size=count,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    groups = {size: torch.distributed.new_group(range(size)) for size in range(1, SIZE + 1)}
+    groups = {size: torch.distributed.new_group(range(size)) for size in range(1, count + 1)}
     connection.send("ready")
     while True:
         try:

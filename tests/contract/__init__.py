@@ -1,0 +1,1 @@
+"""The promises to users, each once, over all wrappers that make it."""

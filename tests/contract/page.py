@@ -1,0 +1,52 @@
+"""Write the page of promises from their list: ``python -m tests.contract.page``."""
+
+import sys
+from pathlib import Path
+
+from tests.contract.promises import PROMISES, SECTIONS, WRAPPERS
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "promises.rst"
+
+HEAD = """\
+What each wrapper promises
+==========================
+
+One list for all wrappers, and one test for each row, which runs with every wrapper, checkpoint
+mode and kind of stages (``tests/contract``). Where a wrapper does something else, a number leads
+to the reason below the table, and the test checks that the difference is an error, or the one that
+is named, and nothing that nobody notices. ``ScheduledLoss of graphs`` has ``stages="graph"``. This
+page is made from the tests.
+"""
+
+
+def written():
+    """The text of the page."""
+    lines = [HEAD]
+    for section in SECTIONS:
+        found = [x for x in PROMISES.values() if x.name.startswith(f"{section}:")]
+        title = sys.modules[f"tests.contract.{section}"].__doc__.splitlines()[0].rstrip(".")
+        lines += [title, "-" * len(title), ""]
+        reasons = []
+        widths = "40 12 12 12 12 12"
+        lines += [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
+        lines += rows(["", *WRAPPERS])
+        for promise in found:
+            cells = []
+            for wrapper in WRAPPERS:
+                other = promise.otherwise.get(wrapper)
+                if other and other.reason not in reasons:
+                    reasons.append(other.reason)
+                cells.append(f"no ({reasons.index(other.reason) + 1})" if other else "yes")
+            lines += rows([promise.sentence, *cells])
+        lines += ["", *[f"{k}. {reason}" for k, reason in enumerate(reasons, 1)]]
+        lines += [""] if reasons else []
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def rows(cells):
+    """A row of a table."""
+    return [f"   {'*' if k == 0 else ' '} - {cell}".rstrip() for k, cell in enumerate(cells)]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(), "utf-8")

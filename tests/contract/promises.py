@@ -1,0 +1,91 @@
+"""The list of promises, and how one is added.
+
+A promise is a sentence for users, and a function that checks it with any wrapper::
+
+    @promise("Gradients are those of the plain model.")
+    def gradients(make):
+        model = make(layers)
+        ...
+
+The function gets a :class:`~tests.contract.wrapped.Maker`, whose wrapper, checkpoint mode and
+devices it does not know. Where a wrapper rightly differs, the promise says so with the reason, and
+with what it does instead: the check fails there, with an error or a difference that is named. So
+nothing that a wrapper does not do is silent, and no reason outlives what it explains.
+"""
+
+from importlib import import_module
+from typing import NamedTuple
+
+import pytest
+
+#: The wrappers: the columns of the table. Names of several runs of one begin with its name.
+WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", "Pipe")
+
+#: The modules of promises, which are the sections of the table.
+SECTIONS = ("values",)
+
+
+class Otherwise(NamedTuple):
+    """A difference of a wrapper, which does something else than to keep a promise.
+
+    Args:
+        reason: why, as the table says it.
+        match: a pattern that the error of the check has then.
+    """
+
+    reason: str
+    match: str
+
+
+class Promise(NamedTuple):
+    """A promise.
+
+    Args:
+        sentence: it, in the words of the table.
+        check: checks it.
+        otherwise: for each wrapper that rightly differs, how.
+        modes: whether the checkpoint mode matters.
+        devices: whether it matters that devices are accelerators.
+    """
+
+    sentence: str
+    check: object
+    otherwise: dict
+    modes: bool
+    devices: bool
+
+    @property
+    def name(self):
+        return f"{self.check.__module__.rpartition('.')[2]}:{self.check.__name__}"
+
+
+#: All promises, by name.
+PROMISES = {}
+
+
+def promise(sentence, *, otherwise=None, modes=False, devices=False):
+    """Add a function to the list of promises: see :class:`Promise`."""
+
+    def add(check):
+        found = Promise(sentence, check, otherwise or {}, modes, devices)
+        assert set(found.otherwise) <= set(WRAPPERS)
+        assert found.name not in PROMISES
+        PROMISES[found.name] = found
+        return check
+
+    return add
+
+
+def keeps(name, make):
+    """Check that a wrapper keeps a promise, or does what it says that it does instead."""
+    found = PROMISES[name]
+    other = found.otherwise.get(make.wrapper)
+    if other is None:
+        found.check(make)
+        return
+    with pytest.raises((Exception, pytest.fail.Exception), match=other.match):
+        found.check(make)
+
+
+for _section in SECTIONS:
+    import_module(f"tests.contract.{_section}")

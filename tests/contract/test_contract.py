@@ -1,0 +1,48 @@
+"""Every wrapper keeps every promise, or says what it does instead."""
+
+import pytest
+
+from tests.contract import across
+from tests.contract.page import PAGE, written
+from tests.contract.promises import PROMISES, keeps
+from tests.contract.wrapped import RUNS, Maker
+from tests.distributed.processes import Processes
+from tests.support.helpers import MODES
+from tests.support.size import some
+
+LOCAL = [run for run in RUNS if run != "Pipe"]
+
+
+def cases(runs):
+    """The promises with each run, and with each mode where that matters."""
+    found = []
+    for number, (name, promise) in enumerate(PROMISES.items()):
+        for k, run in enumerate(runs):
+            # Every mode is taken with every promise, and with every run.
+            few = [MODES[(number + k) % len(MODES)]] if promise.modes else ["except_last"]
+            modes = some(MODES if promise.modes else few, few)
+            found += [pytest.param(name, run, mode, id=f"{name}-{run}-{mode}") for mode in modes]
+    return found
+
+
+@pytest.fixture(scope="module")
+def processes():
+    found = Processes(2)
+    yield found
+    found.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "run", "mode"), cases(LOCAL))
+def test_promise(name, run, mode):
+    keeps(name, Maker(run, mode))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "run", "mode"), cases(["Pipe"]))
+def test_promise_across_processes(name, run, mode, processes):
+    processes.run(across.check, 2, name, run, mode)
+
+
+def test_page():
+    assert PAGE.read_text("utf-8") == written(), "run python -m tests.contract.page"

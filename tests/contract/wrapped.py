@@ -1,0 +1,211 @@
+"""One way to make and to use each wrapper, for promises that do not know which one it is."""
+
+import copy
+import warnings
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.helpers import notes_of
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+
+#: The runs: for each its wrapper, and for schedules the name and the kind of stages.
+RUNS = {
+    "GPipe": ("GPipe",),
+    "ScheduledLoss 1f1b": ("ScheduledLoss", "1f1b", "eager"),
+    "ScheduledLoss zbh1": ("ScheduledLoss", "zbh1", "eager"),
+    "ScheduledLoss 1f1b, graphs": ("ScheduledLoss of graphs", "1f1b", "graph"),
+    "ScheduledLoss zbh1, graphs": ("ScheduledLoss of graphs", "zbh1", "graph"),
+    "MappedGPipe": ("MappedGPipe",),
+    "Pipe": ("Pipe", "zbh1"),
+}
+
+
+class Raised(NamedTuple):
+    """An error that a wrapper has raised: its class by name, its text, and its notes."""
+
+    kind: str
+    text: str
+    notes: list
+
+
+class Maker:
+    """Wrap layers, always in the same way.
+
+    Args:
+        run: the name of the run.
+        mode: the checkpoint mode.
+        devices: two.
+    """
+
+    def __init__(self, run, mode="except_last", devices=("cpu", "cpu")):
+        self.run, self.mode = run, mode
+        self.wrapper, *self.kind = RUNS[run]
+        self.devices = [torch.device(device) for device in devices]
+
+    def __call__(self, layers, *, chunks=4, loss=F.mse_loss, mode=None, **options):
+        """Wrap layers, half of which come to each of the two devices.
+
+        Args:
+            layers: at least two. They are copied, so that the caller keeps the plain ones.
+            chunks: the number of micro-batches.
+            loss: called with the output and the targets, and returns a mean over rows.
+            mode: the checkpoint mode, if it has to be a certain one.
+            options: for the wrapper's class, where all wrappers have them.
+        """
+        layers = copy.deepcopy(layers)
+        options |= {"chunks": chunks, "checkpoint": mode or self.mode}
+        return self.wrap(layers, loss, options)
+
+    def wrap(self, layers, loss, options):
+        """Wrap layers that nobody else has."""
+        if self.wrapper == "MappedGPipe":
+            names = [*layers._modules]
+            half = len(names) // 2
+            where = {name: self.devices[k >= half] for k, name in enumerate(names)}
+            return Mapped(self, layers, MappedGPipe(layers, where, **options), loss)
+        half = len(layers) // 2
+        balance = [half, len(layers) - half]
+        model = GPipe(layers, balance, devices=self.devices, **options)
+        if self.wrapper == "GPipe":
+            return Wrapped(self, layers, model, loss)
+        schedule, stages = self.kind
+        training = ScheduledLoss(model, loss, schedule, stages=stages, outputs=True)
+        return Scheduled(self, layers, training, loss)
+
+
+class Wrapped:
+    """Layers in a wrapper.
+
+    Attributes:
+        layers: the layers themselves; their parameters have the gradients.
+        model: the wrapper.
+    """
+
+    def __init__(self, maker, layers, model, loss):
+        self.maker, self.layers, self.model, self.criterion = maker, layers, model, loss
+
+    @property
+    def first(self):
+        """The device that inputs are on."""
+        return self.maker.devices[0]
+
+    @property
+    def last(self):
+        """The device that outputs are on."""
+        return self.maker.devices[-1]
+
+    def forward(self, *args, **kwargs):
+        """The output. It has a graph where the wrapper's outputs have one."""
+        return self.model(*args, **kwargs)
+
+    def loss(self, input, *targets):
+        """The loss of a mini-batch, before its backward."""
+        return self.criterion(self.model(input), *targets)
+
+    def step(self, input, *targets):
+        """Compute a mini-batch, and the gradients of its loss; return the loss."""
+        loss = self.loss(input, *targets)
+        loss.backward()
+        return loss.detach()
+
+    def train(self, mode=True):
+        """Set the mode of all layers."""
+        self.model.train(mode)
+        return self
+
+    def zero_grad(self):
+        """Take the gradients away."""
+        self.layers.zero_grad()
+
+    @property
+    def grads(self):
+        """The gradients, by name."""
+        return {name: x.grad for name, x in self.layers.named_parameters()}
+
+    @property
+    def buffers(self):
+        """The buffers, by name."""
+        return dict(self.layers.named_buffers())
+
+    def all(self, found):
+        """Entries of a list, or of a dict, that Python code of layers made, in all processes."""
+        return found
+
+    def raised(self, function, *args):
+        """The error that a function raises; None if it raises none."""
+        try:
+            function(*args)
+        except Exception as error:
+            notes = notes_of(error)
+            return Raised(type(error).__name__, str(error), notes)
+        return None
+
+    @contextmanager
+    def warned(self):
+        """Collect the texts of warnings in a list, within the block."""
+        found = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield found
+        found += self.all([str(x.message) for x in caught])
+
+
+class Mapped(Wrapped):
+    """Layers of a device map."""
+
+
+class Scheduled(Wrapped):
+    """Layers under a schedule, whose losses have a graph that leads to the parameters alone."""
+
+    @property
+    def pipe(self):
+        """The model that is wrapped twice."""
+        return self.model.model
+
+    def forward(self, *args, **kwargs):
+        return self.pipe(*args, **kwargs)
+
+    def loss(self, input, *targets):
+        return self.model(input, *targets)[0]
+
+
+def linears(*sizes):
+    """Linear layers with smooth functions between them."""
+    layers = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def plain_step(layers, input, *targets, loss=F.mse_loss, chunks=1):
+    """A step of the plain layers, micro-batch by micro-batch; returns the loss.
+
+    Each loss counts by its share of the rows, as in a loop that accumulates gradients.
+    """
+    rows = len(input)
+    total = 0
+    for k in range(min(chunks, rows)):
+        part = slice(rows * k // chunks, rows * (k + 1) // chunks)
+        share = len(input[part]) / rows
+        value = loss(layers(input[part]), *[x[part] for x in targets]) * share
+        value.backward()
+        total = total + value.detach()
+    return total
+
+
+def assert_same_grads(model, layers, **tolerance):
+    """Check that a wrapped model has the gradients of the plain layers, and that there are any."""
+    expected = {name: x.grad for name, x in layers.named_parameters()}
+    found = model.grads
+    assert {name for name, x in found.items() if x is not None} == {
+        name for name, x in expected.items() if x is not None
+    }
+    assert any(x is not None for x in expected.values())
+    for name, grad in expected.items():
+        if grad is not None:
+            torch.testing.assert_close(found[name].to(grad.device), grad, **tolerance)

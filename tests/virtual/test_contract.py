@@ -1,0 +1,17 @@
+"""Wrappers on accelerators keep the promises about devices."""
+
+import pytest
+
+from tests.contract.promises import PROMISES, keeps
+from tests.contract.test_contract import LOCAL, cases
+from tests.contract.wrapped import Maker
+
+OF_DEVICES = {name for name, promise in PROMISES.items() if promise.devices}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "run", "mode"), [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES]
+)
+def test_promise(name, run, mode, devices):
+    keeps(name, Maker(run, mode, devices[:2]))
