@@ -64,7 +64,8 @@ class ScheduledLoss(nn.Module):
     each micro-batch, so the loss is inside. The call computes the gradients, too.
     ``loss.backward()`` hands them over, multiplied by whatever was done to the loss. So everything
     that works with a loss works with this one: several losses added up, gradient scalers, hooks,
-    data parallelism.
+    data parallelism. What layers add to gradients on their own, as routers do for an auxiliary
+    loss, is multiplied, too: ``(loss / 4).backward()`` hands over a quarter of it.
 
     In eval mode, and without grad, the call computes the loss alone, and keeps no memory.
 
@@ -75,8 +76,8 @@ class ScheduledLoss(nn.Module):
         loss: called as ``loss(output, *targets, **more)`` for each micro-batch, on the device of
             the last partition. It returns the mean over the rows of the micro-batch, a tensor of
             one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
-            loss is then the sum of all sums over the sum of all weights. Its parameters, if it has
-            any, must be on that device. It runs again with a cell that is computed again: what
+            loss is then the sum of all sums over the sum of all weights. A sum alone cannot be told
+            from a mean, and counts as one. Its parameters must be on that device. It runs again with a cell that is computed again: what
             counts asks :func:`~torchgpipe.is_recomputing` first.
         schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
             workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`. There is a
@@ -99,8 +100,8 @@ class ScheduledLoss(nn.Module):
 
     Raises:
         TypeError: the model is no :class:`GPipe`, or the loss cannot be called.
-        ValueError: the model has no partition, or the schedule does not fit it; the message shows
-            both.
+        ValueError: the model has no partition, the loss has ``reduction='sum'``, or the schedule
+            does not fit; the message shows both.
 
     Source: Narayanan et al. (arXiv 2006.09503) for 1F1B; Qi et al. (arXiv 2401.10241) for backward
     in two halves; :mod:`torchgpipe.schedule` names the source of each schedule.
