@@ -77,8 +77,9 @@ class ScheduledLoss(nn.Module):
             the last partition. It returns the mean over the rows of the micro-batch, a tensor of
             one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
             loss is then the sum of all sums over the sum of all weights. A sum alone cannot be told
-            from a mean, and counts as one. Its parameters must be on that device. It runs again with a cell that is computed again: what
-            counts asks :func:`~torchgpipe.is_recomputing` first.
+            from a mean, and counts as one. Its parameters must be on that device. It runs again
+            with a cell that is computed again: what counts asks
+            :func:`~torchgpipe.is_recomputing` first.
         schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
             workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`. There is a
             worker for each device. It may be changed between steps.
