@@ -8,9 +8,11 @@ from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.scheduled import ScheduledLoss, arguments
 from torchgpipe.timeline.timeline import Timeline
 from torchgpipe.tracing import trace
-from torchgpipe.values.structure import NoChunk, PerMicroBatch
+from torchgpipe.values.marks import Chunk, Chunks, NoChunk, PerMicroBatch
 
 __all__ = [
+    "Chunk",
+    "Chunks",
     "GPipe",
     "MappedGPipe",
     "NoChunk",

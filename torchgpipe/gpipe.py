@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -378,7 +379,7 @@ class GPipe(Settings, nn.Module):
         mini_batch = self._divided(arguments(args, kwargs))
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
-            self._traps.no_pipelining(len(self._devices), self.chunks)
+            self._traps.no_pipelining(len(self._devices), mini_batch.asked)
         checkpointed = self._checkpointed(mini_batch.m if recorded else 0)
         pipeline = Pipeline(self._stages, mini_batch.batches, checkpointed)
         mini_batch.compute(pipeline.run, self._devices, self._norms)
@@ -393,7 +394,7 @@ class GPipe(Settings, nn.Module):
         verify_sharding(self, self._devices)
         verify_placement(partitions, self._devices)
         found = MiniBatch(self, input, self.chunks, self._traps)
-        for tensor in found.batches[0]:
+        for tensor in chain.from_iterable(found.different):
             if tensor.device != self._devices[0]:
                 raise ValueError(
                     "the input must be on the device of the first partition "

@@ -291,7 +291,7 @@ class MappedGPipe(Settings, nn.Module):
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
-            self._traps.no_pipelining(len({*devices}), self.chunks)
+            self._traps.no_pipelining(len({*devices}), mini_batch.asked)
         (checkpointed,) = self._checkpointed(m if recorded else 0)
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)

@@ -171,7 +171,7 @@ class ScheduledLoss(nn.Module):
         mini_batch = model._divided(input)
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
-            model._traps.no_pipelining(len(model.devices), model.chunks)
+            model._traps.no_pipelining(len(model.devices), mini_batch.asked)
         with torch.set_grad_enabled(recorded):
             executor = self._executor(mini_batch, (targets, more))
             with explaining(targets, model[0]):
@@ -184,7 +184,7 @@ class ScheduledLoss(nn.Module):
             value = hand_over(executor, value, divisor)
         if criterion.outputs is None:
             return value
-        return value, criterion.joined(mini_batch.rows, executor.step.blocks)
+        return value, criterion.joined(executor.step.blocks)
 
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
         """Count what each stage costs, from its graph, without running a step.
@@ -221,12 +221,12 @@ class ScheduledLoss(nn.Module):
         recorded = torch.is_grad_enabled()
         crew = self._crew_of(model)
         arguments, arriving = arguments_of(
-            terms, mini_batch.rows, m, crew.streams, model.devices[-1]
+            terms, mini_batch.division, crew.streams, model.devices[-1]
         )
         criterion = Criterion(
             self.loss,
             arguments,
-            mini_batch.rows,
+            mini_batch.division,
             self._scale() if recorded else None,
             self.outputs,
         )

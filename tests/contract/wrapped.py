@@ -105,7 +105,12 @@ class Wrapped:
 
     def loss(self, input, *targets):
         """The loss of a mini-batch, before its backward."""
-        return self.criterion(self.model(input), *targets)
+        output = self.model(input)
+        if not isinstance(output, list):
+            return self.criterion(output, *targets)
+        # The caller has divided the mini-batch.
+        each = zip(output, *[x.values for x in targets])
+        return sum(self.criterion(*one) for one in each) / len(output)
 
     def step(self, input, *targets):
         """Compute a mini-batch, and the gradients of its loss; return the loss."""

@@ -14,7 +14,8 @@ from tests.support.size import SOAK
 from torchgpipe import GPipe, NoChunk, ScheduledLoss, arguments
 from torchgpipe.partition.split import Sequential
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.values.microbatch import scatter, sizes
+from torchgpipe.values.division import division_of
+from torchgpipe.values.microbatch import scatter
 
 #: For each kind of schedule with one stage per worker, and with two: names, the first for each run.
 ONE = ("1f1b", "zbh1", "fill_drain", "zbh2")
@@ -240,7 +241,7 @@ def reference(case, layers):
     batches = scatter(case.input, case.chunks)
     targets = targets_of(case)
     total = len(targets[0])
-    counts = sizes(case.input, len(batches)) or [total]
+    counts = division_of(case.input, case.chunks).rows or [total]
     starts = accumulate(counts, initial=0)
     found = []
     for batch, start, count in zip(batches, starts, counts):

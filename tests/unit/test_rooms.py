@@ -173,6 +173,8 @@ print("torchgpipe.testing" in sys.modules, "torchgpipe.distributed" in sys.modul
 
 def test_exports():
     assert sorted(torchgpipe.__all__) == [
+        "Chunk",
+        "Chunks",
         "GPipe",
         "MappedGPipe",
         "NoChunk",

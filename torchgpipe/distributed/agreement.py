@@ -19,6 +19,7 @@ from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.peers import Peers, digest
 from torchgpipe.distributed.worker import Worker
 from torchgpipe.schedule.language import Schedule
+from torchgpipe.values.division import Division, divided
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -31,14 +32,12 @@ class Agreed(NamedTuple):
     """A step as all processes know it.
 
     Args:
-        m: the number of micro-batches.
-        rows: the number of rows of the mini-batch.
+        division: the division of the mini-batch.
         shapes: stands for all that shapes and dtypes of messages depend on.
         with_numbers: whether states of generators travel with the micro-batches.
     """
 
-    m: int
-    rows: int
+    division: Division
     shapes: int
     with_numbers: bool
 
@@ -154,7 +153,8 @@ class Agreement:
         """Agree on a step.
 
         Args:
-            m: the number of micro-batches, where the first stage is; 0 elsewhere.
+            m: the number of micro-batches, where the first stage is, negative if the caller has
+                made them; 0 elsewhere.
             rows: the number of rows, where the first and the last stage are.
             shapes: describes the micro-batches, where the first stage is.
             settings: describes what all processes have to have in common.
@@ -181,7 +181,8 @@ class Agreement:
             )
         # guard: numbers travel until nothing draws
         with_numbers = not all(x[5] for x in found)
-        return Agreed(first[1], first[2], digest(repr([x[3] for x in found])), with_numbers)
+        division = Division(divided(first[2], abs(first[1])), first[1] < 0)
+        return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
     def end(
         self,
@@ -243,12 +244,12 @@ def _of_others(what: str, texts: Sequence[str]) -> RuntimeError:
     return RuntimeError(f"another process could not {what}: {found}")
 
 
-def described(batches: Sequence[Batch], rows: int, recorded: bool) -> str:
+def described(batches: Sequence[Batch], rows: int, recorded: bool, is_given: bool) -> str:
     """All that the shapes and dtypes of a step's messages depend on, as text."""
     kinds = device_types()
     casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
     inputs = [
         ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
-        for batch in [*batches[:1], *batches[-1:]]
+        for batch in (batches if is_given else [*batches[:1], *batches[-1:]])
     ]
     return repr((len(batches), rows, recorded, casts, inputs))

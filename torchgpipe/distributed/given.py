@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torchgpipe.engine.mini_batch import MiniBatch, verify_call
 from torchgpipe.executor.links import Streams
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.partition.traps import Traps
-from torchgpipe.values import microbatch
+from torchgpipe.values.division import Division, divided, has_chunks, row_count
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -34,7 +36,14 @@ class Given(NamedTuple):
     rows: int
 
     @property
-    def batches(self) -> list[microbatch.Batch]:
+    def m(self) -> int:
+        """The number of micro-batches, negative if the caller has made them; 0 if others know."""
+        if self.mini_batch is None:
+            return 0
+        return -self.mini_batch.m if self.mini_batch.division.is_given else self.mini_batch.m
+
+    @property
+    def batches(self) -> list[Batch]:
         """The micro-batches of the first stage."""
         return [] if self.mini_batch is None else self.mini_batch.batches
 
@@ -70,9 +79,9 @@ class Reader:
             verify_call(pipe, ())
         rows = 0
         if self._routes.is_first or self._routes.is_last:
-            rows = microbatch.row_count(input)
+            rows = row_count(input)
             if not rows and not self._routes.is_first:
-                rows = microbatch.row_count(terms)
+                rows = row_count(terms)
         arguments: Sequence[Any] | None = None
         arriving: Sequence[Any] = ()
         if self._routes.is_last and terms is not None:
@@ -82,14 +91,16 @@ class Reader:
                     "loss=torch.nn.functional.cross_entropy), for one, or call the model for its "
                     "output"
                 )
-            if rows or self._routes.is_first:
-                arguments, arriving = self.arguments(terms, rows, count(rows, pipe.chunks))
+            if mini_batch is not None:
+                arguments, arriving = self.arguments(terms, mini_batch.division)
+            elif rows and not has_chunks(terms):
+                division = Division(divided(rows, max(1, min(rows, pipe.chunks))))
+                arguments, arriving = self.arguments(terms, division)
         return Given(mini_batch, arguments, arriving, rows)
 
-    def arguments(self, terms: Any, rows: int, m: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    def arguments(self, terms: Any, division: Division) -> tuple[Sequence[Any], Sequence[Any]]:
         """The further arguments of the loss of each micro-batch, and the events of their copies."""
-        sizes = microbatch.divided(rows, m) if m > 1 else []
-        return arguments_of(terms, sizes, m, self._streams, self._device)
+        return arguments_of(terms, division, self._streams, self._device)
 
     def _divided(self, pipe: Any, input: Any, traps: Traps) -> MiniBatch:
         """A mini-batch that can be computed."""
@@ -99,7 +110,7 @@ class Reader:
                 f"{self._routes.rank}); pass it in this process at least"
             )
         found = MiniBatch(pipe, input, pipe.chunks, traps)
-        for x in found.batches[0]:
+        for x in chain.from_iterable(found.different):
             if x.device != self._device:
                 raise ValueError(
                     "the input must be on the device of the first stage "
@@ -107,8 +118,3 @@ class Reader:
                     "input.to(model.device)"
                 )
         return found
-
-
-def count(rows: int, chunks: int) -> int:
-    """The number of micro-batches of so many rows."""
-    return max(1, min(rows, chunks)) if rows else 1

@@ -21,7 +21,7 @@ from torchgpipe.describe.description import Description, part_of
 from torchgpipe.devices.streams import Device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described
 from torchgpipe.distributed.failures import shared_failures
-from torchgpipe.distributed.given import NOTHING, Given, Reader, count
+from torchgpipe.distributed.given import NOTHING, Given, Reader
 from torchgpipe.distributed.gradients import (
     average,
     equalise,
@@ -57,7 +57,6 @@ from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.split import Partition, split_module, verify_module
 from torchgpipe.partition.traps import Traps
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
-from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
 
 __all__ = ["Pipe"]
@@ -345,15 +344,16 @@ class Pipe(Settings, nn.Module):
                     "several processes takes no gradient scaler (autocast: float16); use bfloat16"
                 )
             given = self._reader.read(self, input, terms, self._traps)
-            if recorded and self.is_first:
-                self._traps.no_pipelining(self._peers.size, self.chunks)
-            shapes = described(given.batches, given.rows, recorded)
+            if recorded and given.mini_batch:
+                self._traps.no_pipelining(self._peers.size, given.mini_batch.asked)
+            shapes = described(given.batches, given.rows, recorded, given.m < 0)
             flags, trainable = flags_of([self]), self._trainable()
         except Exception as raised:
             error = raised
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
-        m = count(given.rows, self.chunks) if self.is_first else 0
-        agreed = self._agreement.begin(m, given.rows, shapes, settings, flags, trainable, error)
+        agreed = self._agreement.begin(
+            given.m, given.rows, shapes, settings, flags, trainable, error
+        )
         with shared_failures(self._peers), explaining(*self._explained(terms)):
             if self._replicas is not None and recorded:
                 verify_same(trainable, self._replicas)
@@ -377,16 +377,16 @@ class Pipe(Settings, nn.Module):
         """Compute a step that all processes have agreed on."""
         with_loss = terms is not None
         arguments, arriving = given.arguments, given.arriving
-        if arguments is None and with_loss and self.is_last:
-            # No argument tells the number of rows.
-            arguments, arriving = self._reader.arguments(terms, agreed.rows, agreed.m)
-        m, batches = agreed.m, given.batches
-        rows = microbatch.divided(agreed.rows, m) if m > 1 else []
+        division, batches = agreed.division, given.batches
+        m, rows = division.m, division.rows
+        if with_loss and self.is_last and (arguments is None or len(arguments) != m):
+            # No argument tells the number of rows, or of micro-batches.
+            arguments, arriving = self._reader.arguments(terms, division)
         runtime, plan = self._programs.get(m, recorded, self._checkpoint)
-        criterion: Criterion = Collector(m)
+        criterion: Criterion = Collector(division)
         if with_loss:
             arguments = arguments or [((), {})] * m
-            criterion = Criterion(self.loss or no_loss, arguments, rows, None, self._outputs)
+            criterion = Criterion(self.loss or no_loss, arguments, division, None, self._outputs)
         norms = deferred_batch_norms(self)
         in_all = given.mini_batch.whole if given.mini_batch else ()
         sharded = sharded_in(self.__dict__["_layers"])
@@ -398,7 +398,9 @@ class Pipe(Settings, nn.Module):
                 *(self._routes, self._tied, not agreed.with_numbers),
                 *(self._crew, plan, batches, criterion, arriving),
             )
-            self._mail.begin(worker, agreed.shapes, rows or [0], agreed.with_numbers)
+            # Micro-batches that the caller has made may all have shapes of their own.
+            kinds = [*range(m)] if division.is_given else division.sizes
+            self._mail.begin(worker, agreed.shapes, kinds, agreed.with_numbers)
             try:
                 run = partial(worker.around, runtime.run)
                 compute(run, self, [self._device], norms, in_all)
@@ -408,7 +410,7 @@ class Pipe(Settings, nn.Module):
             found = self._agreement.end(worker, self._routes.placement, total, divisor)
             self._traps.coupled(criterion.shapes, rows, (), self.parameters())
             if criterion.outputs is not None and self.is_last:
-                output = criterion.joined(rows, worker.step.blocks)
+                output = criterion.joined(worker.step.blocks)
             if found is not None and recorded:
                 self._hand_over(worker, found)
                 reduce(sharded)

@@ -16,8 +16,8 @@ from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transfor
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import DeferredBatchNorm, deferred_updates
 from torchgpipe.partition.traps import Traps
-from torchgpipe.values import microbatch
-from torchgpipe.values.microbatch import VALUE
+from torchgpipe.values.division import division_of, split
+from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 
 __all__: list[str] = []
 
@@ -71,7 +71,7 @@ class MiniBatch:
 
     Args:
         wrapper: the wrapper.
-        input: the mini-batch: see :func:`~torchgpipe.values.microbatch.scatter`.
+        input: the mini-batch: see :func:`~torchgpipe.values.division.division_of`.
         chunks: the number of micro-batches, if it has as many rows.
         traps: the warnings of the wrapper.
 
@@ -81,23 +81,32 @@ class MiniBatch:
 
     def __init__(self, wrapper: nn.Module, input: Any, chunks: int, traps: Traps) -> None:
         verify_no_transform()
-        self.wrapper, self._traps = wrapper, traps
+        self.wrapper, self._traps, self._chunks = wrapper, traps, chunks
         #: The micro-batches. Whoever computes them puts their outputs in their places.
-        self.batches = batches = microbatch.scatter(input, chunks)
-        verify_call(wrapper, batches[0])
-        self.m = len(batches)
+        self.division = division = division_of(input, chunks)
+        self.batches = batches = [Batch(part) for part in split(input, division)]
+        verify_call(wrapper, chain.from_iterable(self.different))
+        self.m = division.m
         if not batches[0].atomic:
             traps.lists(input, self.m)
-        #: The number of rows of each micro-batch; none if there is one.
-        self.rows = microbatch.sizes(input, self.m)
         #: The tensors that every micro-batch gets.
-        self.whole = microbatch.in_all(batches)
+        self.whole = in_all(batches)
         self._shapes = batches[0].shapes
+
+    @property
+    def different(self) -> Sequence[Batch]:
+        """The micro-batches of which one says nothing of another."""
+        return self.batches if self.division.is_given else self.batches[:1]
+
+    @property
+    def asked(self) -> int:
+        """The number of micro-batches that the caller wants, for which rows may be too few."""
+        return self.m if self.division.is_given else self._chunks
 
     def map(self, function: Callable[..., Iterable[Tensor]]) -> None:
         """Replace the tensors of each micro-batch by a function of them."""
         self.batches = [batch.map(function, [VALUE]) for batch in self.batches]
-        self.whole = microbatch.in_all(self.batches)
+        self.whole = in_all(self.batches)
 
     def compute(
         self,
@@ -110,7 +119,7 @@ class MiniBatch:
 
     def look(self, outputs: Sequence[torch.Size]) -> None:
         """Warn of outputs that compare rows, by the shapes of those of the first micro-batch."""
-        self._traps.coupled(outputs, self.rows, self._shapes, self.wrapper.parameters())
+        self._traps.coupled(outputs, self.division.rows, self._shapes, self.wrapper.parameters())
 
     def joined(self, blocks: Container[int]) -> Any:
         """Join the outputs of all micro-batches.
@@ -119,4 +128,4 @@ class MiniBatch:
             blocks: the places of tensors with several rows for each row, block by block.
         """
         self.look(self.batches[0].shapes)
-        return microbatch.gather(self.batches, self.rows, blocks)
+        return joined(self.batches, self.division, blocks)

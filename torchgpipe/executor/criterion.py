@@ -14,7 +14,8 @@ from torch import Tensor
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.values.microbatch import Batch, gather
+from torchgpipe.values.division import Division
+from torchgpipe.values.microbatch import Batch, joined
 
 __all__: list[str] = []
 
@@ -26,8 +27,8 @@ class Criterion:
         loss: takes an output of the last stage and the arguments; returns the mean over the rows
             of the micro-batch, or a sum and the weight that the sum of all is divided by.
         arguments: the further arguments of each micro-batch, positional and by name.
-        rows: the number of rows of each micro-batch, whose share of all is its loss' share in a
-            mean; none if there is one micro-batch.
+        division: the division of the input. A micro-batch has the share of its rows in a mean; if
+            the caller has divided all, each has the same.
         scale: multiplies losses before backward, against gradients that are too small for float16.
         outputs: whether outputs are kept.
     """
@@ -36,12 +37,13 @@ class Criterion:
         self,
         loss: Callable[..., Any],
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-        rows: Sequence[int],
+        division: Division,
         scale: Callable[[Tensor], Tensor] | None,
         outputs: bool,
     ) -> None:
         self.loss, self.arguments, self.scale = loss, arguments, scale
-        self.shares = [size / sum(rows) for size in rows] if rows else [1.0]
+        self.division, rows = division, sum(division.sizes)
+        self.shares = [size / rows if rows else 1 / division.m for size in division.sizes]
         m = len(arguments)
         #: For each micro-batch, the loss and the weight of its sum; None for a mean.
         self.found: list[tuple[Tensor, Any] | None] = [None] * m
@@ -107,15 +109,10 @@ class Criterion:
         results = [] if found is None else [x for x in found if isinstance(x, Tensor)]
         return results if output is None else [*results, *output]
 
-    def joined(self, rows: Sequence[int], blocks: Container[int]) -> Any:
-        """The outputs of all micro-batches, joined.
-
-        Args:
-            rows: the number of rows of each micro-batch.
-            blocks: the places of tensors with several rows for each row, block by block.
-        """
+    def joined(self, blocks: Container[int]) -> Any:
+        """The outputs of all micro-batches: see :func:`~torchgpipe.values.microbatch.joined`."""
         assert self.outputs is not None
-        return gather([x for x in self.outputs if x is not None], rows, blocks)
+        return joined([x for x in self.outputs if x is not None], self.division, blocks)
 
     def total(self) -> tuple[Tensor, Tensor | None]:
         """The loss of the mini-batch before it is divided, and what it is divided by.
@@ -153,11 +150,11 @@ class Collector(Criterion):
     """The outputs of the last stage, where there is no loss.
 
     Args:
-        m: the number of micro-batches.
+        division: the division of the input.
     """
 
-    def __init__(self, m: int) -> None:
-        super().__init__(no_loss, [((), {})] * m, [], None, outputs=True)
+    def __init__(self, division: Division) -> None:
+        super().__init__(no_loss, [((), {})] * division.m, division, None, outputs=True)
 
     def _loss(self, i: int, output: Batch) -> Batch:
         assert self.outputs is not None

@@ -41,7 +41,7 @@ from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.values import trees
-from torchgpipe.values.structure import NoChunk
+from torchgpipe.values.marks import is_of_input
 
 __all__: list[str] = []
 
@@ -294,6 +294,6 @@ def fetched(
 
     # Not a function that refers to itself, which only Python's collector would free.
     def leaf(x: Any) -> Any:
-        return NoChunk(trees.map_leaves(fetch, x.value)) if isinstance(x, NoChunk) else fetch(x)
+        return x.map(fetch) if is_of_input(x) else fetch(x)
 
     return trees.map_leaves(leaf, value), arriving

@@ -13,7 +13,9 @@ from torchgpipe.ambient.notes import add_note
 from torchgpipe.executor.links import Streams, fetched
 from torchgpipe.partition.traps import lists
 from torchgpipe.values import trees
-from torchgpipe.values.structure import NoChunk, is_split, names, split
+from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
+from torchgpipe.values.marks import Chunks, is_of_input
+from torchgpipe.values.structure import names
 
 __all__: list[str] = []
 
@@ -52,14 +54,13 @@ class explaining:
 
 
 def arguments_of(
-    value: Any, rows: Sequence[int], m: int, streams: Streams, device: torch.device
+    value: Any, division: Division, streams: Streams, device: torch.device
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
     """The arguments of the loss for each micro-batch, and the events of their copies.
 
     Args:
         value: the arguments that the caller gave, positional ones and those by name.
-        rows: the number of rows of each micro-batch; none if there is one micro-batch.
-        m: the number of micro-batches.
+        division: the division of the input.
         streams: the streams on which tensors are copied.
         device: the device of the last stage.
 
@@ -68,35 +69,51 @@ def arguments_of(
     """
     targets, more = value
     each = [(f"targets[{k}]", x) for k, x in enumerate(targets)] + [*more.items()]
-    leaves = [(_path(name, path), leaf) for name, x in each for path, leaf in names(x)]
-    for name, leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "targets must not require a gradient, since the loss hands over those of its "
-                f"input and weights (argument: {name}, shape: {tuple(leaf.shape)}); pass "
-                "target.detach(), or make it an input that the layers pass on"
-            )
-        if is_split(leaf) and rows and len(leaf) != sum(rows):
+    m, rows = division.m, sum(division.sizes)
+    found: dict[str, tuple[int, Any]] = {}
+    for name, x in each:
+        for path, leaf in names(x, leaves_in(x, rows)):
+            path = _path(name, path)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    "targets must not require a gradient, since the loss hands over those of its "
+                    f"input and weights (argument: {path}, shape: {tuple(leaf.shape)}); pass "
+                    "target.detach(), or make it an input that the layers pass on"
+                )
+            if isinstance(leaf, Chunks) and len(leaf) != m:
+                raise ValueError(
+                    "targets that are divided must be as many as the micro-batches of the input "
+                    f"(argument: {path}, entries: {len(leaf)}, micro-batches: {m}); divide both in "
+                    "the same way"
+                )
+            if (count := rows_in(leaf)) is not None:
+                found[path] = count, leaf
+    if division.is_ready and found:
+        # The input does not say how many rows there are, so the first target does.
+        rows, _ = next(iter(found.values()))
+        division = division._replace(sizes=divided(rows, m))
+    for path, (count, leaf) in found.items() if m > 1 else ():
+        if count != rows:
+            shape = getattr(getattr(leaf, "value", leaf), "shape", (count,))
             raise ValueError(
                 "targets must have as many rows as the input, since each micro-batch takes "
-                f"the same rows of all (argument: {name}, shape: {tuple(leaf.shape)}, rows: "
-                f"{sum(rows)}); pass what every micro-batch shall get whole as "
-                "torchgpipe.NoChunk(value)"
+                f"the same rows of all (argument: {path}, shape: {tuple(shape)}, rows: {rows}); "
+                "pass what every micro-batch shall get whole as torchgpipe.NoChunk(value), and "
+                "what has its rows in another dimension as torchgpipe.Chunk(tensor, dim=1)"
             )
-    found = [x for name, one in each for x in lists(one, name)] if rows else []
-    wrong = [path for path, length in found if length == sum(rows)]
-    if wrong:
+    entries = [x for name, one in each for x in lists(one, name)] if rows and m > 1 else []
+    if unsplit := [path for path, length in entries if length == rows]:
         raise ValueError(
             "targets must be tensors to be split into micro-batches "
-            f"(lists or arrays with an entry for each row: {', '.join(wrong)}, rows: "
-            f"{sum(rows)}); pass a tensor, or what every micro-batch shall get whole as "
-            "torchgpipe.NoChunk(value)"
+            f"(lists or arrays with an entry for each row: {', '.join(unsplit)}, rows: {rows}); "
+            "pass a tensor, what every micro-batch shall get whole as torchgpipe.NoChunk(value), "
+            "or what is divided already as torchgpipe.Chunks(values)"
         )
     value, events = fetched(streams, value, device)
-    if not rows:
+    if m == 1:
         # One micro-batch gets all as it is.
         return [trees.map_leaves(_whole, value)], events
-    return [*split(value, rows)], events
+    return [*split(value, division, rows)], events
 
 
 def _path(name: str, path: str) -> str:
@@ -107,4 +124,6 @@ def _path(name: str, path: str) -> str:
 
 
 def _whole(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, NoChunk) else leaf
+    if isinstance(leaf, Chunks):
+        return leaf.values[0]
+    return leaf.value if is_of_input(leaf) else leaf

@@ -35,6 +35,7 @@ from torchgpipe.graphs.state import KINDS, Entry, State
 from torchgpipe.graphs.trace import Form, chosen, trace
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.recompute.phase import checkpointing
+from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import TUPLE, Structure, flatten
 
@@ -112,7 +113,7 @@ class StageGraphs:
         loss = keyed = None
         if criterion is not None:
             # Whoever traces again later must not hold this step.
-            loss = Criterion(criterion.loss, [], [], None, criterion.outputs is not None)
+            loss = Criterion(criterion.loss, [], Division([]), None, criterion.outputs is not None)
             keyed = bool(criterion.arguments[i][1])
 
         def run(batch: Batch, more: Sequence[Tensor]) -> Any:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.values import trees
-from torchgpipe.values.structure import Arguments, NoChunk, is_split, names
+from torchgpipe.values.division import row_count
+from torchgpipe.values.marks import is_of_input
+from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
@@ -59,23 +61,19 @@ class Traps:
             self._known.add("sequence")
 
     def lists(self, input: Any, micro_batches: int) -> None:
-        """Warn if lists or arrays in an input have an entry for each row, and are not split."""
+        """Warn of lists and arrays with an entry for each row, of which some are split."""
         if micro_batches == 1 or "lists" in self._known:
             return
-        lengths = dict(lists(input, "", of_tensors=True))
-        if not lengths:
-            return
-        rows = next(leaf.shape[0] for _, leaf in names(input) if is_split(leaf))
-        found = [path for path, length in lengths.items() if length == rows]
-        if found:
+        found, rows = dict(lists(input, "", of_tensors=True)), row_count(input)
+        named = ", ".join(path for path, length in found.items() if length == rows)
+        if rows and named:
             warn(
-                f"{self._wrapper} splits tensors alone, also those in lists, and gives lists and "
-                f"arrays to every micro-batch in their full length (input: {', '.join(found)}, "
-                f"entries: {rows}, micro-batches: {micro_batches}); pass a tensor to have it "
-                "split, such as the indices of the entries, and what every micro-batch shall get "
-                "whole as torchgpipe.NoChunk(value). If the entries are no rows, all is well: "
-                f"silence this by warnings.filterwarnings('ignore', '{self._wrapper} splits "
-                "tensors alone')"
+                f"{self._wrapper} splits tensors, and lists with a tensor for each row. It gives "
+                "other lists and arrays whole to every micro-batch "
+                f"(input: {named}, entries: {rows}, micro-batches: {micro_batches}); pass a tensor "
+                "to have it split, such as the indices of the entries, a tuple to have the tensors "
+                "in it split, what every micro-batch shall get whole as torchgpipe.NoChunk(value), "
+                "and what is divided already as torchgpipe.Chunks(values)"
             )
             self._known.add("lists")
 
@@ -137,7 +135,8 @@ def lists(value: Any, path: str, of_tensors: bool = False) -> Iterator[tuple[str
     Args:
         value: the value.
         path: how it is called.
-        of_tensors: whether to include lists of tensors, as boxes of images are.
+        of_tensors: whether to include lists of tensors, each of which has as many rows as the list
+            has entries, so that either may be meant.
     """
     if isinstance(value, Arguments):
         # The arguments of a call are no list, however many they are.
@@ -146,7 +145,7 @@ def lists(value: Any, path: str, of_tensors: bool = False) -> Iterator[tuple[str
     elif isinstance(value, Mapping):
         entries = [(f"{path}[{key!r}]", x) for key, x in value.items()]
     elif isinstance(value, list | tuple) and _is_container(value):
-        if of_tensors and type(value) is list and all(isinstance(x, Tensor) for x in value):
+        if of_tensors and type(value) is list and all(_has_rows(x, len(value)) for x in value):
             yield path, len(value)
         entries = [(f"{path}[{k}]", x) for k, x in enumerate(value)]
     else:
@@ -158,9 +157,13 @@ def lists(value: Any, path: str, of_tensors: bool = False) -> Iterator[tuple[str
         yield from lists(entry, name, of_tensors)
 
 
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+
+
 def _is_container(value: Any) -> bool:
     """Whether there are tensors, or marked values, in a list or tuple."""
-    return any(isinstance(x, Tensor | NoChunk) for x in trees.leaves_of(value))
+    return any(isinstance(x, Tensor) or is_of_input(x) for x in trees.leaves_of(value))
 
 
 def _is_list(value: Any) -> bool:
@@ -169,7 +172,9 @@ def _is_list(value: Any) -> bool:
         # Named tuples have fields, and a few integers are a shape.
         is_shape = len(value) < 4 and all(isinstance(x, int) for x in value)
         return type(value) in (tuple, list) and not is_shape and any(x is not None for x in value)
-    return not isinstance(value, Tensor | NoChunk | nn.Module | str | bytes | set | frozenset)
+    return not (
+        is_of_input(value) or isinstance(value, Tensor | nn.Module | str | bytes | set | frozenset)
+    )
 
 
 def _length(value: Any) -> int | None:

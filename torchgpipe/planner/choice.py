@@ -14,7 +14,7 @@ from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.plan import ranked
 from torchgpipe.planner.room import Room
-from torchgpipe.values.microbatch import row_count
+from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
 

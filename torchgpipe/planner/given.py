@@ -15,8 +15,9 @@ from torchgpipe.devices.measures import memory_total, model_of
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_devices, positive_int
 from torchgpipe.values import trees
-from torchgpipe.values.microbatch import Batch, divided, scatter
-from torchgpipe.values.structure import NoChunk
+from torchgpipe.values.division import divided
+from torchgpipe.values.marks import NoChunk
+from torchgpipe.values.microbatch import Batch, scatter
 
 __all__: list[str] = []
 

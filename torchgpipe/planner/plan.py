@@ -34,7 +34,8 @@ from torchgpipe.planner.room import Room
 from torchgpipe.planner.search import Problem, Trial, search
 from torchgpipe.planner.ties import tied_apart, ties_of
 from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.values.microbatch import row_count, scatter
+from torchgpipe.values.division import row_count
+from torchgpipe.values.microbatch import scatter
 
 __all__ = ["Ranking", "ranked", "too_large"]
 

@@ -17,22 +17,17 @@ from torch import Tensor
 from torchgpipe import _torch
 from torchgpipe.devices.streams import device_types
 from torchgpipe.values import trees
+from torchgpipe.values.division import Division, division_of, split
+from torchgpipe.values.marks import is_marked, unmarked
 from torchgpipe.values.order import verify_rows
 from torchgpipe.values.structure import (
     ALONE,
     Arguments,
-    NoChunk,
     Structure,
     Tensors,
     equal,
     flatten,
-    is_dense,
-    is_marked,
-    is_split,
     names,
-    split,
-    unmarked,
-    verify_leaf,
 )
 
 __all__: list[str] = []
@@ -251,75 +246,8 @@ def check(value: Any) -> None:
 
 
 def scatter(input: Any, chunks: int) -> list[Batch]:
-    """Split a mini-batch into micro-batches along dimension 0.
-
-    Args:
-        input: a nested structure of tensors of shapes ``(rows, ...)`` with the same ``rows``. A
-            value marked by :class:`NoChunk`, a tensor without a dimension, and what is no tensor,
-            goes into every micro-batch as it is.
-        chunks: the number of micro-batches to make, at least 1.
-
-    Returns:
-        ``min(rows, chunks)`` micro-batches, but one if the mini-batch is empty. Their sizes differ
-        by at most one row, the larger ones first.
-
-    Raises:
-        TypeError: the input holds tensors in something that is no known container, or has a
-            :class:`~torchgpipe.PerMicroBatch` mark.
-        ValueError: there is no tensor to split, or their numbers of rows differ.
-    """
-    shapes = {}
-    if not isinstance(input, Tensor) and any(map(is_marked, trees.leaves_of(input, is_marked))):
-        raise TypeError(
-            "PerMicroBatch marks outputs, so it belongs in what layers return "
-            f"(input: {type(input).__name__}); pass the value itself, or "
-            "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
-        )
-    for name, leaf in names(input):
-        if is_split(leaf):
-            if is_dense(leaf):
-                shapes[name] = tuple(leaf.shape)
-            elif chunks > 1:
-                raise ValueError(
-                    "only dense tensors can be split into micro-batches "
-                    f"(input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}); pass "
-                    "a dense one, mark it by torchgpipe.NoChunk, or set chunks=1"
-                )
-        elif not isinstance(leaf, NoChunk | Tensor):
-            verify_leaf(leaf)
-    if len({shape[0] for shape in shapes.values()}) > 1:
-        raise ValueError(
-            "all input tensors must have the same size in dimension 0, since each micro-batch "
-            f"takes the same rows of all (shapes: {shapes}); expand the smaller ones, or pass what "
-            "every micro-batch shall get whole as torchgpipe.NoChunk(tensor)"
-        )
-    if not shapes and chunks > 1:
-        raise ValueError(
-            "there must be an input tensor to split into micro-batches along dimension 0 "
-            f"(tensors with a dimension and without NoChunk: 0, chunks: {chunks}); give it one "
-            "with unsqueeze(0), or set chunks=1"
-        )
-    rows = next(iter(shapes.values()))[0] if shapes else 1
-    return [Batch(part) for part in split(input, divided(rows, max(1, min(rows, chunks))))]
-
-
-def divided(rows: int, m: int) -> list[int]:
-    """The sizes of ``m`` micro-batches of so many rows, which differ by one row at most."""
-    size, larger = divmod(rows, m)
-    return [size + (i < larger) for i in range(m)]
-
-
-def sizes(input: Any, m: int) -> list[int]:
-    """The numbers of rows of the ``m`` micro-batches of an input; none of one micro-batch."""
-    if m == 1:
-        # It may have no rows.
-        return []
-    return divided(row_count(input), m)
-
-
-def row_count(value: Any) -> int:
-    """The number of rows of a value; 0 if it has none."""
-    return next((len(leaf) for _, leaf in names(value) if is_split(leaf)), 0)
+    """Divide a mini-batch into micro-batches: see :mod:`torchgpipe.values.division`."""
+    return [Batch(part) for part in split(input, division_of(input, chunks))]
 
 
 def in_all(batches: Sequence[Batch]) -> list[Tensor]:
@@ -366,6 +294,19 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
         found.append(joined[key])
     value = first.structures[VALUE].unflatten(tuple(found))
     return value if marked is None else unmarked(value)
+
+
+def joined(outputs: Sequence[Batch], division: Division, blocks: Container[int] = ()) -> Any:
+    """Join the outputs of all micro-batches, or return a list of them if the caller divided all.
+
+    Args:
+        outputs: the outputs, in order.
+        division: the division of the input.
+        blocks: the places of tensors with several rows for each row, block by block.
+    """
+    if division.is_ready:
+        return [unmarked(x.value) for x in outputs]
+    return gather(outputs, division.rows, blocks)
 
 
 def _marked(batch: Batch) -> set[int] | None:

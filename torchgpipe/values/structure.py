@@ -7,9 +7,8 @@ its tensors alone, and puts the value together again before a layer is called wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,46 +16,14 @@ from torch import Tensor
 
 from torchgpipe import _torch
 from torchgpipe.values import trees
+from torchgpipe.values.marks import is_of_input
 
-__all__ = ["NoChunk", "PerMicroBatch"]
+__all__: list[str] = []
 
 #: Stands for what is not there, where None may be.
 MISSING: Any = object()
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-
-
-class NoChunk:
-    """Mark a value that every micro-batch gets whole: ``model(input, NoChunk(mask))``.
-
-    The mark may be anywhere in the input of a wrapped model. Layers see the value itself.
-
-    Args:
-        value: a tensor, or a nested structure of tensors. Layers must not change it in place.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"NoChunk({self.value!r})"
-
-
-class PerMicroBatch(NamedTuple):
-    """Mark an output of which there is one for each micro-batch: ``return x, PerMicroBatch(h)``.
-
-    The wrapped model stacks them along a new dimension 0, as it does with losses: a tensor of shape
-    ``s`` comes out in shape ``(m, *s)``, without the mark. A layer that is not the last one may
-    return the mark, too; layers between pass it on.
-
-    Args:
-        value: a tensor, or a nested structure of tensors, of one shape in all micro-batches.
-    """
-
-    # A named tuple, since PyTorch knows these as containers.
-    value: Any
 
 
 class Arguments(NamedTuple):
@@ -162,88 +129,24 @@ def flatten(value: Any) -> tuple[Tensors, Structure]:
     return tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)]), Structure(spec, others)
 
 
-def names(value: Any) -> Iterator[tuple[str, Any]]:
+def names(value: Any, is_leaf: Callable[[Any], bool] = is_of_input) -> Iterator[tuple[str, Any]]:
     """The leaves of a value, each with the path to it, such as ``[0]['mask']``."""
     if isinstance(value, Tensor):
         yield "the value", value
         return
     try:
-        found = _torch.leaves_with_path(value, _is_whole)
+        found = _torch.leaves_with_path(value, is_leaf)
     except ValueError:
         # A container that was registered without names.
-        leaves = trees.leaves_of(value, _is_whole)
+        leaves = trees.leaves_of(value, is_leaf)
         yield from [(f"leaf {k}", leaf) for k, leaf in enumerate(leaves)]
     else:
         yield from [(_torch.keystr(path).lstrip(".") or "the value", leaf) for path, leaf in found]
 
 
-def split(value: Any, sizes: Sequence[int]) -> Iterator[Any]:
-    """Split a value along dimension 0 of its tensors; the rest goes into every part whole.
-
-    Args:
-        value: a structure, with :class:`NoChunk` anywhere.
-        sizes: the number of rows of each part, in order.
-    """
-    if is_split(value) and is_dense(value):
-        # No container to look into.
-        for start, size in zip(accumulate(sizes, initial=0), sizes):
-            yield _rows(value, start, size)
-        return
-    leaves, spec = trees.flatten(value, _is_whole)
-    rows = {id(x): x for x in leaves if is_split(x) and is_dense(x)}
-    aliases: dict[int, Tensor] = {}
-
-    def alias(x: Any) -> Any:
-        # The derivative of narrow() is a new tensor, so autograd adds the gradients of all
-        # micro-batches on the caller's stream and in its memory, as it does for rows. Without
-        # narrow() it would add on the stream of whichever gradient comes first.
-        if not (isinstance(x, Tensor) and x.requires_grad and is_dense(x)):
-            return x
-        if id(x) not in aliases:
-            aliases[id(x)] = x.unsqueeze(0).narrow(0, 0, 1).squeeze(0)
-        return aliases[id(x)]
-
-    whole = [
-        x if is_split(x) else trees.map_leaves(alias, x.value if _is_whole(x) else x)
-        for x in leaves
-    ]
-    start = 0
-    for size in sizes:
-        # narrow() and not split(), since autograd forbids to change a view of split() in place.
-        # One tensor in several places stays one.
-        parts = {key: _rows(x, start, size) for key, x in rows.items()}
-        start += size
-        yield spec.unflatten([parts.get(id(x), other) for x, other in zip(leaves, whole)])
-
-
-def _rows(tensor: Tensor, start: int, size: int) -> Tensor:
-    # Not a view where no gradient comes back: PyTorch's compiler would make a graph for each base.
-    rows = tensor.narrow(0, start, size)
-    return rows if rows.requires_grad or _torch.forward_level() >= 0 else rows.detach()
-
-
-def is_split(leaf: Any) -> bool:
-    """Whether a leaf has rows, and each micro-batch gets some of them."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is neither sparse nor nested, so that it has rows and views."""
     return tensor.layout == torch.strided and not tensor.is_nested
-
-
-def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, NoChunk)
-
-
-def is_marked(value: Any) -> bool:
-    """Whether a value is marked as one for each micro-batch."""
-    return isinstance(value, PerMicroBatch)
-
-
-def unmarked(value: Any) -> Any:
-    """A value without its :class:`PerMicroBatch` marks."""
-    return trees.map_leaves(lambda x: unmarked(x.value) if is_marked(x) else x, value, is_marked)
 
 
 def verify_leaf(leaf: Any) -> None:
@@ -253,10 +156,11 @@ def verify_leaf(leaf: Any) -> None:
         TypeError: the leaf holds tensors.
     """
     name = type(leaf).__name__
-    if _is_whole(leaf):
+    if is_of_input(leaf):
         raise TypeError(
-            "NoChunk marks what every micro-batch gets whole, so it belongs in the input of the "
-            f"wrapped model (NoChunk of: {type(leaf.value).__name__}); have layers return the "
+            f"{name} says what micro-batches get of a value, so it belongs in the input of the "
+            "wrapped model, and not within another mark "
+            f"({name} of: {type(getattr(leaf, 'value', None)).__name__}); have layers return the "
             "value itself"
         )
     if _holds_tensors(leaf, set()):

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from torchgpipe.executor.criterion import Criterion
+from torchgpipe.values.division import Division
 from torchgpipe.values.microbatch import Batch
 
 
 def run(loss, count=2, rows=(3, 1), **options):
-    criterion = Criterion(
-        loss, [((), {})] * count, rows, options.get("scale"), options.get("outputs", False)
-    )
+    division = Division([*rows[:count]])
+    scale, outputs = options.get("scale"), options.get("outputs", False)
+    criterion = Criterion(loss, [((), {})] * count, division, scale, outputs)
     for i in range(count):
         x = torch.full((2,), float(i + 1), requires_grad=True)
         criterion.behind(i)(Batch(x))
@@ -93,3 +94,8 @@ def test_losses_keep_no_more_than_a_number():
     for loss, _ in criterion.found:
         assert loss.untyped_storage().nbytes() == loss.nbytes
     assert criterion.total()[0] == 1.25
+
+
+def test_micro_batches_of_the_caller_count_the_same():
+    criterion = Criterion(torch.mean, [((), {})] * 4, Division([0] * 4, True), None, False)
+    assert criterion.shares == [0.25] * 4

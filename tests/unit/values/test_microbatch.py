@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, Part, gather, scatter
-from torchgpipe.values.structure import Arguments, NoChunk, flatten
+from torchgpipe.values.structure import Arguments, flatten
 
 rows = st.integers(0, 40)
 chunks = st.integers(1, 12)

@@ -1,11 +1,11 @@
-"""Structures: values are taken apart into tensors, split into rows, and put together again."""
+"""Structures: values are taken apart into tensors, and put together again."""
 
 import pytest
 import torch
 
 from tests.support.structures import Custom, Point, Registered
 from torchgpipe import NoChunk
-from torchgpipe.values.structure import ALONE, TUPLE, Arguments, arguments, flatten, names, split
+from torchgpipe.values.structure import ALONE, TUPLE, Arguments, arguments, flatten, names
 
 X, Y = torch.arange(4.0), torch.arange(8.0).view(4, 2)
 
@@ -50,17 +50,6 @@ def test_names_are_paths():
     assert [name for name, _ in names(value)] == ["['x'][0]", "['x'][1]", "['n'].x", "['n'].y"]
     assert [name for name, _ in names(X)] == ["the value"]
     assert [name for name, _ in names(Custom([X, Y], "label"))] == ["leaf 0", "leaf 1"]
-
-
-def test_split_takes_rows_and_passes_the_rest_whole():
-    parts = list(split({"x": X, "whole": NoChunk(Y), "n": 3}, [1, 3]))
-    assert [part["x"].tolist() for part in parts] == [[0], [1, 2, 3]]
-    assert all(part["whole"] is Y and part["n"] == 3 for part in parts)
-
-
-def test_one_tensor_in_two_places_stays_one_after_a_split():
-    for a, b in split((X, X), [2, 2]):
-        assert a is b
 
 
 def test_arguments_of_a_call():

@@ -1,0 +1,84 @@
+"""A division: what each micro-batch gets of a mini-batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_structure
+
+from torchgpipe import Chunk, Chunks, NoChunk
+from torchgpipe.values.division import Division, division_of, row_count, split
+from torchgpipe.values.microbatch import scatter
+
+X, Y = torch.arange(4.0), torch.arange(8.0).view(4, 2)
+IMAGES = [torch.rand(3, k + 1) for k in range(4)]
+
+
+def parts(value, chunks):
+    return [*split(value, division_of(value, chunks))]
+
+
+def test_split_takes_rows_and_passes_the_rest_whole():
+    found = parts({"x": X, "whole": NoChunk(Y), "n": 3}, 3)
+    assert [part["x"].tolist() for part in found] == [[0, 1], [2], [3]]
+    assert all(part["whole"] is Y and part["n"] == 3 for part in found)
+
+
+def test_one_tensor_in_two_places_stays_one_after_a_split():
+    for a, b in parts((X, X), 2):
+        assert a is b
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
+def test_rows_of_any_dimension_come_back_in_order(rows, chunks, dim):
+    shape = [2, 3]
+    shape.insert(dim, rows)
+    value = torch.arange(6.0 * rows).view(shape)
+    found = parts((torch.zeros(rows), Chunk(value, dim)), chunks)
+    assert torch.equal(torch.cat([x for _, x in found], dim), value)
+    assert len(found) == min(rows, chunks)
+
+
+def test_list_with_a_tensor_for_each_row_is_split_as_a_list():
+    found = parts((X, IMAGES), 2)
+    assert [images for _, images in found] == [IMAGES[:2], IMAGES[2:]]
+
+
+@pytest.mark.parametrize("value", [[X, X], (X, (X, X, X, X)), (X, [X, X]), {"a": [Y, Y, Y, Y]}])
+def test_other_containers_of_tensors_are_split_within(value):
+    found = parts(value, 2)
+    assert row_count(value) == 4
+    assert tree_structure(found[0]) == tree_structure(value)
+
+
+def test_the_caller_divides():
+    value = {"x": Chunks([X, None, 3]), "y": Chunks([[X], [Y], []])}
+    assert division_of(value, 8) == Division([0, 0, 0], True)
+    assert division_of(value, 8).is_ready
+    assert [part["x"] for part in parts(value, 1)] == [X, None, 3]
+    assert [len(part["y"]) for part in parts(value, 1)] == [1, 1, 0]
+
+
+def test_the_caller_divides_something():
+    division = division_of((Chunks(["a", "b", "c"]), X), 1)
+    assert (division.sizes, division.is_given, division.is_ready) == ([2, 1, 1], True, False)
+    assert [x.tolist() for _, x in parts((Chunks(["a", "b", "c"]), X), 1)] == [[0, 1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((Chunks([1, 2]), Chunks([1, 2, 3])), "same length.*lengths: "),
+        ((Chunks([1] * 5), X), "rows: 4, micro-batches: 5"),
+        ((X, Chunk(Y, 1)), r"same size in dimension 0.*Chunk\(tensor, dim=1\)"),
+        ((X, [*IMAGES, X]), "same size in dimension 0.*Chunks"),
+    ],
+)
+def test_what_cannot_be_divided(value, text):
+    with pytest.raises(ValueError, match=text):
+        division_of(value, 2)
+
+
+def test_marks_within_marks():
+    with pytest.raises(TypeError, match="not within another mark"):
+        scatter((X, Chunks([NoChunk(X), X])), 2)

@@ -1,0 +1,240 @@
+"""A division: what each micro-batch gets of a mini-batch.
+
+A tensor is divided along dimension 0, unless it is marked. A list with one tensor for each row is
+divided as a list, and its tensors stay whole: images of several sizes come so. What the caller has
+divided (:class:`~torchgpipe.Chunks`) is handed out. All other objects, tensors without a dimension
+and what is marked by :class:`~torchgpipe.NoChunk` go into every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchgpipe import _torch
+from torchgpipe.values import trees
+from torchgpipe.values.marks import Chunk, Chunks, NoChunk, is_marked, is_of_input
+from torchgpipe.values.structure import is_dense, names, verify_leaf
+
+__all__: list[str] = []
+
+
+class Division(NamedTuple):
+    """The division of a mini-batch.
+
+    Args:
+        sizes: the number of rows of each micro-batch; 0 where nothing has rows.
+        is_given: whether the caller has divided something.
+    """
+
+    sizes: list[int]
+    is_given: bool = False
+
+    @property
+    def m(self) -> int:
+        """The number of micro-batches."""
+        return len(self.sizes)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the caller has divided all that is divided."""
+        return self.is_given and not any(self.sizes)
+
+    @property
+    def rows(self) -> list[int]:
+        """The number of rows of each micro-batch; none where nobody joins outputs by them.
+
+        One micro-batch may have no rows.
+        """
+        return [] if self.m == 1 or self.is_ready else self.sizes
+
+
+def divided(rows: int, m: int) -> list[int]:
+    """The sizes of ``m`` micro-batches of so many rows, which differ by one row at most."""
+    size, larger = divmod(rows, m)
+    return [size + (i < larger) for i in range(m)]
+
+
+def division_of(value: Any, chunks: int) -> Division:
+    """Decide how to divide a mini-batch.
+
+    Args:
+        value: a nested structure of tensors of shapes ``(rows, ...)`` with the same ``rows``,
+            marked values and other objects.
+        chunks: the number of micro-batches to make, at least 1, where the caller has divided
+            nothing.
+
+    Returns:
+        ``min(rows, chunks)`` micro-batches, but one if the mini-batch is empty; or as many as the
+        caller has made. Sizes differ by at most one row, the larger ones first.
+
+    Raises:
+        TypeError: the value holds tensors in something that is no known container, or has a
+            :class:`~torchgpipe.PerMicroBatch` mark.
+        ValueError: there is no tensor to divide, the numbers of rows differ, or those of
+            micro-batches that the caller has made.
+    """
+    if not isinstance(value, Tensor) and any(map(is_marked, trees.leaves_of(value, is_marked))):
+        raise TypeError(
+            "PerMicroBatch marks outputs, so it belongs in what layers return "
+            f"(input: {type(value).__name__}); pass the value itself, or "
+            "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
+        )
+    shapes, given = _looked_at(value, chunks)
+    if len({*given.values()}) > 1:
+        raise ValueError(
+            "all Chunks of a call must have the same length, the number of micro-batches "
+            f"(lengths: {given}); pass None for a micro-batch that has no value"
+        )
+    if len({rows for rows, _ in shapes.values()}) > 1:
+        raise ValueError(
+            "all input tensors must have the same size in dimension 0, since each micro-batch "
+            f"takes the same rows of all (shapes: { {k: x for k, (_, x) in shapes.items()} }); "
+            "expand the smaller ones, or pass what every micro-batch shall get whole as "
+            "torchgpipe.NoChunk(tensor), what has its rows in another dimension as "
+            "torchgpipe.Chunk(tensor, dim=1), and what is divided already as "
+            "torchgpipe.Chunks([first, second])"
+        )
+    if not shapes and not given and chunks > 1:
+        raise ValueError(
+            "there must be an input tensor to split into micro-batches along dimension 0 "
+            f"(tensors with a dimension and without NoChunk: 0, chunks: {chunks}); give it one "
+            "with unsqueeze(0), or set chunks=1"
+        )
+    rows = next(iter(shapes.values()))[0] if shapes else 0
+    m = next(iter(given.values()), max(1, min(rows, chunks)))
+    if given and shapes and rows < m:
+        raise ValueError(
+            "what is not marked must have a row for each micro-batch that Chunks has made "
+            f"(rows: {rows}, micro-batches: {m}); divide it, too, or pass torchgpipe.NoChunk(value)"
+        )
+    return Division(divided(rows, m), bool(given))
+
+
+def _looked_at(
+    value: Any, chunks: int
+) -> tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, int]]:
+    """The rows and the shape of each leaf that has rows, and the length of each :class:`Chunks`."""
+    shapes, given = {}, {}
+    for name, leaf in names(value, leaves_in(value)):
+        if isinstance(leaf, Chunks):
+            given[name] = len(leaf)
+        elif isinstance(leaf, Tensor) and leaf.dim() and not is_dense(leaf):
+            if chunks > 1:
+                raise ValueError(
+                    "only dense tensors can be split into micro-batches "
+                    f"(input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}); pass "
+                    "a dense one, mark it by torchgpipe.NoChunk, or set chunks=1"
+                )
+        elif (rows := rows_in(leaf)) is not None:
+            tensor = leaf.value if isinstance(leaf, Chunk) else leaf
+            shapes[name] = rows, tuple(getattr(tensor, "shape", (rows,)))
+        elif not isinstance(leaf, NoChunk | Tensor):
+            verify_leaf(leaf)
+    return shapes, given
+
+
+def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
+    """A function that tells whether an object in a value is divided, or left, as one.
+
+    Args:
+        value: the value.
+        rows: the number of its rows; by default what the value says besides its lists. A list of
+            tensors alone is a container like any other.
+    """
+    if isinstance(value, Tensor):
+        return is_of_input
+    found = trees.leaves_of(value, lambda x: is_of_input(x) or is_list_of_tensors(x))
+    if not any(map(is_list_of_tensors, found)):
+        return is_of_input
+    if rows is None:
+        rows = next((rows_in(x) for x in found if rows_in(x) and not is_list_of_tensors(x)), 0)
+    return lambda x: is_of_input(x) or (is_list_of_tensors(x) and len(x) == rows)
+
+
+def is_list_of_tensors(value: Any) -> bool:
+    """Whether a value is a list of nothing but tensors, which may have one for each row."""
+    return type(value) is list and bool(value) and all(isinstance(x, Tensor) for x in value)
+
+
+def rows_in(leaf: Any) -> int | None:
+    """The number of rows that a leaf has; None if it is not divided by rows."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape[0] if leaf.dim() else None
+    if isinstance(leaf, Chunk):
+        return leaf.value.shape[leaf.dim]
+    return len(leaf) if is_list_of_tensors(leaf) else None
+
+
+def has_chunks(value: Any) -> bool:
+    """Whether the caller has divided something in a value."""
+    return any(isinstance(x, Chunks) for x in trees.leaves_of(value, is_of_input))
+
+
+def row_count(value: Any) -> int:
+    """The number of rows of a value; 0 if it has none."""
+    found = (rows_in(leaf) for _, leaf in names(value, leaves_in(value)))
+    return next((rows for rows in found if rows is not None), 0)
+
+
+def split(value: Any, division: Division, rows: int | None = None) -> Iterator[Any]:
+    """Generate what each micro-batch gets.
+
+    Args:
+        value: the mini-batch, or something else with as many rows.
+        division: its division.
+        rows: the number of rows, if another value says it.
+    """
+    sizes = division.sizes
+    starts = [*accumulate(sizes, initial=0)]
+    if isinstance(value, Tensor) and value.dim() and is_dense(value):
+        # No container to look into.
+        for start, size in zip(starts, sizes):
+            yield _rows(value, 0, start, size)
+        return
+    leaves, spec = trees.flatten(value, leaves_in(value, rows))
+    aliases: dict[int, Tensor] = {}
+
+    def alias(x: Any) -> Any:
+        # The derivative of narrow() is a new tensor, so autograd adds the gradients of all
+        # micro-batches on the caller's stream and in its memory, as it does for rows. Without
+        # narrow() it would add on the stream of whichever gradient comes first.
+        if not (isinstance(x, Tensor) and x.requires_grad and is_dense(x)):
+            return x
+        if id(x) not in aliases:
+            aliases[id(x)] = x.unsqueeze(0).narrow(0, 0, 1).squeeze(0)
+        return aliases[id(x)]
+
+    def part(leaf: Any, i: int) -> Any:
+        # narrow() and not split(), since autograd forbids to change a view of split() in place.
+        if isinstance(leaf, Chunks):
+            return leaf.values[i]
+        if is_list_of_tensors(leaf):
+            return leaf[starts[i] : starts[i + 1]]
+        tensor, dim = (leaf.value, leaf.dim) if isinstance(leaf, Chunk) else (leaf, 0)
+        return _rows(tensor, dim, starts[i], sizes[i])
+
+    # One tensor in several places stays one.
+    own = {id(x): x for x in leaves if _is_divided(x)}
+    whole = [
+        x if id(x) in own else trees.map_leaves(alias, x.value if isinstance(x, NoChunk) else x)
+        for x in leaves
+    ]
+    for i in range(division.m):
+        parts = {key: part(x, i) for key, x in own.items()}
+        yield spec.unflatten([parts.get(id(x), other) for x, other in zip(leaves, whole)])
+
+
+def _is_divided(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0 and is_dense(leaf)
+    return isinstance(leaf, Chunk | Chunks) or is_list_of_tensors(leaf)
+
+
+def _rows(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
+    # Not a view where no gradient comes back: PyTorch's compiler would make a graph for each base.
+    rows = tensor.narrow(dim, start, size)
+    return rows if rows.requires_grad or _torch.forward_level() >= 0 else rows.detach()

@@ -1,0 +1,180 @@
+"""The marks by which a caller or a layer says what the rows of a value are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchgpipe.values import trees
+
+__all__ = ["Chunk", "Chunks", "NoChunk", "PerMicroBatch"]
+
+
+class NoChunk:
+    """Mark a value that every micro-batch gets whole: ``model(input, NoChunk(mask))``.
+
+    The mark may be anywhere in the input of a wrapped model. Layers see the value itself.
+
+    Args:
+        value: a tensor, or a nested structure of tensors. Layers must not change it in place.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def map(self, function: Callable[[Any], Any]) -> NoChunk:
+        """The same mark of what a function makes of each leaf."""
+        return NoChunk(trees.map_leaves(function, self.value))
+
+    def __repr__(self) -> str:
+        return f"NoChunk({self.value!r})"
+
+
+class Chunk:
+    """Mark a tensor whose rows are another dimension: ``model(ids, Chunk(positions, dim=1))``.
+
+    The mark may be anywhere in the input of a wrapped model, or among the targets of a loss. Layers
+    see the tensor itself, with their micro-batch's rows in the same dimension.
+
+    Args:
+        value: a tensor.
+        dim: the dimension of its rows; a negative one counts from the last.
+
+    Raises:
+        TypeError: the value is no tensor, or the dimension no integer.
+        ValueError: the tensor has no such dimension.
+    """
+
+    __slots__ = ("dim", "value")
+
+    def __init__(self, value: Tensor, dim: int) -> None:
+        if not isinstance(value, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(
+                "Chunk marks a tensor and the dimension of its rows (value: "
+                f"{type(value).__name__}, dim: {dim!r}); mark each tensor of a container, as "
+                "Chunk(tensor, dim=1)"
+            )
+        if not -value.dim() <= dim < value.dim():
+            raise ValueError(
+                f"the dimension of rows must be one of the tensor's (dim: {dim}, shape: "
+                f"{tuple(value.shape)}); count from 0, or from -1 backwards"
+            )
+        self.value = value
+        self.dim = dim % value.dim()
+
+    def map(self, function: Callable[[Any], Any]) -> Chunk:
+        """The same mark of what a function makes of the tensor."""
+        return Chunk(function(self.value), self.dim)
+
+    def __repr__(self) -> str:
+        return f"Chunk({self.value!r}, dim={self.dim})"
+
+
+class Chunks:
+    """Mark a value that its caller has divided: ``model(Chunks([first, second, third]))``.
+
+    Entry ``i`` goes to micro-batch ``i``, whatever it is: tensors of any shapes, plain objects,
+    None. All marks of a call have one length, which is the number of micro-batches of that step,
+    whatever ``chunks`` is. Values without the mark are divided into as many. Where all tensors of a
+    call come so, the model returns a list of what it returned for each micro-batch.
+
+    Args:
+        values: an entry for each micro-batch.
+
+    Raises:
+        TypeError: the values are no sequence.
+        ValueError: there is no entry.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        if isinstance(values, Tensor | Mapping | str | bytes) or not isinstance(values, Iterable):
+            raise TypeError(
+                "Chunks marks a list with an entry for each micro-batch (values: "
+                f"{type(values).__name__}); pass such as Chunks(tensor.split(4)), or "
+                "Chunks.of(batches) for a list of dictionaries"
+            )
+        self.values = [*values]
+        if not self.values:
+            raise ValueError(
+                "Chunks must have an entry for each micro-batch (entries: 0); skip the step where "
+                "there is none"
+            )
+
+    @classmethod
+    def of(cls, batches: Iterable[Mapping[str, Any]]) -> dict[str, Chunks]:
+        """Turn a list of keyword arguments, as a loader gives them, into arguments of one call.
+
+        ::
+
+            outputs = pipe(**Chunks.of(batches))  # as [model(**batch) for batch in batches]
+
+        Args:
+            batches: the keyword arguments of each micro-batch.
+
+        Raises:
+            TypeError: an entry is no mapping.
+            ValueError: there is none, or they differ in their keys.
+        """
+        found = [*batches]
+        wrong = [type(x).__name__ for x in found if not isinstance(x, Mapping)]
+        if wrong:
+            raise TypeError(
+                "each micro-batch must be a mapping of keyword arguments (entries: "
+                f"{wrong}); pass other values as Chunks(values)"
+            )
+        if not found:
+            raise ValueError(
+                "there must be a micro-batch (batches: 0); skip the step where there is none"
+            )
+        if any(x.keys() != found[0].keys() for x in found):
+            raise ValueError(
+                "all micro-batches must have the same keys, since each becomes an argument of one "
+                f"call (keys: {[sorted(x) for x in found]}); pass None where one has no value"
+            )
+        return {key: cls([x[key] for x in found]) for key in found[0]}
+
+    def map(self, function: Callable[[Any], Any]) -> Chunks:
+        """The same mark of what a function makes of each leaf."""
+        return Chunks([trees.map_leaves(function, x) for x in self.values])
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        return f"Chunks({self.values!r})"
+
+
+class PerMicroBatch(NamedTuple):
+    """Mark an output of which there is one for each micro-batch: ``return x, PerMicroBatch(h)``.
+
+    The wrapped model stacks them along a new dimension 0, as it does with losses: a tensor of shape
+    ``s`` comes out in shape ``(m, *s)``, without the mark. A layer that is not the last one may
+    return the mark, too; layers between pass it on.
+
+    Args:
+        value: a tensor, or a nested structure of tensors, of one shape in all micro-batches.
+    """
+
+    # A named tuple, since PyTorch knows these as containers.
+    value: Any
+
+
+def is_of_input(leaf: Any) -> bool:
+    """Whether a leaf is a mark that belongs in the input of a wrapped model."""
+    return isinstance(leaf, NoChunk | Chunk | Chunks)
+
+
+def is_marked(value: Any) -> bool:
+    """Whether a value is marked as one for each micro-batch."""
+    return isinstance(value, PerMicroBatch)
+
+
+def unmarked(value: Any) -> Any:
+    """A value without its :class:`PerMicroBatch` marks."""
+    return trees.map_leaves(lambda x: unmarked(x.value) if is_marked(x) else x, value, is_marked)
