@@ -99,10 +99,21 @@ def _of_package(name):
     return ours and not name.startswith(KEPT)
 
 
+def forget_kernels():
+    """Have PyTorch forget the kernels of the package, of which it takes one copy's."""
+    draws = sys.modules.get("torchgpipe._torch.draws")
+    if draws is not None:
+        for library in draws._libraries:
+            library._destroy()
+        draws._libraries.clear()
+        draws.can_see.cache_clear()
+
+
 @contextmanager
 def mutated(name, change):
     """Apply a change to imports of the package and its tests within a ``with`` block."""
     before = {key: module for key, module in sys.modules.items() if _of_package(key)}
+    forget_kernels()
     for key in before:
         del sys.modules[key]
     finder = Finder(name, change)
@@ -113,6 +124,7 @@ def mutated(name, change):
         yield
     finally:
         sys.meta_path.remove(finder)
+        forget_kernels()
         for key in [key for key in sys.modules if _of_package(key)]:
             del sys.modules[key]
         sys.modules.update(before)

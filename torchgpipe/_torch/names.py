@@ -97,6 +97,7 @@ _C, _AUTOGRAD = "torch._C:", "torch._C._autograd:"
 _STREAMS = "streams of accelerators"
 _FUNCTIONS, _DISPATCH = "torch-function modes", "dispatch modes"
 _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
+_DRAWS = "random numbers beside other threads"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
 #: What this package calls each, and the name itself.
@@ -163,6 +164,19 @@ NAMES: dict[str, Name] = {
     # Without it, second runs of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
+    # Draws that are seen.
+    "dispatch_key": Name(_C + "_parse_dispatch_key", _DRAWS),
+    "including": Name(_C + "_IncludeDispatchKeyGuard", _DRAWS),
+    "keys_after": Name(_C + "_dispatch_keyset_full_after", _DRAWS),
+    "without_modes": Name(_C + "_DisableTorchDispatch", _DRAWS),
+    "schemas": Name(_C + "_jit_get_all_schemas", _DRAWS),
+    "own_mode": Name(_C + "_get_dispatch_mode", _DRAWS),
+    "OwnMode": Name(_C + "_TorchDispatchModeKey", _DRAWS),
+    "higher_operators": Name("torch._ops:_higher_order_ops", _DRAWS),
+    "higher_fallthrough": Name(
+        "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", _DRAWS
+    ),
+    "checkpoint_of": Name("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", _DRAWS),
     # Structures.
     "containers": Name("torch.utils._pytree:SUPPORTED_NODES", _TREES),
     "node_type": Name("torch.utils._pytree:_get_node_type", _TREES),

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from torchgpipe._torch.draws import can_see, seeing
+from torchgpipe.ambient.sources import Elsewhere, Source
 from torchgpipe.ambient.thread import registered
 
 __all__: list[str] = []
@@ -48,6 +50,10 @@ class Nesting(threading.local):
     depth = 0
     #: The outermost step, or recomputation, that this thread computes for.
     turn: Turn | None = None
+    #: Whether draws of this thread are seen.
+    sees = False
+    #: What the cell draws from on the CPU then, if not from the default generator.
+    source: Source | None = None
 
     def __init__(self) -> None:
         #: The number of steps that were run within a cell, by device of the generators they use.
@@ -55,6 +61,33 @@ class Nesting(threading.local):
 
 
 nesting = registered(Nesting())
+
+
+_ELSEWHERE = Elsewhere()
+
+
+def _source() -> Source | Elsewhere:
+    # Threads of autograd's see draws, too.
+    return nesting.source or _ELSEWHERE
+
+
+def can_see_draws() -> bool:
+    """Whether operators can draw from sources with this PyTorch."""
+    return can_see(_source)
+
+
+@contextmanager
+def seeing_draws(sees: bool) -> Iterator[None]:
+    """See the draws of this thread within a ``with`` block, and those of its backward."""
+    if not sees:
+        yield
+        return
+    outer, nesting.sees = nesting.sees, True
+    try:
+        with seeing():
+            yield
+    finally:
+        nesting.sees = outer
 
 
 def is_within_cell() -> bool:
@@ -67,6 +100,7 @@ class Nest(NamedTuple):
 
     depth: int
     turn: Turn
+    source: Source | None = None
 
 
 def begin_step(devices: Iterable[torch.device]) -> Nest:
@@ -74,7 +108,7 @@ def begin_step(devices: Iterable[torch.device]) -> Nest:
     if nesting.depth:
         for device in devices:
             nesting.steps[device] = nesting.steps.get(device, 0) + 1
-    return Nest(nesting.depth + 1, nesting.turn or Turn())
+    return Nest(nesting.depth + 1, nesting.turn or Turn(), nesting.source)
 
 
 def end_step(nest: Nest) -> None:
@@ -91,11 +125,11 @@ class first_run:
         self.nest = nest
 
     def __enter__(self) -> None:
-        self.outer = nesting.depth, nesting.turn
-        nesting.depth, nesting.turn = self.nest
+        self.outer = nesting.depth, nesting.turn, nesting.source
+        nesting.depth, nesting.turn, nesting.source = self.nest
 
     def __exit__(self, *_: object) -> None:
-        nesting.depth, nesting.turn = self.outer
+        nesting.depth, nesting.turn, nesting.source = self.outer
 
 
 class second_run:

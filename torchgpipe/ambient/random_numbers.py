@@ -14,25 +14,23 @@ along, one for each type of device::
 The first micro-batch continues with the caller's numbers, as if it were the only one. Each other
 micro-batch begins with numbers of its own, by a seed that is computed from the caller's state.
 
-Cells of backward find the generator as it is: to exchange it would take about 6 µs on the host each
-time, more than 1 % of a small cell, and few functions draw there.
+Cells of backward find the generator as it is, but for those of a schedule on the CPU: to exchange
+it would take about 6 µs on the host each time, more than 1 % of a small cell, and few functions
+draw there.
 
 :mod:`torchgpipe.ambient.nesting` has the locks, since a generator is one for all threads.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from hashlib import blake2b
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient.defaults import content, default_state, generator_of, set_default_state
 from torchgpipe.ambient.nesting import (
     Around,
     Lock,
@@ -41,68 +39,28 @@ from torchgpipe.ambient.nesting import (
     end_step,
     first_run,
     locks_of,
+    nesting,
     second_run,
 )
-from torchgpipe.ambient.thread import registered
-from torchgpipe.devices.streams import CPU, STREAMLESS
+from torchgpipe.ambient.sources import Source
+from torchgpipe.devices.streams import CPU
 
 __all__: list[str] = []
 
 
-#: Held while a generator is read or set. PyTorch locks the generator then, and returns its state as
-#: an object of Python, for which Python may collect garbage. That lets another thread run, which
-#: would wait for the generator while it keeps the interpreter.
-_lock = threading.Lock()
-
-if hasattr(os, "register_at_fork"):
-    # The thread that held the lock does not exist in the child.
-    os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
-
-
-@cache
-def generator_of(device: torch.device) -> torch.device:
-    """The device whose default generator is drawn from on a device: the CPU, if it has none."""
-    has_own = device.type not in ("cpu", "meta") and hasattr(
-        torch.get_device_module(device), "get_rng_state"
-    )
-    return device if has_own else CPU
-
-
 def get_state(device: torch.device) -> Tensor:
-    """The state of a device's default generator."""
-    generator = _generator(device)
-    if generator is not None:
-        # guard: one thread at a generator
-        with _lock:
-            return generator.get_state()
-    # torch.mps, ...
-    state: Tensor = torch.get_device_module(device).get_rng_state(*_argument(device))
-    return state
+    """The state of the generator that this thread draws from on a device."""
+    source = nesting.source
+    return default_state(device) if source is None or device != CPU else source.get_state()
 
 
 def set_state(device: torch.device, state: Tensor) -> None:
-    """Set the state of a device's default generator."""
-    generator = _generator(device)
-    if generator is not None:
-        # guard: one thread at a generator
-        with _lock:
-            generator.set_state(state)
+    """Set the state of the generator that this thread draws from on a device."""
+    source = nesting.source
+    if source is None or device != CPU:
+        set_default_state(device, state)
     else:
-        torch.get_device_module(device).set_rng_state(state, *_argument(device))
-
-
-def _generator(device: torch.device) -> torch.Generator | None:
-    """The generator itself, which takes less time, for backends that give access to it."""
-    if device == CPU:
-        return torch.default_generator
-    # torch.cuda and torch.xpu have generators once they are initialised.
-    generators = getattr(torch.get_device_module(device), "default_generators", ())
-    return generators[device.index] if device.index < len(generators) else None
-
-
-def _argument(device: torch.device) -> tuple[torch.device, ...]:
-    # A backend without streams has one device, and its functions take none.
-    return () if device.type in STREAMLESS else (device,)
+        source.set_state(state)
 
 
 class StepNumbers:
@@ -146,6 +104,8 @@ class StepNumbers:
         ]
         #: The states of each micro-batch, by type of device.
         self.states = [dict(states) for states in self._first]
+        #: The states of the CPU's generator behind draws in backward, by place.
+        self.in_backward: dict[object, Tensor] = {}
 
     def __exit__(
         self,
@@ -160,9 +120,19 @@ class StepNumbers:
             set_state(device, self._last(device) if is_home else self._found[device])
         end_step(self.nest)
 
-    def of(self, i: int, device: torch.device) -> CellNumbers:
-        """Context manager that installs the RNG state of micro-batch ``i`` on a device."""
-        return CellNumbers(self.states[i], generator_of(device), self.nest)
+    def of(self, i: int, device: torch.device, source: Source | None = None) -> CellNumbers:
+        """Context manager that installs the RNG state of micro-batch ``i`` on a device.
+
+        Args:
+            i: the micro-batch.
+            device: the device that computes.
+            source: what the cell draws from on the CPU, if not from what the step draws from.
+        """
+        return CellNumbers(self.states[i], generator_of(device), self.place(source))
+
+    def place(self, source: Source | None) -> Nest:
+        """The place of a cell that draws from a source."""
+        return self.nest if source is None else Nest(self.nest.depth, self.nest.turn, source)
 
     @property
     def drawn(self) -> bool:
@@ -187,11 +157,13 @@ class StepNumbers:
         for kind, device in self._home.items():
             set_state(device, states[kind])
 
-    def look(self, device: torch.device) -> None:
-        """Take note of numbers that were drawn from a generator that no cell has exchanged."""
-        state = get_state(device)
-        if content(state) != content(self._found[device]):
-            self.states[0][device.type] = state
+    def state_in_backward(self, place: object) -> Tensor:
+        """The state of the CPU's generator that draws in backward go on from, at a place."""
+        if place in self.in_backward:
+            return self.in_backward[place]
+        found = content(self._found[CPU]) + repr(place).encode()
+        seed = int.from_bytes(blake2b(found, digest_size=8).digest(), "little")
+        return torch.Generator().manual_seed(seed).get_state()
 
     def _state(self, device: torch.device, i: int) -> Tensor:
         """The state that micro-batch ``i`` begins with."""
@@ -206,10 +178,10 @@ class StepNumbers:
         kind, found = device.type, self._found[device]
         if _differ(self.states[0][kind], found):
             return self.states[0][kind]
-        drawn = any(
+        drawn = bool(self.in_backward and device == CPU) or any(
             _differ(first[kind], state[kind]) for first, state in zip(self._first, self.states)
         )
-        # Later micro-batches have drawn, and the next step must not draw the same numbers.
+        # Others have drawn, and the next step must not draw the same numbers.
         # guard: seeds of steps
         return self._state(device, self._m) if drawn else found
 
@@ -250,58 +222,10 @@ class CellNumbers(first_run):
         return self.states[self.kind]
 
 
-class Watched(threading.local):
-    """The generators that a thread's cell looks at."""
-
-    #: Whether the CPU's is among them where the device has its own.
-    cpu = True
-    #: Whether cells in other threads may draw from them meanwhile, which nobody expects.
-    shared = False
-
-
-watched = registered(Watched())
-
-
-class side_by_side(first_run):
-    """Make this thread compute a cell that is not expected to draw, beside others."""
-
-    __slots__ = ("before",)
-
-    def __enter__(self) -> None:
-        first_run.__enter__(self)
-        self.before, watched.shared = watched.shared, True
-
-    def __exit__(self, *_: object) -> None:
-        watched.shared = self.before
-        first_run.__exit__(self)
-
-
-class apart:
-    """Leave the CPU's generator to other threads in a cell that does not draw from it.
-
-    Args:
-        numbers: the random numbers of the cell's device.
-    """
-
-    __slots__ = ("numbers", "outer")
-
-    def __init__(self, numbers: CellNumbers) -> None:
-        self.numbers = numbers
-
-    def __enter__(self) -> None:
-        self.numbers.__enter__()
-        self.outer, watched.cpu = watched.cpu, False
-
-    def __exit__(self, *exception: object) -> None:
-        watched.cpu = self.outer
-        self.numbers.__exit__(*exception)
-
-
 class FirstNumbers:
     """The states of the generators that the first run of a cell draws from, for a second run.
 
-    These are the CPU's generator, unless the cell is :class:`apart` from it, and the device's own
-    where that is another one.
+    These are the CPU's generator, and the device's own where that is another one.
 
     Args:
         device: the device that computes.
@@ -310,8 +234,7 @@ class FirstNumbers:
     __slots__ = ("after", "around", "before")
 
     def __init__(self, device: torch.device) -> None:
-        own = generator_of(device)
-        self.before = _get(dict.fromkeys([CPU, own] if watched.cpu else [own]))
+        self.before = _get(dict.fromkeys([CPU, generator_of(device)]))
         self.after: dict[torch.device, Tensor] = {}
         self.around = Around()
 
@@ -323,9 +246,7 @@ class FirstNumbers:
         """
         after = _get(self.before)
         self.after = {
-            device: state
-            for device, state in after.items()
-            if content(state) != content(self.before[device])
+            device: state for device, state in after.items() if _differ(state, self.before[device])
         }
         self.before = {device: self.before[device] for device in self.after}
         self.around.settle()
@@ -389,9 +310,3 @@ def _set(states: Mapping[torch.device, Tensor]) -> None:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     return one is not other and content(one) != content(other)
-
-
-def content(state: Tensor) -> bytes:
-    """The bytes of a state, for comparisons."""
-    # Comparing tensors takes several times as long.
-    return ctypes.string_at(state.data_ptr(), state.nbytes)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchgpipe.ambient.random_numbers import generator_of, get_state, set_state
+from torchgpipe.ambient.defaults import generator_of
+from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.balance.alike import pooled
 from torchgpipe.balance.evenest import evenest
 from torchgpipe.balance.rounds import repeat, spread, undisturbed, verify_timed

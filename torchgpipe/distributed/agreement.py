@@ -7,9 +7,9 @@ arguments must not leave the others waiting. So all exchange a few numbers first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,12 @@ __all__: list[str] = []
 
 #: The dtypes that a sum of losses may have, in an order that all processes know.
 DTYPES = (torch.float32, torch.float64)
+
+
+#: Whether a layer trains, and the plain values among its attributes.
+Flags: TypeAlias = tuple[Any, ...]
+
+PLAIN = {bool, int, float, str, type(None)}
 
 
 class Agreed(NamedTuple):
@@ -146,7 +152,7 @@ class Agreement:
         rows: int,
         shapes: str,
         settings: str,
-        flags: Any,
+        flags: list[Flags],
         trainable: int,
         error: Exception | None,
     ) -> Agreed:
@@ -203,12 +209,13 @@ class Agreement:
         """
         numbers = worker.step.numbers
         drew = [worker.drew[i] or numbers.has_drawn(i) for i in range(len(worker.drew))]
+        any_drew = any(drew) or bool(numbers.in_backward)
         last = placement[-1]
         code = -1 if total is None else DTYPES.index(total.dtype)
         # A host does not wait for its device.
         here = self._peers.device == CPU
         pair = [float(x) if here and x is not None else 1.0 for x in (total, divisor)]
-        found = self._peers.gathered([drew[0], any(drew), code, divisor is not None, *pair])
+        found = self._peers.gathered([drew[0], any_drew, code, divisor is not None, *pair])
         self._quiet = None if any(x[1] for x in found) else self._flags
         if self._quiet is None:
             # States that do not travel are those of whoever has drawn.
@@ -233,6 +240,22 @@ class Agreement:
             self._peers.fill(both, last)
         value, divisor = both
         return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
+
+
+def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
+    """Find what decides whether layers draw: in which mode they are, and their attributes.
+
+    All plain values count, since nobody knows the names of probabilities, switches and counters.
+    Layers of PyTorch's that draw for some data alone have flags that are equal to no others.
+    """
+    return [
+        (
+            *[value for value in x.__dict__.values() if type(value) in PLAIN],
+            *([object()] if type(x) is nn.RReLU and x.training else []),
+        )
+        for some in layers
+        for x in some.modules()
+    ]
 
 
 def _text(error: Exception | None) -> str:

@@ -19,7 +19,7 @@ from torchgpipe.batchnorm import defer, deferred_batch_norms
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, part_of
 from torchgpipe.devices.streams import Device, current_device
-from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described
+from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described, flags_of
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.given import NOTHING, Given, Reader
 from torchgpipe.distributed.gradients import (
@@ -41,7 +41,6 @@ from torchgpipe.distributed.worker import Worker
 from torchgpipe.engine.mini_batch import compute
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Collector, Criterion, no_loss
-from torchgpipe.executor.draws import flags_of
 from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, text_of, title_of

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchgpipe.ambient.context import Context, Snapshot
+from torchgpipe.ambient.nesting import nesting, seeing_draws
 from torchgpipe.devices.streams import has_streams
 
 __all__: list[str] = []
@@ -151,6 +152,7 @@ class Round:
         self.ended: SimpleQueue[Key] = SimpleQueue()
         self.errors: dict[Any, BaseException] = {}
         self.stopped = False
+        self.sees = nesting.sees
 
     def work(self, worker: Key) -> None:
         """Run the tasks of a worker, unless the round was abandoned."""
@@ -167,7 +169,7 @@ class Round:
             torch.autocast_increment_nesting()
         try:
             self.context.lend_threads()
-            with self.context.entered(Snapshot([worker[0]])):
+            with self.context.entered(Snapshot([worker[0]])), seeing_draws(self.sees):
                 while remaining:
                     for name in remaining[-1].needs:
                         with self.gates[name]:

@@ -153,7 +153,7 @@ class Recomputation(Computation):
     """R."""
 
     def _around(self) -> AbstractContextManager[Any]:
-        return self.executor.crew.draws.again(self.j)
+        return self.executor.crew.draws.again(self.i, self.j)
 
     def begin(self) -> Any:
         return self.executor.cells[self.j, self.i].recompute()
@@ -168,7 +168,7 @@ class BackwardWeight(Computation):
             return function(*args)
 
     def _around(self) -> AbstractContextManager[Any]:
-        return self.executor.crew.draws.backward(self.j)
+        return self.executor.crew.draws.backward(self.i, self.j, self.op.kind == "W")
 
     def begin(self) -> Any:
         return self._last_of_cell().backward_weight()

@@ -1,39 +1,32 @@
 """Random numbers of a step whose cells several threads compute.
 
-A device's generator is one for all threads. So while layers draw from it, one cell of the device at
-a time may exchange its state. No backward may run meanwhile: checkpoints of PyTorch within layers
-exchange it there. Most models draw none, or have one worker for each device, and their cells must
-not wait for each other. Whether layers draw is only known when they have run. So the first step is
-computed with cells one at a time. If it has drawn nothing, later steps leave the generator alone,
-until layers change between training and evaluation or in an attribute, or a step has drawn after
-all. In such a step cells draw side by side: their numbers are not those of the seed. They keep what
-they have saved then, since no recomputation could draw the same.
+A device's generator is one for all threads. On the CPU, cells draw from generators of their own, so
+threads compute them side by side. That is right for layers that draw by operators. It is not for
+layers that set the default generator, or seed it, as layers with checkpoints of their own may do.
+Only layers that have run show that. So cells of the first step have the default generator, one at a
+time, and are watched. If nothing but operators has used it, later steps leave it alone. The same
+goes for the first step that trains, and the first with a backward.
 
-A stage on an accelerator may draw from the CPU's generator, too. Where other stages are on the CPU,
-their cells exchange the state of that generator. So the first step is computed one cell at a time
-there as well, and tells which stages on accelerators draw from it. The others never look at it in
-later steps: what they would find there is the work of another thread.
+An operator on an accelerator cannot have another generator. Where several workers have one
+accelerator, its cells always take turns.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
-from torchgpipe.ambient.nesting import first_run
-from torchgpipe.ambient.random_numbers import (
-    CellNumbers,
-    apart,
-    content,
-    generator_of,
-    side_by_side,
-)
+from torchgpipe._torch import checkpoints
+from torchgpipe.ambient.defaults import content, default_state, generator_of
+from torchgpipe.ambient.nesting import can_see_draws, first_run, nesting, seeing_draws
+from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers
+from torchgpipe.ambient.sources import Own, Source, Watched
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.plan import Plan
@@ -41,155 +34,241 @@ from torchgpipe.executor.plan import Plan
 __all__: list[str] = []
 
 
-#: Whether a layer trains, and the plain values among its attributes.
-Flags: TypeAlias = tuple[Any, ...]
-
-PLAIN = {bool, int, float, str, type(None)}
-
-
-def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
-    """Find what decides whether layers draw: in which mode they are, and their attributes.
-
-    All plain values count, since nobody knows the names of probabilities, switches and counters.
-    Layers of PyTorch's that draw for some data alone have flags that are equal to no others.
-    """
-    return [
-        (
-            *[value for value in x.__dict__.values() if type(value) in PLAIN],
-            *([object()] if type(x) is nn.RReLU and x.training else []),
-        )
-        for some in layers
-        for x in some.modules()
-    ]
-
-
 class Draws:
-    """The knowledge of whether layers draw random numbers."""
+    """The knowledge of how layers use the CPU's default generator."""
 
     def __init__(self) -> None:
-        #: The flags of all layers when a step has drawn no numbers.
-        self._quiet: list[Flags] | None = None
-        #: The flags of all layers in the step before.
-        self._known: list[Flags] | None = None
-        #: The stages on accelerators that have drawn from the CPU's generator then.
-        self._strays: set[int] = set()
-        self._lock = threading.RLock()
+        #: Whether nothing but operators has used it, by kind of step.
+        self._plain: dict[Any, bool] = {}
+        #: The kinds of steps that have left it changed, though nobody should have used it.
+        self._suspected: set[Any] = set()
+        self.lock = threading.RLock()
 
     @contextmanager
-    def step(self, step: Step, plan: Plan, quiet: bool) -> Iterator[None]:
+    def step(self, step: Step, plan: Plan) -> Iterator[None]:
         """Prepare for a step, and learn from it, in a ``with`` block around it.
 
         Args:
             step: the step.
             plan: its plan.
-            quiet: whether no layer is expected to draw, as all processes have agreed.
         """
-        self._step = step
+        self._step, self._touched = step, False
         counts = Counter(map(generator_of, plan.devices))
-        #: The generators of several workers.
-        self._shared = {generator for generator, count in counts.items() if count > 1}
-        self._several = frozenset(self._shared)
-        others: set[int] = set()
-        if CPU in counts and len(counts) > 1:
-            self._shared.add(CPU)
-            own = map(generator_of, step.stages.devices)
-            others = {j for j, generator in enumerate(own) if generator != CPU}
-        flags = flags_of(step.stages.partitions) if self._shared else []
-        #: Whether the last step drew nothing, and no layer has changed what may make it draw. Then
-        #: cells leave the generator alone, and may run at the same time.
-        # guard: quiet steps
-        self._free = quiet or (bool(self._shared) and flags == self._quiet)
-        #: The stages on accelerators that leave the CPU's generator to others.
-        self._apart = others - self._strays if flags == self._known else set()
-        #: The other stages on accelerators, and those among them that draw from the CPU's.
-        self._beside, self._found = others - self._apart, set[int]()
-        if quiet:
-            # Cells leave all generators alone, not only those that several workers share.
-            self._shared = {*counts}
+        self._has_cpu = CPU in counts
+        # Modes of the caller would not see what the kernels do.
+        self._sees = self._has_cpu and not step.context.alone and can_see_draws()
+        kind = (torch.is_grad_enabled(), *[x.training for x in step.stages.partitions])
+        outer = nesting.source
+        # guard: steps that are watched
+        is_plain = self._plain.get(kind, False)
+        #: Whether cells on the CPU have generators of their own, as the cell around has.
+        self._free = self._sees and (is_plain or isinstance(outer, Own))
+        own = [*map(generator_of, step.stages.devices)]
+        in_turns = {x for x, count in counts.items() if count > 1 and x != CPU}
+        if self._has_cpu and not self._free:
+            in_turns = {*counts}
+        #: For each stage, whether its cells take turns.
+        self._in_turns = [x in in_turns for x in own]
+        #: For each stage, whether its cells have nothing but a generator of their own.
+        self._is_own = [self._free and x == CPU for x in own]
+        found = content(default_state(CPU)) if self._free else b""
         try:
-            yield
-            for generator in self._shared if self._free else ():
-                step.numbers.look(generator)
-            self._quiet = None if step.numbers.drawn else flags
-            if not self._free:
-                self._known, self._strays = flags, self._found
+            with seeing_draws(self._sees):
+                yield
+            if self._free and content(default_state(CPU)) != found and kind not in self._suspected:
+                # So do two checkpoints of PyTorch that have set it at the same time.
+                self._suspected.add(kind)
+                # guard: layers that set the generator later
+                self._touched = True
+            self._plain[kind] = self._sees and not self._touched
+            if isinstance(outer, Watched):
+                outer.touched |= self._touched
         finally:
             del self._step
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the first run of a cell."""
-        shared, device = self._is_shared(j), self._step.stages.devices[j]
-        if shared and self._free:
-            # guard: numbers that nobody expected
-            kind = side_by_side if generator_of(device) in self._several else first_run
-            return kind(self._step.numbers.nest)
-        numbers = self._step.numbers.of(i, device)
-        if j in self._beside:
-            inner = _Both(numbers, self._step.numbers.of(i, CPU), partial(self._found.add, j))
-            # guard: turns beside the CPU
-            return _Turn(self._lock, inner)
-        if j in self._apart:
-            # guard: the generator of others
-            return apart(numbers)
+        numbers = self._step.numbers
+        if self._is_own[j]:
+            return _Forward(numbers, i)
+        device, source = self._step.stages.devices[j], self._source(i)
+        inner: Any = numbers.of(i, device, source)
+        if self._has_cpu and inner.device != CPU:
+            inner = _Both(inner, numbers.of(i, CPU, source))
         # guard: turns of forwards
-        return _Turn(self._lock, numbers) if shared else numbers
+        return self._turn(j, inner, source)
 
-    def again(self, j: int) -> AbstractContextManager[Any]:
+    def again(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the second run of a cell."""
-        run = first_run(self._step.numbers.nest)
-        return _Turn(self._lock, run) if self._is_shared(j) and not self._free else run
+        if self._free:
+            cell = _Cell(self._step.numbers, i)
+            return self._turn(j, cell, cell)
+        source = self._source(i)
+        return self._turn(j, first_run(self._step.numbers.place(source)), source)
 
-    def backward(self, j: int) -> AbstractContextManager[Any]:
-        """Context manager for the backward of a cell, in which PyTorch's checkpoints may run."""
-        # These set the generator to what it was in their forward, for a time.
-        alone = self._free or not self._is_shared(j)
+    def backward(self, i: int, j: int, is_half: bool) -> AbstractContextManager[Any]:
+        """Context manager for the backward of a cell, in which layers may draw, too.
+
+        Args:
+            i: the micro-batch.
+            j: the stage.
+            is_half: whether this is W, which need not come before the backward of other stages.
+        """
+        if not self._sees:
+            return self._turn(j, nullcontext(), None)
+        source = (_Backward if self._free else _WatchedBackward)(
+            self._step.numbers, (i, j if is_half else 0)
+        )
         # guard: turns of backwards
-        return nullcontext() if alone else _Turn(self._lock, nullcontext())
+        return self._turn(j, source, source)
 
-    def _is_shared(self, j: int) -> bool:
-        return j in self._beside or generator_of(self._step.stages.devices[j]) in self._shared
+    def _source(self, i: int) -> Source | None:
+        if not self._sees:
+            return None
+        return Own(self._step.numbers.states[i][CPU.type]) if self._free else Watched()
+
+    def _turn(
+        self, j: int, inner: AbstractContextManager[Any], source: Source | None
+    ) -> AbstractContextManager[Any]:
+        return _Turn(self, inner, source) if self._in_turns[j] else inner
+
+    def end(self, source: Source) -> None:
+        """Take note of what a cell has drawn from."""
+        source.look()
+        self._touched |= source.touched
+
+
+class _Cell(Own):
+    """A generator of its own for a cell of a micro-batch, within a ``with`` block.
+
+    Args:
+        numbers: the random numbers of the step.
+        i: the micro-batch.
+    """
+
+    __slots__ = ("nest", "outer", "states")
+
+    def __init__(self, numbers: StepNumbers, i: int) -> None:
+        # Not super(), which takes longer.
+        self.nest, self.states = numbers.nest, numbers.states[i]
+        self._state, self._generator = self.states["cpu"], None
+
+    def __enter__(self) -> None:
+        self.outer = nesting.depth, nesting.turn, nesting.source
+        nesting.depth, nesting.turn, _ = self.nest
+        nesting.source = self
+
+    def __exit__(self, *_: object) -> None:
+        nesting.depth, nesting.turn, nesting.source = self.outer
+
+
+class _Forward(_Cell):
+    """Likewise for its first run, after which the micro-batch goes on from there."""
+
+    __slots__ = ()
+
+    def __exit__(self, *_: object) -> None:
+        # guard: numbers of a generator of its own
+        self.states["cpu"] = self.get_state()
+        nesting.depth, nesting.turn, nesting.source = self.outer
+
+
+class _Backward(Own):
+    """A generator of its own for the backward of a cell, within a ``with`` block.
+
+    Args:
+        numbers: the random numbers of the step.
+        place: the backward, or the part of one, that this one goes on with.
+    """
+
+    __slots__ = ("numbers", "outer", "place")
+
+    def __init__(self, numbers: StepNumbers, place: object) -> None:
+        # Not super(), which takes longer.
+        self.numbers, self.place = numbers, place
+        self._generator = self._state = None
+
+    def __enter__(self) -> None:
+        self.outer, nesting.source = nesting.source, self
+
+    def __exit__(self, *_: object) -> None:
+        nesting.source = self.outer
+        # guard: numbers of backward
+        if self._generator is not None:
+            self.numbers.in_backward[self.place] = self._generator.get_state()
+
+    def get_state(self) -> Tensor:
+        if self._state is None:
+            self._state = self.numbers.state_in_backward(self.place)
+        return super().get_state()
+
+
+class _WatchedBackward(_Backward):
+    """Likewise, where no other cell draws, and where layers may set the default generator.
+
+    What is drawn after that, as in checkpoints, is drawn from there.
+    """
+
+    __slots__ = ("watched",)
+
+    def __init__(self, numbers: StepNumbers, place: object) -> None:
+        super().__init__(numbers, place)
+        self.watched = Watched()
+
+    @property
+    def touched(self) -> bool:
+        return self.watched.touched
+
+    def start(self) -> None:
+        self.watched.start()
+
+    def look(self) -> None:
+        self.watched.look()
+
+    def begin(self) -> torch.Generator | None:
+        if checkpoints.find()[1] is not None:
+            return None
+        self.look()
+        return None if self.touched else super().begin()
 
 
 class _Both:
-    """The random numbers of a cell on an accelerator: those of the device, and the CPU's.
+    """The random numbers of a cell on an accelerator: those of the device, and the CPU's."""
 
-    Args:
-        own: those of the device.
-        cpu: the CPU's.
-        then: a function to call if the cell has drawn from the CPU's.
-    """
-
-    def __init__(self, own: CellNumbers, cpu: CellNumbers, then: Callable[[], None]) -> None:
-        self.own, self.cpu, self.then = own, cpu, then
+    def __init__(self, own: CellNumbers, cpu: CellNumbers) -> None:
+        self.own, self.cpu = own, cpu
 
     def __enter__(self) -> None:
         self.own.__enter__()
         self.cpu.__enter__()
-        self.before = content(self.cpu.state)
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.cpu.__exit__(*exception)
         self.own.__exit__(*exception)
-        if content(self.cpu.state) != self.before:
-            self.then()
 
 
 class _Turn:
-    """A context manager entered while a lock is held."""
+    """A context manager entered while no other cell has a turn."""
 
-    def __init__(self, lock: threading.RLock, inner: AbstractContextManager[Any]) -> None:
-        self.lock, self.inner = lock, inner
+    def __init__(
+        self, draws: Draws, inner: AbstractContextManager[Any], source: Source | None
+    ) -> None:
+        self.draws, self.inner, self.source = draws, inner, source
 
     def __enter__(self) -> None:
-        self.lock.acquire()
+        self.draws.lock.acquire()
         try:
+            if self.source is not None:
+                self.source.start()
             self.inner.__enter__()
         except BaseException:
-            self.lock.release()
+            self.draws.lock.release()
             raise
 
     def __exit__(self, *exception: Any) -> None:
         try:
             self.inner.__exit__(*exception)
+            if self.source is not None:
+                self.draws.end(self.source)
         finally:
-            self.lock.release()
+            self.draws.lock.release()

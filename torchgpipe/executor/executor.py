@@ -73,9 +73,6 @@ class Crew:
 class Executor:
     """One step of a schedule.
 
-    Attributes:
-        quiet: whether no layer is expected to draw random numbers. Several processes agree on it.
-
     Args:
         crew: what lasts from step to step.
         plan: the plan of the step.
@@ -84,8 +81,6 @@ class Executor:
         criterion: the loss of each micro-batch.
         arriving: the events of copies that the last stage waits for.
     """
-
-    quiet = False
 
     def __init__(
         self,
@@ -170,7 +165,7 @@ class Executor:
         with ExitStack() as within:
             within.enter_context(self._without_hooks)
             within.enter_context(self.step.numbers)
-            within.enter_context(self.crew.draws.step(self.step, self.plan, self.quiet))
+            within.enter_context(self.crew.draws.step(self.step, self.plan))
             for sums, weights in zip(self.sums, self._weights_of_one()):
                 within.enter_context(sums.adding_at_once(weights))
             self.links.begin(self.arriving)

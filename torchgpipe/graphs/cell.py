@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.nesting import holding
-from torchgpipe.ambient.random_numbers import FirstNumbers, watched
+from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import AbstractStream, get_device
 from torchgpipe.engine.step import Step
@@ -86,8 +86,7 @@ class GraphCell(Cell):
         if recorded:
             self._places = _places(batch)
         part = parts.forward if recorded else parts.evaluation
-        # A second run could not draw the same numbers as a first one beside others.
-        if recorded and again and not (watched.shared and parts.first.is_random):
+        if recorded and again:
             part = parts.first
             self._again = self._before(parts)
             kept: list[Any] = [None] * len(parts.kept)

@@ -13,14 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchgpipe.ambient.random_numbers import (
-    CellNumbers,
-    StepNumbers,
-    content,
-    generator_of,
-    get_state,
-    set_state,
-)
+from torchgpipe.ambient.defaults import content, generator_of
+from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers, get_state, set_state
 
 __all__: list[str] = []
 

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from torchgpipe.ambient.context import Context
-from torchgpipe.ambient.random_numbers import content, get_state
+from torchgpipe.ambient.defaults import content
+from torchgpipe.ambient.random_numbers import get_state
 from torchgpipe.devices.streams import CPU, has_streams
 from torchgpipe.engine.workers import Task, Workers
 from torchgpipe.mapped.step import MappedStep

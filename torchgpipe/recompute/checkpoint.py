@@ -49,7 +49,7 @@ from torchgpipe.ambient.autocast import is_within_autocast, own_casts
 from torchgpipe.ambient.context import Context, Hooks, Snapshot, current_hooks
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import layer as current
-from torchgpipe.ambient.random_numbers import FirstNumbers, watched
+from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.fork_join import fork, needs_backward
 from torchgpipe.autograd.recompute import Recompute
 from torchgpipe.devices.streams import (
@@ -111,9 +111,6 @@ class Checkpoint:
         self.inputs: set[int] = set()
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
-        #: The tensors in slots, with their versions, until it is known whether cells have drawn
-        #: side by side; None if they cannot.
-        self.saved: list[tuple[Slot, Tensor, int]] | None = None
 
     def forward(self, batch: Batch) -> Batch:
         """Run the function, and save nothing but its input.
@@ -127,7 +124,6 @@ class Checkpoint:
             inputs = [x for tensor in batch for x in (tensor, tensor._base)]
             self.inputs = {id(x) for x in inputs if x is not None}
         numbers = FirstNumbers(get_device(self.stream))
-        self.saved = [] if watched.shared else None
         function = self.function
         if is_verifying():
             self.dropped, function = dropped, filling_memory(function)
@@ -142,25 +138,16 @@ class Checkpoint:
         self.kept.close()
         for slot in self._compared(self.places):
             slot.close()
-        if len(self.kept.tensors) == len(self.places) or self._has_kept(numbers):
+        if len(self.kept.tensors) == len(self.places):
             # Nothing was dropped, so there will be no second run.
             self.places = []
             self.kept.let_go()
             del self.function, self.lasting, self.context
         else:
+            numbers.settle()
             stored.pack()
             self.stored = stored, numbers
         return output
-
-    def _has_kept(self, numbers: FirstNumbers) -> bool:
-        """Whether what was to be dropped is kept, since a second run would draw other numbers."""
-        numbers.settle()
-        saved, self.saved = self.saved, None
-        if saved is None or not numbers.drawn:
-            return False
-        for slot, tensor, version in saved:
-            slot.tensor, slot.version = tensor.detach(), version
-        return True
 
     def trigger(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
         """Branch a phony off outputs whose gradients trigger the recomputation.
@@ -276,9 +263,7 @@ class Checkpoint:
             # guard: kept without its graph
             place = self.kept.add(tensor.detach())
         else:
-            place = slot = self.dropped(tensor, self.shapes)
-            if self.saved is not None:
-                self.saved.append((slot, tensor, tensor._version))
+            place = self.dropped(tensor, self.shapes)
         self.places.append(place)
         return place
 

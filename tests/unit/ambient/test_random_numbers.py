@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from torchgpipe.ambient import random_numbers
+from torchgpipe.ambient import defaults
 from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers, _set, get_state, set_state
 
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ class CountingGenerator:
 
 def test_one_thread_at_a_time_uses_a_generator(monkeypatch):
     generator = CountingGenerator()
-    monkeypatch.setattr(random_numbers, "_generator", lambda device: generator)
+    monkeypatch.setattr(defaults, "_generator", lambda device: generator)
     threads = [threading.Thread(target=lambda: set_state(CPU, get_state(CPU))) for _ in range(3)]
     for thread in threads:
         thread.start()

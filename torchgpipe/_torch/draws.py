@@ -1,0 +1,160 @@
+"""Draws of random numbers: a thread may have them from another generator than the default one.
+
+The CPU's default generator is one for all threads. PyTorch has a dispatch key that it keeps for
+its own tests. Each operator that draws gets a kernel for that key, which may put another generator
+among the operator's arguments. Only threads that include the key get there, as they do within
+:func:`seeing`, so nothing changes for anybody else.
+
+What makes a tensor of random numbers, as :func:`torch.rand` does, fills it by an operator that has
+a generator among its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.library import Library, fallthrough_kernel
+
+from torchgpipe import _torch
+from torchgpipe._torch import checkpoints
+from torchgpipe._torch.names import NAMES, has
+
+__all__: list[str] = []
+
+KEY = "TESTING_ONLY_GenericMode"
+
+#: The operators that draw, and that have no generator among their arguments.
+MAKERS = {"rand", "randn", "randint", "randperm", "native_dropout"}
+MAKERS |= {"rand_like", "randn_like", "randint_like"}
+
+
+class Source(Protocol):
+    """What the operators of a thread draw from."""
+
+    def begin(self) -> torch.Generator | None:
+        """The generator of the draw that begins; None for the default one."""
+
+    def end(self) -> None:
+        """Take note that the draw has ended."""
+
+
+Find = Callable[[], Source]
+
+#: PyTorch has the kernels as long as these exist.
+_libraries: list[Library] = []
+
+
+@cache
+def can_see(find: Find) -> bool:
+    """Register the kernels, once; tell whether this PyTorch allows it.
+
+    Args:
+        find: finds the source of the calling thread.
+    """
+    feature = NAMES["including"].feature
+    needed = [name for name, x in NAMES.items() if x.feature == feature]
+    if not all(map(has, needed)) or not checkpoints.can_find():
+        return False
+    try:
+        _libraries.extend([Library("_", "IMPL", KEY), Library("aten", "IMPL", KEY)])
+        _libraries[0].fallback(fallthrough_kernel)
+        _register(_libraries[1], find)
+    except RuntimeError:
+        # Somebody else has the key.
+        return False
+    return True
+
+
+def seeing() -> AbstractContextManager[Any]:
+    """Context manager that shows this thread's draws, and those of its backward, to its source."""
+    including: AbstractContextManager[Any] = _torch.including(_key())
+    return including
+
+
+@cache
+def _key() -> Any:
+    return _torch.dispatch_key(KEY)
+
+
+def _register(aten: Library, find: Find) -> None:
+    after = _torch.keys_after(_key())
+    for schema in _torch.schemas():
+        room, _, name = schema.name.partition("::")
+        names = [x.name for x in schema.arguments]
+        is_maker = "generator" not in names
+        if room != "aten" or (is_maker and name not in MAKERS):
+            continue
+        overload = schema.overload_name
+        call = getattr(getattr(torch.ops.aten, name), overload or "default").redispatch
+        if is_maker:
+            kernel = _maker(call, after)
+        else:
+            types = [str(x.type) for x in schema.arguments]
+            if "out" not in names and "Tensor" not in types:
+                continue
+            filled = types.index("Tensor")
+            kernel = _drawing(call, after, names.index("generator"), filled, find)
+        aten.impl(f"{name}.{overload}" if overload else name, kernel, with_keyset=True)
+    # These have no fallback for all of them.
+    for operator in _torch.higher_operators.values():
+        operator.fallthrough(_key())
+    _torch.higher_fallthrough.append(_key())
+
+
+def _drawing(
+    call: Callable[..., Any], after: Any, place: int, filled: int, find: Find
+) -> Callable[..., Any]:
+    """The kernel of an operator with a generator, and a tensor, at some places."""
+    generator: Any = torch.default_generator
+    # It may come as another object of Python's.
+    default = generator._cdata
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        # Among arguments by place it is the last one.
+        if len(args) > place:
+            kwargs["generator"], args = args[place], args[:place]
+        given = kwargs.get("generator")
+        if given is None or given._cdata == default:
+            tensor: Tensor = args[filled] if filled < len(args) else kwargs["out"]
+            # guard: draws on the CPU alone
+            if tensor.device.type == "cpu" and not _is_traced():
+                source = find()
+                kwargs["generator"] = source.begin()
+                found = call(keys & after, *args, **kwargs)
+                source.end()
+                return found
+        return call(keys & after, *args, **kwargs)
+
+    return kernel
+
+
+def _maker(call: Callable[..., Any], after: Any) -> Callable[..., Any]:
+    """The kernel of an operator without one, which calls another operator to draw."""
+    plain = after
+    for name in ("Python", "PythonTLSSnapshot"):
+        plain = plain.remove(_torch.dispatch_key(name))
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _torch.count_dispatch_modes() or _is_traced():
+            return call(keys & after, *args, **kwargs)
+        # Within a mode PyTorch excludes the key, and nobody would see the other operator.
+        # guard: draws within a mode
+        with _torch.without_modes():
+            return call(keys & plain, *args, **kwargs)
+
+    return kernel
+
+
+def _is_traced() -> bool:
+    """Whether operators are only noted down, as by the compiler, and draw nothing."""
+    # guard: draws that are traced
+    if not _torch.count_dispatch_modes():
+        return False
+    modes = _torch.OwnMode
+    found = map(_torch.own_mode, (modes.FAKE, modes.PROXY, modes.FUNCTIONAL))
+    return any(mode is not None for mode in found)
