@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.ambient.transforms import verify_no_transform
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.distributed.routes import Routes
-from torchgpipe.executor.links import Streams
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.values import microbatch
 
@@ -45,7 +45,7 @@ class Reader:
         streams: the streams of copies.
     """
 
-    def __init__(self, routes: Routes, device: torch.device, streams: Streams) -> None:
+    def __init__(self, routes: Routes, device: torch.device, streams: StreamPool) -> None:
         self._routes, self._device, self._streams = routes, device, streams
 
     def read(self, input: Any, terms: Any, has_loss: bool, chunks: int) -> Given:

@@ -369,8 +369,7 @@ class Pipe(Settings, nn.Module):
 
     def _compute(self, agreed: Agreed, given: Given, terms: Any, recorded: bool) -> Any:
         """Compute a step that all processes have agreed on."""
-        with_loss = terms is not None
-        arguments, arriving = given.arguments, given.arriving
+        with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
         if arguments is None and with_loss and self.is_last:
             # No argument tells the number of rows.
             arguments, arriving = self._reader.arguments(terms, agreed.rows, agreed.m)
@@ -401,10 +400,11 @@ class Pipe(Settings, nn.Module):
                         worker.around(runtime.run)
                     finally:
                         self._mail.end()
-            total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
-            found = self._agreement.end(worker, self._routes.placement, total, divisor)
+            # Before the others take the step for done, since this may fail.
             if criterion.outputs is not None and self.is_last:
                 output = criterion.joined(rows, worker.step.blocks)
+            total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
+            found = self._agreement.end(worker, self._routes.placement, total, divisor)
             if found is not None:
                 loss = found.value
                 if recorded:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import add_note
-from torchgpipe.executor.links import Streams, fetched
+from torchgpipe.devices.pool import StreamPool
+from torchgpipe.executor.links import fetched
 from torchgpipe.partition.traps import lists
 from torchgpipe.values import trees
 from torchgpipe.values.structure import NoChunk, is_split, names, split
@@ -52,7 +53,7 @@ class explaining:
 
 
 def arguments_of(
-    value: Any, rows: Sequence[int], m: int, streams: Streams, device: torch.device
+    value: Any, rows: Sequence[int], m: int, pool: StreamPool, device: torch.device
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
     """The arguments of the loss for each micro-batch, and the events of their copies.
 
@@ -60,7 +61,7 @@ def arguments_of(
         value: the arguments that the caller gave, positional ones and those by name.
         rows: the number of rows of each micro-batch; none if there is one micro-batch.
         m: the number of micro-batches.
-        streams: the streams on which tensors are copied.
+        pool: the streams on which tensors are copied.
         device: the device of the last stage.
 
     Raises:
@@ -92,7 +93,7 @@ def arguments_of(
             f"{sum(rows)}); pass a tensor, or what every micro-batch shall get whole as "
             "torchgpipe.NoChunk(value)"
         )
-    value, events = fetched(streams, value, device)
+    value, events = fetched(pool, value, device)
     if not rows:
         # One micro-batch gets all as it is.
         return [trees.map_leaves(_whole, value)], events
