@@ -44,7 +44,8 @@ class Across(Wrapped):
     cell, lasts, encloses = "raised in {j}[FRBIW]{i} on", False, True
 
     def twin(self, duplicate):
-        return type(self)(self.maker, None, duplicate(self.model), self.criterion)
+        copy = duplicate(self.model)
+        return type(self)(self.maker, copy, copy, self.criterion)
 
     def _everywhere(self, value):
         found = [None] * dist.get_world_size(self.maker.group)
