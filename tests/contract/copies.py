@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 import pickle
 import warnings
 

@@ -45,8 +45,8 @@ from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Op, operations
-from torchgpipe.skip.tracker import not_stashed
-from torchgpipe.values.microbatch import VALUE, Batch, Part
+from torchgpipe.skip.parcels import Parcels
+from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
@@ -125,9 +125,9 @@ class Executor:
         }
         batches.clear()
         #: For each micro-batch, the skips that were stashed and not popped yet.
-        self.skips: list[dict[Any, tuple[Part, Any]]] = [{} for _ in range(plan.schedule.chunks)]
-        #: For each micro-batch, the skips that share memory with another part.
-        self.shared: list[set[Any]] = [set() for _ in range(plan.schedule.chunks)]
+        self.parcels = [Parcels() for _ in range(plan.schedule.chunks)]
+        #: The events of skips that come from another worker.
+        self.events: dict[tuple[int, Any], Any] = {}
         #: The gradients that wait for a cell, by stage and micro-batch, for each part.
         self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
         #: For each worker, the sums of the gradients of its weights.
@@ -266,23 +266,19 @@ class Executor:
         """The micro-batch that waits for a stage, beside the skips that the stage pops."""
         batch, event = self.values.pop((j, i))
         self.links.receive(Sent(tuple(batch), event), j)
-        popped = {}
-        for skip in self.stages.skip_layout.popped[j]:
-            part, event = self.skips[i].pop(skip, (None, None))
-            if part is None:
-                raise not_stashed(skip)
-            self.links.receive(Sent(part.tensors, event), j)
-            popped[skip] = part
-        return batch.with_skips(popped, self.shared[i])
+        popped = self.stages.skip_layout.popped[j]
+        batch = self.parcels[i].unpacked(batch, popped)
+        for skip in popped:
+            self.links.receive(Sent(batch.parts[skip], self.events.pop((i, skip), None)), j)
+        return batch
 
     def send(self, j: int, i: int, output: Batch) -> None:
         """Send an output to the next stage, and its skips to those that pop them."""
-        events: dict[Any, Any] = {}
         targets: dict[Any, int] = {VALUE: j + 1, **self.stages.skip_layout.stashed[j]}
 
         def sent(key: Any, *tensors: Tensor) -> list[Tensor]:
             found = self.links.send([x.detach() for x in tensors], j, targets[key], i)
-            events[key] = found.event
+            self.events[i, key] = found.event
             return [
                 # This tells the next cell that a gradient is wanted. No gradient comes here.
                 y.requires_grad_(x.requires_grad)
@@ -292,14 +288,8 @@ class Executor:
 
         for key in [*output.parts]:
             output = output.map(partial(sent, key), [key])
-        skips = output.skips
-        self.shared[i] |= output.shared
-        value = output.with_skips({})
-        if len(value) < 2 and not skips and not self.skips[i]:
-            # Nothing is left that it could share memory with.
-            value.shared = frozenset()
-        self.skips[i].update({key: (part, events.get(key)) for key, part in skips.items()})
-        self.values[j + 1, i] = value, events.get(VALUE)
+        value = self.parcels[i].packed(output)
+        self.values[j + 1, i] = value, self.events.pop((i, VALUE), None)
 
     def incoming(self, j: int, i: int) -> Gradients:
         """The gradients of a cell's output."""

@@ -175,22 +175,12 @@ class Course:
         self, mapped: Mapped, inner: Any, cell: Cell, note: noted, given: Given | None
     ) -> Checkpoint:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
-        state = body.state
-        assert state is not None
         run: Callable[..., Batch] = partial(_run, body, given)
         if self.step.is_visited(mapped.module):
             run = partial(run, note=note.note)
         if self.step.recording is not None:
             run = self.step.recording.around(run, self._where(cell))
-        checkpoint = Checkpoint(
-            partial(run, copies=[] if state.buffers.any else None),
-            self.step.new_context(),
-            cell.stage.compute,
-            note,
-            state.lasting,
-            state.always_calls,
-            state.shapes,
-        )
+        checkpoint = body.checkpoint(run, self.step.new_context(), cell.stage.compute, note)
         cell.checkpoints.append(checkpoint)
         return checkpoint
 
@@ -316,7 +306,7 @@ def _visited(visit: Visit, inner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(
-    body: Body, given: Given | None, batch: Batch, copies: list[Copy] | None, note: str = ""
+    body: Body, given: Given | None, batch: Batch, copies: list[Copy] | None = None, note: str = ""
 ) -> Batch:
     """Run a mapped module, for the first or the second time."""
     # Most models store nothing.
