@@ -128,7 +128,8 @@ class Wrapped:
     def step(self, input, *targets):
         """Compute a mini-batch, and the gradients of its loss; return the loss."""
         loss = self.loss(input, *targets)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         return loss.detach()
 
     def train(self, mode=True):
