@@ -1,5 +1,6 @@
 """Errors and what follows them."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from tests.behaviour.test_errors_anywhere import settings
 from tests.contract.planned import CHUNKS, kinds, made, plan, step
 from tests.contract.promises import Otherwise, promise
 from tests.contract.wrapped import linears
+from torchgpipe import verify_recomputation
 from torchgpipe.devices.streams import current_streams
 
 APART = Otherwise(
@@ -42,7 +44,8 @@ def verify(before):
 
 @promise(
     "An error of a layer comes out with its class and its text, from forward, backward and "
-    "recomputation. A note names the stage, the micro-batch and the layer.",
+    "recomputation, and no other micro-batch begins. A note names the stage, the micro-batch and "
+    "the layer.",
     otherwise={"ScheduledLoss of graphs": OPERATORS},
     modes=True,
     devices=True,
@@ -55,6 +58,11 @@ def layers(make):
             with plan(kind, 1):
                 found = model.raised(step, model)
             assert found[:2] == ("PlannedError", "as planned"), kind
+            # In backward, each thread of autograd may have begun one more cell by then.
+            runs = plan.runs.total()
+            time.sleep(0.01)
+            assert plan.runs.total() <= runs + (kind != "forward")
+            assert not plan.runs["forward", 2] or kind != "forward"
             notes = " ".join(found.notes)
             assert re.search(model.cell.format(i=1, j=0), notes), notes
             assert re.search(model.layer.format(name=1), notes), f"no layer: {notes}"
@@ -116,7 +124,7 @@ def setting(make):
 
 
 class OddError(Exception):
-    """An exception without arguments, which is false."""
+    """An exception that cannot be made again from its arguments, and is false."""
 
     def __init__(self, *, reason):
         super().__init__()
@@ -126,29 +134,46 @@ class OddError(Exception):
         return False
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """An exception whose attributes cannot be set, notes either."""
+
+    reason: str
+
+
+ERRORS = (OddError(reason="x"), FrozenError("x"), StopIteration(1), GeneratorExit(), SystemExit(3))
+ERRORS += (torch.OutOfMemoryError("x"),)
+
+
 @promise(
-    "Any exception comes out as the same object, also one that ends Python or a generator.",
+    "Any exception comes out as the same object with one note, also one that ends Python or a "
+    "generator, however often it is raised.",
+    modes=True,
     devices=True,
     fails=True,
 )
 def objects(make):
-    model = made(make)
-    errors = (OddError(reason="x"), StopIteration(1), GeneratorExit(), SystemExit(3))
-    for error in errors if model.lasts else errors[:1]:
-        caught = []
-        found = model.raised(_run, model, error, caught)
-        assert found.kind == type(error).__name__
-        assert model.lasts <= (caught == [error])
-        assert re.search(model.cell.format(i=1, j=0), " ".join(found.notes))
+    model = made(make, deferred_batch_norm=True)
+    for kind in kinds(model):
+        for error in ERRORS if model.lasts else ERRORS[:1]:
+            vars(error).pop("__notes__", None)
+            for _ in range(1 + model.lasts):
+                caught = []
+                with plan(kind, 1, error), verify_recomputation():
+                    found = model.raised(_catching, caught, step, model)
+                assert found.kind == type(error).__name__
+                assert caught == [error] or not model.lasts
+            assert len(found.notes) == len({*found.notes}), found.notes
+            if type(error) is not FrozenError and "loss" not in kind:
+                assert re.search(model.cell.format(i=1, j=0), " ".join(found.notes)), found.notes
 
 
-def _run(model, error, caught):
-    with plan("forward", 1, error):
-        try:
-            step(model)
-        except BaseException as found:
-            caught.append(found)
-            raise
+def _catching(caught, function, *args):
+    try:
+        function(*args)
+    except BaseException as error:
+        caught.append(error)
+        raise
 
 
 def press():
@@ -159,8 +184,10 @@ def press():
 
 
 @promise(
-    "Ctrl-C within a layer comes out as KeyboardInterrupt, and the next step is right.",
+    "Ctrl-C within a step comes out as KeyboardInterrupt, and the next step is right.",
     otherwise={"Pipe": APART},
+    modes=True,
+    devices=True,
     fails=True,
 )
 def interruption(make):
@@ -168,12 +195,13 @@ def interruption(make):
     before, expected = settings(), step(model)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with plan("forward", 1, press):
-            assert model.raised(step, model).kind == "KeyboardInterrupt"
+        for kind in kinds(model):
+            with plan(kind, 1, press):
+                assert model.raised(step, model).kind == "KeyboardInterrupt"
+            verify(before)
+            same(step(model), expected)
     finally:
         signal.signal(signal.SIGINT, previous)
-    verify(before)
-    same(step(model), expected)
 
 
 class Forgetful(nn.Module):

@@ -20,12 +20,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
 
+from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.ambient.nesting import first_run
 from torchgpipe.ambient.random_numbers import (
     CellNumbers,
