@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
@@ -28,7 +28,7 @@ from torchgpipe.partition.arguments import (
     checked_index,
 )
 from torchgpipe.partition.placement import place, verify_placement
-from torchgpipe.partition.settings import Settings
+from torchgpipe.partition.settings import Settings, moving_denied
 from torchgpipe.partition.sharding import verify_sharding
 from torchgpipe.partition.split import plain_module, split_module, verify_module
 from torchgpipe.partition.traps import Traps
@@ -281,11 +281,11 @@ class GPipe(Settings, nn.Module):
 
     def cuda(self, device: Device | None = None) -> NoReturn:
         """Always raises :exc:`TypeError`: each partition stays on its device."""
-        raise _moving_denied()
+        raise moving_denied()
 
     def cpu(self) -> NoReturn:
         """Always raises :exc:`TypeError`: each partition stays on its device."""
-        raise _moving_denied()
+        raise moving_denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Change dtype or memory format, as :meth:`nn.Module.to` does.
@@ -295,16 +295,8 @@ class GPipe(Settings, nn.Module):
         """
         first = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
         if isinstance(first, torch.device | str | int | Tensor):
-            raise _moving_denied()
+            raise moving_denied()
         return super().to(*args, **kwargs)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPipe:
-        # The .to(device), .cuda() and the like of a parent call this, and not the methods above.
-        for device in dict.fromkeys(self._devices):
-            if fn(torch.empty(0, device=device)).device != device:
-                raise _moving_denied()
-        super()._apply(fn, recurse)
-        return self
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -408,11 +400,4 @@ def _read_only(name: str, value: object) -> AttributeError:
     return AttributeError(
         f"{name} is decided when a module is wrapped, so it cannot be set later ({name}: "
         f"{value!r}); wrap the same layers anew, as GPipe(model.module, ..., {name}=...)"
-    )
-
-
-def _moving_denied() -> TypeError:
-    return TypeError(
-        "the partitions of a GPipe must stay on their devices, so it cannot be moved; move the "
-        "module before wrapping it, or choose the places with GPipe(..., devices=[...])"
     )

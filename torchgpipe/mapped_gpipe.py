@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
@@ -244,17 +244,6 @@ class MappedGPipe(Settings, nn.Module):
     def train(self, mode: bool = True) -> MappedGPipe:
         self.training = mode
         self.module.train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MappedGPipe:
-        # The .to(), .cuda() and the like of this module, and of a parent, call this.
-        for device in dict.fromkeys(self._map.values()):
-            if fn(torch.empty(0, device=device)).device != device:
-                raise TypeError(
-                    "the modules of a device map must stay on their devices, so the model cannot "
-                    "be moved; move it before wrapping it, or wrap it anew with another map"
-                )
-        super()._apply(fn, recurse)
         return self
 
     @uncompiled

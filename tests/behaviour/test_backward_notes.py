@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, note_of
-from torchgpipe import GPipe
+from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.ambient import backward
 from torchgpipe.skip import pop, skippable, stash
 
@@ -52,29 +52,39 @@ def made(mode="never", chunks=2):
 NOTE = "raised in partition 1, micro-batch 1, layer 2 (Square), in its backward"
 
 
+def mapped(mode):
+    layers = [*made().module]
+    return MappedGPipe(nn.Sequential(*layers), {"": "cpu"}, chunks=2, checkpoint=mode)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("inner", [False, True])
-def test_note(mode, inner):
+@pytest.mark.parametrize("wrap", [made, mapped])
+def test_note_within_a_checkpoint_of_pytorch(mode, wrap):
     """Once the partition has learned, and before, and after an evaluation without gradients."""
-    model = made(mode)
-    model[2].inner = inner
+    model = wrap(mode)
+    layer = model.module[2]
+    layer.inner = True
     with torch.no_grad():
         model(torch.rand(4, 4))
     for _ in range(2):
-        model[2].fail = error = ValueError("x")
-        with pytest.raises(ValueError, match="x") as caught:
+        layer.fail = error = ValueError("x")
+        with pytest.raises(ValueError, match="x"):
             model(torch.rand(4, 4)).sum().backward()
-        assert caught.value is error
-        assert note_of(error) == NOTE
-        model[2].fail = None
+        place = "the model on cpu, micro-batch 1, in its backward"
+        assert note_of(error) == (NOTE if wrap is made else f"raised in {place}")
+        layer.fail = None
         model(torch.rand(4, 4)).sum().backward()
 
 
-def test_plain_layers_are_visited_once():
-    model = made()
+@pytest.mark.parametrize("wrap", [made, mapped])
+def test_plain_layers_are_visited_once(wrap):
+    if wrap is mapped:
+        model = MappedGPipe(made().module, {str(k): "cpu" for k in range(4)}, chunks=2)
+    else:
+        model = made()
     model(torch.rand(4, 4)).sum().backward()
-    found = [backward.is_worth_a_visit(x) for x in model.partitions]
-    assert found == [False, True]
+    found = [backward.is_worth_a_visit(x) for x in getattr(model, "partitions", model.module)]
+    assert found == ([False, True] if wrap is made else [False, False, True, False])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -126,16 +126,6 @@ def test_optimizer_step_between_forward_and_backward_is_an_error(mode, device):
     assert all(p.grad is None for p in model.partitions[0].parameters())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_parameters_changed_after_backward(mode, device):
-    model = wrap(layers(), device, mode, balance=[2, 1])
-    for _ in range(2):
-        model(torch.rand(6, 3, device=device)).sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_layer_that_changes_its_parameters(device, checkpoint):
     def module():

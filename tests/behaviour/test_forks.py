@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.forks import WIDTH, Pausing, forward, in_child, layers, step
-from tests.support.helpers import MODES, Apply
+from tests.support.helpers import Apply
 from tests.support.long_runs import WAYS
 from torchgpipe import GPipe
 
@@ -23,19 +23,6 @@ pytestmark = [
 @pytest.fixture(params=WAYS)
 def wrap(request):
     return partial(WAYS[request.param], balance=[2, 2], chunks=2, devices=["cpu"] * 2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("use", [forward, step])
-def test_wrapper_in_a_child(wrap, mode, use):
-    """The child works before all steps of the parent and after some, and the parent works on."""
-    module = layers()
-    expected = use(wrap(copy.deepcopy(module), checkpoint=mode))
-    model = wrap(module, checkpoint=mode)
-    for _ in range(2):
-        assert in_child(partial(use, model)) == expected
-        step(model)
-        assert use(model) == expected
 
 
 @pytest.mark.parametrize("when", ["forward", "recomputation"])

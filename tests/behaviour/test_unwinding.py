@@ -1,15 +1,10 @@
 """Ctrl-C may come anywhere: the caller's thread gets its settings back."""
 
-import os
-import signal
-import time
-
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.behaviour.test_failures import WIDTH, Tricky
 from torchgpipe import GPipe
 from torchgpipe.ambient import thread
 from torchgpipe.ambient.context import EnteredModes, Modes, autocast_nesting, current_hooks
@@ -24,6 +19,8 @@ def places(device):
     """Devices of two partitions."""
     return [device] * 2
 
+
+WIDTH = 4
 
 #: Between what sets something and the block that it is set for; or after that, before it is unset.
 WINDOWS = {
@@ -93,49 +90,3 @@ def test_interrupted_where_something_was_set(places, window, monkeypatch):
             assert state(model) == before
             model.zero_grad()
             assert all(map(torch.equal, step(model), expected))
-
-
-class Interrupt(Tricky):
-    """A layer that presses Ctrl-C in its second run of a kind."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.where, self.seen = where, None
-
-    def count(self, kind):
-        if kind == self.where and self.seen is not None:
-            self.seen += 1
-            if self.seen == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-                # Where this is not the caller's thread, that one now has Python.
-                time.sleep(0.1)
-
-
-@pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
-def test_ctrl_c(places, where):
-    """Accelerators run backward in other threads; Python raises when backward is over."""
-    layer = Interrupt(where)
-    model = GPipe(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), layer),
-        [1, 1],
-        devices=places,
-        chunks=8,
-        checkpoint="always",
-    )
-    x = torch.ones(8, WIDTH, device=model.devices[0])
-
-    def train():
-        model.zero_grad()
-        model(x).sum().backward()
-        return [parameter.grad.cpu() for parameter in model.parameters()]
-
-    expected, before = train(), state(model)
-    layer.seen = 0
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    runs, layer.seen = layer.seen, None
-    own = where == "forward" or all(device.type == "cpu" for device in model.devices)
-    assert runs in ((2, 3) if own else range(2, 9))
-    assert state(model) == before
-    assert all(map(torch.equal, train(), expected))

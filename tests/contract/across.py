@@ -3,16 +3,24 @@
 import torch
 import torch.distributed as dist
 
-from tests.contract.promises import keeps
+from tests.contract.promises import PROMISES, keeps
 from tests.contract.wrapped import Maker, Raised, Wrapped
 
 
 class PipeMaker(Maker):
-    """Wrap layers across the processes of a group."""
+    """Wrap layers across the processes of a group.
 
-    def __init__(self, group, *args):
+    Args:
+        group: the group.
+        fails: whether a step fails, which closes the connections: then the wrapper has a group of
+            its own, so that the processes live on.
+        *args: the arguments of :class:`~tests.contract.wrapped.Maker`.
+    """
+
+    def __init__(self, group, fails, *args):
         super().__init__(*args)
         self.group = group
+        self.own = dist.new_group(dist.get_process_group_ranks(group)) if fails else group
 
     def wrap(self, layers, loss, options):
         from torchgpipe.distributed import Pipe
@@ -24,7 +32,7 @@ class PipeMaker(Maker):
             **options,
             loss=loss,
             schedule=self.kind[0],
-            group=self.group,
+            group=self.own,
             outputs=True,
         )
         return Across(self, layers, model, loss)
@@ -32,6 +40,12 @@ class PipeMaker(Maker):
 
 class Across(Wrapped):
     """Layers of which this process has some. What is asked for comes from all processes."""
+
+    cell, lasts, encloses = "raised in {j}[FRBIW]{i} on", False, True
+
+    def twin(self, duplicate):
+        copy = duplicate(self.model)
+        return type(self)(self.maker, copy, copy, self.criterion)
 
     def _everywhere(self, value):
         found = [None] * dist.get_world_size(self.maker.group)
@@ -58,6 +72,10 @@ class Across(Wrapped):
         return self.all({name: x.grad for name, x in self.model.named_parameters()})
 
     @property
+    def state(self):
+        return self.all(self.model.state_dict())
+
+    @property
     def buffers(self):
         return self.all(dict(self.model.named_buffers()))
 
@@ -72,4 +90,4 @@ class Across(Wrapped):
 def check(group, name, run, mode):
     """Check a promise in this process."""
     torch.manual_seed(0)
-    keeps(name, PipeMaker(group, run, mode))
+    keeps(name, PipeMaker(group, PROMISES[name].fails, run, mode))

@@ -22,7 +22,7 @@ import pytest
 WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", "Pipe")
 
 #: The modules of promises, which are the sections of the table.
-SECTIONS = ("values", "batches")
+SECTIONS = ("values", "batches", "errors", "copies", "state", "memory")
 
 
 class Otherwise(NamedTuple):
@@ -46,6 +46,7 @@ class Promise(NamedTuple):
         otherwise: for each wrapper that rightly differs, how.
         modes: whether the checkpoint mode matters.
         devices: whether it matters that devices are accelerators.
+        fails: whether a step fails, after which its processes are not connected any more.
     """
 
     sentence: str
@@ -53,6 +54,7 @@ class Promise(NamedTuple):
     otherwise: dict
     modes: bool
     devices: bool
+    fails: bool
 
     @property
     def name(self):
@@ -63,11 +65,11 @@ class Promise(NamedTuple):
 PROMISES = {}
 
 
-def promise(sentence, *, otherwise=None, modes=False, devices=False):
+def promise(sentence, *, otherwise=None, modes=False, devices=False, fails=False):
     """Add a function to the list of promises: see :class:`Promise`."""
 
     def add(check):
-        found = Promise(sentence, check, otherwise or {}, modes, devices)
+        found = Promise(sentence, check, otherwise or {}, modes, devices, fails)
         assert set(found.otherwise) <= set(WRAPPERS)
         assert found.name not in PROMISES
         PROMISES[found.name] = found

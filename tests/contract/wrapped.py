@@ -84,7 +84,14 @@ class Wrapped:
     Attributes:
         layers: the layers themselves; their parameters have the gradients.
         model: the wrapper.
+        cell: how a note names micro-batch ``i`` of stage ``j``.
+        layer: how a note names a layer.
+        lasts: whether steps may follow one that failed.
+        encloses: whether the loss is inside.
     """
+
+    cell, layer = "partition {j}, micro-batch {i}", r"layer {name} \("
+    lasts, encloses = True, False
 
     def __init__(self, maker, layers, model, loss):
         self.maker, self.layers, self.model, self.criterion = maker, layers, model, loss
@@ -98,6 +105,17 @@ class Wrapped:
     def last(self):
         """The device that outputs are on."""
         return self.maker.devices[-1]
+
+    @property
+    def pipe(self):
+        """The module that has the state dict."""
+        return self.model
+
+    def twin(self, duplicate):
+        """The same around a copy of the wrapper."""
+        copy = type(self)(self.maker, None, duplicate(self.model), self.criterion)
+        copy.layers = copy.pipe.module
+        return copy
 
     def forward(self, *args, **kwargs):
         """The output. It has a graph where the wrapper's outputs have one."""
@@ -115,7 +133,8 @@ class Wrapped:
     def step(self, input, *targets):
         """Compute a mini-batch, and the gradients of its loss; return the loss."""
         loss = self.loss(input, *targets)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         return loss.detach()
 
     def train(self, mode=True):
@@ -137,6 +156,11 @@ class Wrapped:
         """The buffers, by name."""
         return dict(self.layers.named_buffers())
 
+    @property
+    def state(self):
+        """The state dict, with the keys of the plain layers."""
+        return self.pipe.module.state_dict()
+
     def all(self, found):
         """Entries of a list, or of a dict, that Python code of layers made, in all processes."""
         return found
@@ -145,7 +169,7 @@ class Wrapped:
         """The error that a function raises; None if it raises none."""
         try:
             function(*args)
-        except Exception as error:
+        except BaseException as error:
             notes = notes_of(error)
             return Raised(type(error).__name__, str(error), notes)
         return None
@@ -163,9 +187,13 @@ class Wrapped:
 class Mapped(Wrapped):
     """Layers of a device map."""
 
+    cell, layer = "micro-batch {i}", "raised in {name} on"
+
 
 class Scheduled(Wrapped):
     """Layers under a schedule, whose losses have a graph that leads to the parameters alone."""
+
+    cell, encloses = "raised in {j}[FRBIW]{i} on", True
 
     @property
     def pipe(self):

@@ -131,12 +131,6 @@ def load_plain(group):
     Parent(pipe).load_state_dict(Parent(plain).state_dict())
     for key, x in pipe.state_dict().items():
         assert torch.equal(x, plain.state_dict()[key])
-    state = plain.state_dict()
-    with pytest.raises(RuntimeError, match=r"Unexpected.*extra"):
-        pipe.load_state_dict(state | {"extra.weight": torch.rand(1)})
-    del state["0.0.weight"], state["7.weight"]
-    with pytest.raises(RuntimeError, match="Missing"):
-        pipe.load_state_dict(state)
 
 
 def test_plain_state_dicts(processes):

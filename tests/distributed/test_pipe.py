@@ -1,7 +1,6 @@
 """The wrapper: what it takes, what it tells, and what it refuses."""
 
 import copy
-import pickle
 import re
 import weakref
 
@@ -341,28 +340,6 @@ def accumulating(group):
 
 def test_accumulation_and_hooks(processes):
     processes.run(accumulating, 2)
-
-
-def copied(group):
-    torch.manual_seed(0)
-    pipe = pipe_of([linear() for _ in range(4)], "zbh1", group, chunks=2)
-    x, y = torch.rand(2, 4, 6)
-    pipe.step(x, y)
-    average = copy.deepcopy(pipe)
-    with torch.no_grad():
-        for weight in pipe.parameters():
-            weight.zero_()
-    assert pipe.step(x, y) == F.mse_loss(torch.zeros(4, 6), y)
-    assert average.step(x, y) != F.mse_loss(torch.zeros(4, 6), y)
-    assert all(one.abs().sum() > 0 for one in average.parameters())
-    with pytest.raises(TypeError, match="state_dict") as found:
-        pickle.dumps(pipe)
-    return str(found.value)
-
-
-def test_copies(processes):
-    """A copy has weights of its own, as a moving average needs them, and the same processes."""
-    processes.run(copied, 4)
 
 
 def one_wrong_balance(group):

@@ -133,32 +133,10 @@ def test_eval(grad):
     torch.testing.assert_close(y, pipe.module(x)["y"])
 
 
-class Failing(nn.Module):
-    def forward(self, input):
-        raise ValueError("no")
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_errors_name_the_module(mode):
-    model = Model()
-    model.second = Failing()
-    with pytest.raises(ValueError, match="no") as caught:
-        wrapped(model, checkpoint=mode)(torch.rand(4, 3))
-    assert note_of(caught.value) == "raised in second on cpu, micro-batch 0"
-
-
 def test_errors_of_code_between_modules_name_the_module_before_it():
     with pytest.raises(RuntimeError, match="size") as caught:
         wrapped()(torch.rand(4, 3), shift=NoChunk(torch.rand(7)))
     assert note_of(caught.value) == "raised behind first on cpu, micro-batch 0"
-
-
-def test_after_an_error_the_next_step_is_right():
-    pipe = wrapped(checkpoint="always")
-    x = torch.rand(4, 3)
-    with pytest.raises(RuntimeError):
-        pipe(x, shift=NoChunk(torch.rand(7)))
-    torch.testing.assert_close(pipe(x)["y"], pipe.module(x)["y"])
 
 
 def test_a_module_that_is_called_in_another_thread():
@@ -209,17 +187,6 @@ def test_wrong_options(options, error, message):
 def test_wrong_model():
     with pytest.raises(TypeError, match="a device map is for a module"):
         MappedGPipe(lambda x: x, MAP)
-
-
-def test_a_wrapped_model_stays_where_it_is():
-    pipe = wrapped()
-    for move in (lambda: pipe.to("meta"), lambda: nn.Sequential(pipe).to("meta")):
-        with pytest.raises(TypeError, match="must stay on their devices"):
-            move()
-    assert pipe.double().first[0].weight.dtype == torch.float64
-    pipe.module.second.to("meta")
-    with pytest.raises(RuntimeError, match=r"\(second: cpu, weight: meta\)"):
-        pipe(torch.rand(2, 3, dtype=torch.float64))
 
 
 class Filling(nn.Module):

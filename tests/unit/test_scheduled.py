@@ -1,7 +1,6 @@
 """A scheduled loss is a loss: what may be done with it, and what is refused."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -198,17 +197,6 @@ def test_one_micro_batch_is_a_warning():
         make(chunks=1)(X, Y)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies(duplicate):
-    training = make()
-    training(X, Y).backward()
-    training.zero_grad()
-    twin = duplicate(training)
-    twin(X, Y).backward()
-    same(twin, expected())
-    assert all(x.grad is None for x in training.parameters())
-
-
 def test_state_dict_has_the_keys_of_the_model():
     training = make()
     keys = {f"model.{key}" for key in training.model.state_dict()}
@@ -230,21 +218,6 @@ class Fails(nn.Linear):
 
     def fail(self, grad):
         raise KeyError("backward")
-
-
-@pytest.mark.parametrize(("when", "note"), [("forward", "1F0"), ("backward", "1B0")])
-def test_failure_names_the_instruction_and_the_next_step_is_right(when, note):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails(3, 3))
-    training = make(module=module)
-    module[2].when = when
-    with pytest.raises(KeyError) as error:
-        training(X, Y)
-    assert any(f"raised in {note} on worker 1" in x for x in error.value.__notes__)
-    module[2].when = None
-    assert all(x.grad is None for x in training.parameters())
-    training(X, Y).backward()
-    same(training, expected())
 
 
 def test_hooks_are_back_after_a_failure():

@@ -261,9 +261,9 @@ TESTS = {
         {"backward": "three threads", "places": ["cpu"] * 2},
     ),
     "what a backward leaves": (
-        "behaviour.test_failures",
-        "test_all_tensors_are_released_once_the_exception_is_dropped",
-        {"kind": "backward", "k": 1, "places": ["cpu"] * 3},
+        "contract.test_contract",
+        "test_promise",
+        {"name": "memory:errors", "run": "GPipe"},
     ),
     "at a time": (
         "behaviour.test_threads",

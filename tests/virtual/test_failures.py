@@ -1,4 +1,4 @@
-"""Exceptions of layers come out as they are: the same tests on virtual accelerators, and more."""
+"""Exceptions of layers on virtual accelerators: beside other threads, and in backward's."""
 
 import gc
 import threading
@@ -7,16 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-# All of its tests, with other places.
-from tests.behaviour.test_failures import *  # noqa: F403
-from tests.behaviour.test_failures import WIDTH
 from tests.support.helpers import MODES, Apply, note_of
 from torchgpipe import GPipe
 
-
-@pytest.fixture(params=[[0, 1, 2], [0, "cpu", 1], [0, 0, 1]], ids=str)
-def places(request, devices):
-    return [x if x == "cpu" else devices[x] for x in request.param]
+WIDTH = 4
 
 
 class Slow(nn.Module):

@@ -1,6 +1,8 @@
 """Schedules on virtual accelerators: right, without a race, and as fast as the simulator says."""
 
 import copy
+import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.support.helpers import MODES, assert_no_races, note_of
 from tests.support.schedules import CASES, NAMES, V, compare, workers_of
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.autograd import outcome
+from torchgpipe.devices import pool
 from torchgpipe.testing import observe
 
 
@@ -145,3 +148,32 @@ def test_failure(devices, when):
     F.mse_loss(model(x), y).backward()
     for own, other in zip(found, model.parameters()):
         torch.testing.assert_close(own, other.grad)
+
+
+def test_a_schedule_and_its_model_have_one_set_of_streams_and_threads(devices, monkeypatch):
+    """Also if the loss calls the model, in a thread of a worker that the model needs, too."""
+    made, new_stream = Counter(), pool.new_stream
+
+    def counted(device):
+        made[device] += 1
+        return new_stream(device)
+
+    monkeypatch.setattr(pool, "new_stream", counted)
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: False)
+    before = {*threading.enumerate()}
+    layers = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+    model = GPipe(layers, [1] * 3, devices=devices[:3], chunks=4)
+
+    def loss(output, target):
+        with torch.no_grad():
+            again = model(output.to(devices[0]))
+        return F.mse_loss(output + again, target)
+
+    x, y = (torch.rand(8, 6, device=devices[k]) for k in (0, 2))
+    for _ in range(2):
+        ScheduledLoss(model, loss, "1f1b")(x, y).backward()
+        model(x).sum().backward()
+    new = {*threading.enumerate()} - before
+    assert len([x for x in new if x.name.startswith("torchgpipe")]) == 3
+    assert len(made) == 3
+    assert max(made.values()) <= pool.StreamPool.POOL

@@ -5,7 +5,8 @@ attribute of that name stands between the node and what its backward raises. Nod
 nothing up, and what they raise stays without a note.
 
 Visiting each node of each cell would take the host long. So the cells of the first step in which a
-partition has a graph are visited, and those of later steps only if one of these had such a node.
+partition, or a module of a device map, has a graph are visited, and those of later steps only if
+one of these had such a node.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Visit:
     """Visit the nodes that layers add to the graph, within a ``with`` block.
 
     Args:
-        layers: the partition.
+        layers: the partition, or a module of a device map.
         inputs: the tensors that it gets, skips included.
         stashed: a function that returns what layers have stashed so far.
         note: what to say of the cell.

@@ -80,9 +80,9 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def is_noted(error: BaseException) -> bool:
-    """Whether an exception bears a note with a partition already."""
+    """Whether an exception bears a note of ours already."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "args", ())]
-    return any(isinstance(x, str) and x.startswith("raised in partition") for x in notes)
+    return any(isinstance(x, str) and x.startswith("raised in ") for x in notes)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

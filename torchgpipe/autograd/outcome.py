@@ -15,7 +15,6 @@ runs each on the caller's stream of its device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.nn import Parameter
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.devices.streams import CPU, AbstractStream, record_stream
 
 __all__: list[str] = []

@@ -23,7 +23,7 @@ class PartitionStreams(NamedTuple):
 
 
 class StreamPool:
-    """The streams of a wrapper, made once for each device.
+    """The streams of a wrapper, made once for each device, whoever orders its cells.
 
     Partitions that share a device have streams of their own, so that they overlap. The pool of the
     device is divided among them: a stream that two of them had would wait for itself, which takes
@@ -57,16 +57,23 @@ class StreamPool:
         own = 0 if partitions == 1 else partitions
         kinds = partitions * (1 + skips)
         size = max(2, min(self.COPIES, (self.POOL - 1 - own) // kinds))
-        needed = own + kinds * size
-        made = self._made.setdefault(device, [])
-        # The caller's current stream may be from the same pool, and another one in the next step.
-        streams = [stream for stream in made if stream != current]
-        while len(made) <= needed or len(streams) < needed:
-            stream = new_stream(device)
-            made.append(stream)
-            streams += [stream] * (stream != current)
+        streams = self.some(device, own + kinds * size)
         copies = [streams[own + kind * size :][:size] for kind in range(kinds)]
         return [
             PartitionStreams(streams[k] if own else current, copies[k], copies[k - partitions])
             for k in range(partitions)
         ]
+
+    def some(self, device: torch.device, count: int) -> list[AbstractStream]:
+        """Return the first streams of a device that are not the caller's; its one on the CPU."""
+        current = current_stream(device)
+        if not has_streams(device):
+            return [current]
+        made = self._made.setdefault(device, [])
+        # The caller's current stream may be from the same pool, and another one in the next step.
+        streams = [stream for stream in made if stream != current]
+        while len(made) <= count or len(streams) < count:
+            stream = new_stream(device)
+            made.append(stream)
+            streams += [stream] * (stream != current)
+        return streams[:count]

@@ -17,6 +17,7 @@ nothing, but the system closes its connections. Then the one that notices first 
 from __future__ import annotations
 
 import datetime
+import os
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -43,13 +44,20 @@ class shared_failures:
         peers: the processes.
 
     Raises:
-        RuntimeError: another process has failed before; the message names it, and says why.
+        RuntimeError: another process has failed before; the message names it, and says why. Or this
+            one was forked.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     def __enter__(self) -> None:
+        if self._peers.process != os.getpid():
+            raise RuntimeError(
+                "a pipeline over several processes computes in those that made it, since a process "
+                f"that is forked has no connections of its own (made by: {self._peers.process}, "
+                f"forked: {os.getpid()}); use its layers there, without the pipeline"
+            )
         if self._peers.failure:
             raise RuntimeError(
                 "after a step that has failed, processes are no longer connected (failure: "

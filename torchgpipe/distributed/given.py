@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.engine.mini_batch import MiniBatch, verify_call
-from torchgpipe.executor.links import Streams
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.partition.traps import Traps
 from torchgpipe.values.division import Division, divided, has_chunks, row_count
@@ -60,7 +60,7 @@ class Reader:
         streams: the streams of copies.
     """
 
-    def __init__(self, routes: Routes, device: torch.device, streams: Streams) -> None:
+    def __init__(self, routes: Routes, device: torch.device, streams: StreamPool) -> None:
         self._routes, self._device, self._streams = routes, device, streams
 
     def read(self, pipe: Any, input: Any, terms: Any, traps: Traps) -> Given:

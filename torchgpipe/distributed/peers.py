@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -57,6 +58,8 @@ class Peers:
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = device
+        #: This process, whose forked children have no connections.
+        self.process = os.getpid()
         #: A name for the group that all its processes know.
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"torchgpipe {getattr(self.group, 'group_name', None)} {ranks}"

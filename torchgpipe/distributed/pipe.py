@@ -374,8 +374,7 @@ class Pipe(Settings, nn.Module):
 
     def _compute(self, agreed: Agreed, given: Given, terms: Any, recorded: bool) -> Any:
         """Compute a step that all processes have agreed on."""
-        with_loss = terms is not None
-        arguments, arriving = given.arguments, given.arriving
+        with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
         division, batches = agreed.division, given.batches
         m, rows = division.m, division.rows
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
@@ -405,11 +404,12 @@ class Pipe(Settings, nn.Module):
                 compute(run, self, [self._device], norms, in_all)
             finally:
                 self._mail.end()
+            # Before the others take the step for done, since this may fail.
+            if criterion.outputs is not None and self.is_last:
+                output = criterion.joined(worker.step.blocks)
             total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
             found = self._agreement.end(worker, self._routes.placement, total, divisor)
             self._traps.coupled(criterion.shapes, rows, (), self.parameters())
-            if criterion.outputs is not None and self.is_last:
-                output = criterion.joined(worker.step.blocks)
             if found is not None and recorded:
                 self._hand_over(worker, found)
                 reduce(sharded)

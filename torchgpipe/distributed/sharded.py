@@ -9,12 +9,12 @@ parameters, without adding to their ``grad``, so FSDP2 finds nothing to reduce b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from torchgpipe._torch import pipelining
+from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.partition.sharding import is_sharded
 
 __all__: list[str] = []

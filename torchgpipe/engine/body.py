@@ -39,7 +39,7 @@ class Body:
         order: the order of rows that the layers return; None where nobody joins them.
     """
 
-    __slots__ = ("first", "in_place", "layers", "lock", "order", "state", "visited")
+    __slots__ = ("call", "first", "in_place", "layers", "lock", "order", "state", "visited")
 
     def __init__(
         self,
@@ -50,6 +50,8 @@ class Body:
         order: Order | None = None,
     ) -> None:
         self.layers = layers
+        #: Calls the layers. A device map puts another function here, which knows where they are.
+        self.call: Callable[..., Any] = layers
         self.order = order
         self.lock = lock
         self.state = state
@@ -144,9 +146,9 @@ class Body:
     def _call(self, value: Batch) -> Batch:
         order = self.order
         if order is None or order.known or (self.state and is_recomputing()):
-            return value.call(self.layers)
+            return value.call(self.call)
         with order.begin(value.parts[VALUE]):
-            output = value.call(self.layers)
+            output = value.call(self.call)
         order.end(value.parts[VALUE], output.parts[VALUE])
         return output
 

@@ -101,7 +101,9 @@ class Worker:
     def __init__(self, name: str) -> None:
         functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.submit = functions.put
-        thread = threading.Thread(target=_serve, args=(functions,), name=name, daemon=True)
+        self.thread = thread = threading.Thread(
+            target=_serve, args=(functions,), name=name, daemon=True
+        )
         thread.start()
         _threads[thread] = functions.put
         weakref.finalize(self, functions.put, None)
@@ -252,8 +254,11 @@ class Workers:
                 longer than :data:`PATIENCE`, and no other starts.
         """
         single = len(self._devices) < 2 and not any(task.line for task in tasks)
+        # A worker that computes a cell of this wrapper, and meets the wrapper there, would wait for
+        # itself.
+        within = threading.current_thread() in [x.thread for x in self._workers.values()]
         # guard: modes that only the caller computes in
-        if context.alone or single:
+        if context.alone or single or within:
             for task in tasks:
                 task.function()
             return

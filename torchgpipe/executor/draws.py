@@ -16,13 +16,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe._torch import checkpoints
+from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.ambient.defaults import content, default_state, generator_of
 from torchgpipe.ambient.nesting import can_see_draws, first_run, nesting, seeing_draws
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers

@@ -37,12 +37,12 @@ from torchgpipe.autograd.outcome import Sums
 from torchgpipe.devices.streams import use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
-from torchgpipe.engine.workers import Task, Workers
+from torchgpipe.engine.workers import Task
 from torchgpipe.executor.cell import Cell, Cells, Gradients
 from torchgpipe.executor.computation import KINDS, Computation, overlapped
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
-from torchgpipe.executor.links import Links, Sent, Streams
+from torchgpipe.executor.links import Links, Sent
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Op, operations
 from torchgpipe.skip.parcels import Parcels
@@ -52,7 +52,7 @@ __all__: list[str] = []
 
 
 class Crew:
-    """The parts that last from step to step: streams, threads, knowledge of random numbers.
+    """The parts of a schedule that last from step to step; streams and threads are the wrapper's.
 
     Args:
         stages: the stages of the wrapper.
@@ -65,8 +65,7 @@ class Crew:
     ) -> None:
         self.stages, self.basis = stages, basis
         self.cells = cells or Cells()
-        self.streams = Streams()
-        self.workers = Workers(stages.devices)
+        self.streams, self.workers = stages.pool, stages.workers
         self.draws = Draws()
 
 

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy, hand_over, leave
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.recorder import Recorder, copy_mark
 from torchgpipe.devices.streams import (
     AbstractStream,
     current_stream,
     has_streams,
-    new_stream,
     record,
     record_all,
     record_stream,
@@ -45,9 +45,6 @@ from torchgpipe.values.marks import is_of_input
 
 __all__: list[str] = []
 
-#: The number of streams in a device's pool, as far as is known (CUDA: 32).
-POOL = 32
-
 
 class Sent(NamedTuple):
     """Tensors on their way.
@@ -61,31 +58,12 @@ class Sent(NamedTuple):
     event: Any = None
 
 
-class Streams:
-    """The streams of a wrapper, made once for each device."""
-
-    def __init__(self) -> None:
-        self._made: dict[torch.device, list[AbstractStream]] = {}
-
-    def get(self, device: torch.device, count: int) -> list[AbstractStream]:
-        """Return some streams of a device, at most as many as asked for; none is the caller's."""
-        current = current_stream(device)
-        if not has_streams(device):
-            return [current] * count
-        made = self._made.setdefault(device, [])
-        count = min(count, POOL - 1)
-        # The caller's current stream may be from the same pool, and another one in the next step.
-        while len([x for x in made if x != current]) < count:
-            made.append(new_stream(device))
-        return [x for x in made if x != current][:count]
-
-
 class Links:
     """The streams of one step.
 
     Args:
         plan: the plan of the step.
-        streams: the streams of the wrapper.
+        pool: the streams of the wrapper.
         groups: a number for each stage; those with the same one share weights.
         recorder: takes the times of copies, if somebody wants to know.
     """
@@ -93,7 +71,7 @@ class Links:
     def __init__(
         self,
         plan: Plan,
-        streams: Streams,
+        pool: StreamPool,
         groups: Sequence[int],
         recorder: Recorder | None = None,
     ) -> None:
@@ -105,9 +83,7 @@ class Links:
         self.outside = [current_stream(device) for device in devices]
         ways = self._ways(plan)
         ends = Counter(devices[placement[stage]] for way in ways for stage in way)
-        pools = {
-            device: streams.get(device, POOL - 1 if has_streams(device) else 1) for device in counts
-        }
+        pools = {device: pool.some(device, pool.POOL - 1) for device in counts}
         #: The stream on which each worker computes. A worker that is alone on its device computes
         #: on the caller's stream, and so in order with what the caller gave to that device.
         self.compute: list[AbstractStream] = []
@@ -145,12 +121,12 @@ class Links:
             pair = []
             for stage in way:
                 device = devices[placement[stage]]
-                pool = pools[device][own.get(device, 0) :] or [pools[device][-1]]
-                size = max(1, len(pool) // ends[device])
+                free = pools[device][own.get(device, 0) :] or [pools[device][-1]]
+                size = max(1, len(free) // ends[device])
                 start = taken[device] - own.get(device, 0)
                 taken[device] += size
                 # Where there are more ends than streams, some share one.
-                pair.append([pool[(start + k) % len(pool)] for k in range(size)])
+                pair.append([free[(start + k) % len(free)] for k in range(size)])
             self._lanes[way] = pair[0], pair[1]
 
     def _ways(self, plan: Plan) -> list[tuple[int, int]]:
@@ -265,12 +241,12 @@ def _on_the_other_stream(line: Iterable[Instruction], groups: Sequence[int]) -> 
 
 
 def fetched(
-    streams: Streams, value: Any, device: torch.device
+    pool: StreamPool, value: Any, device: torch.device
 ) -> tuple[Any, list[tuple[Tensor, Any]]]:
     """Copy the tensors of a value to a device, on lanes.
 
     Args:
-        streams: the streams of the wrapper.
+        pool: the streams of the wrapper.
         value: any nested structure, on any devices.
         device: where the tensors are wanted.
 
@@ -283,7 +259,7 @@ def fetched(
         if not isinstance(x, Tensor) or x.device == device:
             return x
         # The last streams, since links take the first ones.
-        here, there = (streams.get(where, POOL - 1)[-1] for where in (x.device, device))
+        here, there = (pool.some(where, pool.POOL - 1)[-1] for where in (x.device, device))
         hand_over([x], current_stream(x.device), here)
         with use_stream(there):
             (found,) = copy(here, there, x)

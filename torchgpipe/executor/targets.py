@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import add_note
-from torchgpipe.executor.links import Streams, fetched
+from torchgpipe.devices.pool import StreamPool
+from torchgpipe.executor.links import fetched
 from torchgpipe.partition.traps import lists
 from torchgpipe.values import trees
 from torchgpipe.values.division import Division, divided, leaves_in, rows_in, split
@@ -54,14 +55,14 @@ class explaining:
 
 
 def arguments_of(
-    value: Any, division: Division, streams: Streams, device: torch.device
+    value: Any, division: Division, pool: StreamPool, device: torch.device
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[Any]]:
     """The arguments of the loss for each micro-batch, and the events of their copies.
 
     Args:
         value: the arguments that the caller gave, positional ones and those by name.
         division: the division of the input.
-        streams: the streams on which tensors are copied.
+        pool: the streams on which tensors are copied.
         device: the device of the last stage.
 
     Raises:
@@ -109,7 +110,7 @@ def arguments_of(
             "pass a tensor, what every micro-batch shall get whole as torchgpipe.NoChunk(value), "
             "or what is divided already as torchgpipe.Chunks(values)"
         )
-    value, events = fetched(streams, value, device)
+    value, events = fetched(pool, value, device)
     if m == 1:
         # One micro-batch gets all as it is.
         return [trees.map_leaves(_whole, value)], events

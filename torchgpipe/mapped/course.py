@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.ambient import labels
+from torchgpipe.ambient.backward import Visit
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.ambient.thread import registered
@@ -153,6 +154,10 @@ class Course:
                     checkpoint = self._new_checkpoint(mapped, inner, cell, again, given)
                     output = checkpoint.forward(batch.take()).value
                 else:
+                    if self.step.is_visited(mapped.module):
+                        tensors = tensors_of((args, kwargs))
+                        visit = Visit(mapped.module, tensors, tuple, note.note)
+                        inner = partial(_visited, visit, inner)
                     if self.step.recording is not None:
                         inner = self._recorded(inner, cell)
                     # Another container than the one of keyword arguments itself.
@@ -171,6 +176,8 @@ class Course:
     ) -> Checkpoint:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
         run: Callable[..., Batch] = partial(_run, body, given)
+        if self.step.is_visited(mapped.module):
+            run = partial(run, note=note.note)
         if self.step.recording is not None:
             run = self.step.recording.around(run, self._where(cell))
         checkpoint = body.checkpoint(run, self.step.new_context(), cell.stage.compute, note)
@@ -290,11 +297,21 @@ def _filling_nothing(name: str, inner: Any, *args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
 
-def _run(body: Body, given: Given | None, batch: Batch, copies: list[Copy] | None = None) -> Batch:
+def _visited(visit: Visit, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a mapped module, and visit the nodes that it adds to the graph."""
+    with visit:
+        output = inner(*args, **kwargs)
+        visit.visit(*tensors_of(output))
+    return output
+
+
+def _run(
+    body: Body, given: Given | None, batch: Batch, copies: list[Copy] | None = None, note: str = ""
+) -> Batch:
     """Run a mapped module, for the first or the second time."""
     # Most models store nothing.
     if given is not None and given.keys and is_recomputing():
         with given.restored(), inside():
             return body.run(batch, copies)
     with inside():
-        return body.run(batch, copies)
+        return body.run(batch, copies, note)

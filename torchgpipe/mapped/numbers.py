@@ -8,11 +8,11 @@ modules draws, too, on whatever device it computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.ambient.defaults import content, generator_of
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers, get_state, set_state
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import own_casts
+from torchgpipe.ambient.backward import is_worth_a_visit
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.autograd.ends import between
@@ -121,6 +122,7 @@ class MappedStep:
         self._last: dict[nn.Module, Stage] = {}
         self._bodies: dict[tuple[nn.Module, Stage], Body] = {}
         self._attributes: dict[nn.Module, Attributes] = {}
+        self._visited: dict[nn.Module, bool] = {}
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -201,8 +203,15 @@ class MappedStep:
             # in place: that is an error under checkpointing.
             found.in_place = False
             # Not the module, whose class may have a __call__ of its own, which has been called.
-            found.layers = call
+            found.call = call
             self._bodies[mapped.module, stage] = found
+        return found
+
+    def is_visited(self, module: nn.Module) -> bool:
+        """Whether calls of a module add notes to what its functions may raise in backward."""
+        found = self._visited.get(module)
+        if found is None:
+            found = self._visited[module] = torch.is_grad_enabled() and is_worth_a_visit(module)
         return found
 
     def attributes(self, module: nn.Module) -> Attributes | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchgpipe.partition.arguments import (
     Modes,
@@ -46,6 +47,18 @@ class Settings:
         self._chunks = checked_chunks(chunks)
         self._rechunked()
 
+    def _traced(self) -> tuple[Any, list[torch.device]]:
+        """The object that holds the spans of a trace, and the devices."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # The .to(device), .cuda() and the like of this module, and of a parent, call this.
+        _, devices = self._traced()
+        for device in dict.fromkeys(devices):
+            if fn(torch.empty(0, device=device)).device != device:
+                raise moving_denied()
+        return nn.Module._apply(self, fn, recurse)  # type: ignore[arg-type]
+
     def _rechunked(self) -> None:
         """Take note of another number of micro-batches."""
 
@@ -75,3 +88,11 @@ class Settings:
     def _checkpointed(self, m: int) -> list[int]:
         """For each partition the number of micro-batches, from the first, to be checkpointed."""
         return [checkpointed(mode, m) for mode in self._modes]
+
+
+def moving_denied() -> TypeError:
+    """The error where a wrapper shall be moved."""
+    return TypeError(
+        "the layers of a wrapper must stay on their devices, so it cannot be moved; move the model "
+        "before wrapping it, or wrap it anew with other devices"
+    )
