@@ -48,7 +48,11 @@ class Across(Wrapped):
         return next(x for x in self._everywhere(self.model(*args, **kwargs)) if x is not None)
 
     def loss(self, input, *targets):
-        raise NotImplementedError("a step across processes has its backward inside")
+        """The loss, which has no graph, since the step has computed its backward."""
+        return self.step(input, *targets)
+
+    def clip_grad_norm(self, norm):
+        return self.model.clip_grad_norm_(norm)
 
     def step(self, input, *targets):
         return self.model.step(input, *targets)[0]

@@ -113,6 +113,10 @@ class Wrapped:
         loss.backward()
         return loss.detach()
 
+    def clip_grad_norm(self, norm):
+        """Clip the gradients, and return their norm before."""
+        return nn.utils.clip_grad_norm_(self.layers.parameters(), norm)
+
     def train(self, mode=True):
         """Set the mode of all layers."""
         self.model.train(mode)
