@@ -16,6 +16,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
+from torchgpipe.engine.mini_batch import compute
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
@@ -167,19 +168,20 @@ class ScheduledLoss(nn.Module):
             RuntimeError: backward was run twice, or with ``create_graph=True``.
         """
         model = self.model
-        batches = model._scattered(input)
+        batches = model._divided(input)
         rows = microbatch.sizes(input, len(batches))
         inputs = [[*batch] for batch in batches]
-        whole = microbatch.in_all(batches)
+        shapes, whole = batches[0].shapes, microbatch.in_all(batches)
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
             model._traps.no_pipelining(len(model.devices), model.chunks)
         with torch.set_grad_enabled(recorded):
             executor = self._executor(batches, rows, (targets, more))
             with executor.without_hooks, explaining(targets, model[0]):
-                model._run(executor.run, whole)
+                compute(executor.run, model, model.devices, model._norms, whole)
         del batches
         criterion = executor.criterion
+        model._traps.coupled(criterion.shapes, rows, shapes, model.parameters())
         total, divisor = criterion.total()
         value = total if divisor is None else total / divisor
         if recorded and criterion.depends:
@@ -212,7 +214,7 @@ class ScheduledLoss(nn.Module):
                 "costs are counted from graphs (stages: 'eager'); pass "
                 "ScheduledLoss(..., stages='graph')"
             )
-        batches = self.model._scattered(input)
+        batches = self.model._divided(input)
         rows = microbatch.sizes(input, len(batches))
         with torch.enable_grad():
             executor = self._executor(batches, rows, (targets, more))
@@ -230,7 +232,7 @@ class ScheduledLoss(nn.Module):
         criterion = Criterion(
             self.loss,
             arguments,
-            [size / sum(rows) for size in rows] if rows else [1.0],
+            rows,
             self._scale() if recorded else None,
             self.outputs,
         )

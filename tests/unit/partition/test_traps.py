@@ -159,7 +159,8 @@ class Options(NamedTuple):
         {"a": 1, "b": 2, "c": 3, "d": 4},
         {1, 2, 3, 4},
         torch.Size([1, 2, 3, 4]),
-        [X, X, X, X],
+        (X, X, X, X),
+        [X, X, X],
         [NoChunk(X), 1, 2, 3],
         NoChunk([1, 2, 3, 4]),
         Options(1, 2, 3, 4),
@@ -213,7 +214,7 @@ def test_no_pipelining():
     model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
     (found,) = messages(lambda: [model(X), model(X), copy.deepcopy(model)(X)])
     assert found.startswith("GPipe trains without pipelining")
-    assert "(chunks: 1, partitions: 2)" in found
+    assert "(chunks: 1, devices: 2)" in found
     assert "warnings.filterwarnings('ignore', 'GPipe trains without pipelining')" in found
 
 

@@ -1,0 +1,83 @@
+"""A mini-batch of any wrapper: what is checked before a step, and what is kept right around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe._torch.dynamo import watch
+from torchgpipe.ambient.context import Snapshot
+from torchgpipe.ambient.nesting import is_within_cell
+from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
+from torchgpipe.autograd.versions import unchanged
+from torchgpipe.batchnorm import DeferredBatchNorm, deferred_updates
+from torchgpipe.partition.traps import Traps
+from torchgpipe.values import microbatch
+from torchgpipe.values.microbatch import Batch
+
+__all__: list[str] = []
+
+Result = TypeVar("Result")
+
+
+def verify_call(wrapper: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Check that a wrapper can be called here and now, and prepare for compiled layers.
+
+    Args:
+        wrapper: the wrapper.
+        tensors: those of the input.
+
+    Raises:
+        RuntimeError: a :mod:`torch.func` transform or forward-mode differentiation is active.
+    """
+    watch(wrapper, is_within_cell)
+    verify_no_transform()
+    verify_no_tangents(chain(tensors, wrapper.parameters(), wrapper.buffers()))
+
+
+def divided(wrapper: nn.Module, input: Any, chunks: int, traps: Traps) -> list[Batch]:
+    """Divide a mini-batch that can be computed into micro-batches.
+
+    Args:
+        wrapper: the wrapper.
+        input: the mini-batch: see :func:`~torchgpipe.values.microbatch.scatter`.
+        chunks: the number of micro-batches, if it has as many rows.
+        traps: the warnings of the wrapper.
+    """
+    verify_no_transform()
+    batches = microbatch.scatter(input, chunks)
+    verify_call(wrapper, batches[0])
+    if not batches[0].atomic:
+        traps.lists(input, len(batches))
+    return batches
+
+
+def compute(
+    step: Callable[[], Result],
+    wrapper: nn.Module,
+    devices: Sequence[torch.device],
+    norms: Sequence[DeferredBatchNorm],
+    whole: Sequence[Tensor],
+) -> Result:
+    """Compute the micro-batches of a mini-batch.
+
+    Args:
+        step: computes them.
+        wrapper: the wrapper.
+        devices: its devices.
+        norms: its deferred norms, which update their statistics if nothing fails.
+        whole: the tensors that every micro-batch gets.
+
+    Raises:
+        RuntimeError: a layer changed in place a tensor that every micro-batch gets.
+    """
+    # guard: what is interrupted
+    with Snapshot(devices), deferred_updates(norms), unchanged(whole):
+        found = step()
+    # The first layer to be compiled in this process may have been compiled here.
+    watch(wrapper, is_within_cell)
+    return found
