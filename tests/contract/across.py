@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 
 from tests.contract.promises import keeps
 from tests.contract.wrapped import Maker, Raised, Wrapped
@@ -50,6 +51,10 @@ class Across(Wrapped):
     def loss(self, input, *targets):
         """The loss, which has no graph, since the step has computed its backward."""
         return self.step(input, *targets)
+
+    def called_with(self, given, input, *targets):
+        outputs = self._everywhere(functional_call(self.model, given, (input,)))
+        return self.criterion(next(x for x in outputs if x is not None), *targets)
 
     def clip_grad_norm(self, norm):
         return self.model.clip_grad_norm_(norm)

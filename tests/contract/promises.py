@@ -13,7 +13,7 @@ with what it does instead: the check fails there, with an error or a difference 
 nothing that a wrapper does not do is silent, and no reason outlives what it explains.
 """
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from importlib import import_module
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", 
 GRAPHS = "ScheduledLoss of graphs"
 
 #: The modules of promises, which are the sections of the table.
-SECTIONS = ("values", "hooks", "autograd")
+SECTIONS = ("values", "hooks", "autograd", "modes")
 
 
 class Otherwise(NamedTuple):
@@ -48,6 +48,7 @@ class Promise(NamedTuple):
         otherwise: for each wrapper that rightly differs, how.
         modes: whether the checkpoint mode matters.
         devices: whether it matters that devices are accelerators.
+        fails: whether a step fails, after which processes are not connected any more.
         eager: whether stages that should be graphs are eager, as a warning says.
     """
 
@@ -56,6 +57,7 @@ class Promise(NamedTuple):
     otherwise: dict
     modes: bool
     devices: bool
+    fails: bool
     eager: bool
 
     @property
@@ -67,11 +69,13 @@ class Promise(NamedTuple):
 PROMISES = {}
 
 
-def promise(sentence, *, otherwise=None, modes=False, devices=False, eager=False):
+def promise(
+    sentence, *, otherwise=None, modes=False, devices=False, fails=False, eager=False
+):
     """Add a function to the list of promises: see :class:`Promise`."""
 
     def add(check):
-        found = Promise(sentence, check, otherwise or {}, modes, devices, eager)
+        found = Promise(sentence, check, otherwise or {}, modes, devices, fails, eager)
         assert set(found.otherwise) <= set(WRAPPERS)
         assert found.name not in PROMISES
         PROMISES[found.name] = found
@@ -84,12 +88,12 @@ def keeps(name, make):
     """Check that a wrapper keeps a promise, or does what it says that it does instead."""
     found = PROMISES[name]
     other = found.otherwise.get(make.wrapper)
-    if other is None:
-        eager = found.eager and make.wrapper == GRAPHS
-        with pytest.warns(UserWarning, match="runs eagerly") if eager else nullcontext():
-            found.check(make)
-        return
-    with pytest.raises((Exception, pytest.fail.Exception), match=other.match):
+    with ExitStack() as stack:
+        if found.eager and make.wrapper == GRAPHS:
+            stack.enter_context(pytest.warns(UserWarning, match="runs eagerly"))
+        if other is not None:
+            errors = (Exception, pytest.fail.Exception)
+            stack.enter_context(pytest.raises(errors, match=other.match))
         found.check(make)
 
 

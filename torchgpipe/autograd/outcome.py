@@ -126,6 +126,9 @@ class Sums:
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
         """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""
+        if _torch.is_batched(factor):
+            # Of several gradients at once, each has a product of its own.
+            self._own.clear()
         own = [self._sums[key] for key in self._sums if key in self._own]
         # A host does not wait for its device to know the factor.
         if own and not (factor.device == CPU and factor == 1):
