@@ -16,7 +16,7 @@ from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part, part_of
 from torchgpipe.describe.figures import Prediction
 from torchgpipe.devices.streams import CPU, Device
-from torchgpipe.engine import mini_batch
+from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import (
@@ -34,7 +34,6 @@ from torchgpipe.partition.traps import Traps
 from torchgpipe.planner.choice import chosen
 from torchgpipe.planner.room import Room
 from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
 
 #: The most bytes of each device.
@@ -376,37 +375,32 @@ class GPipe(Settings, nn.Module):
         """
         if not self._devices:
             return self.module(*args, **kwargs)
-        input = arguments(args, kwargs)
-        batches = self._divided(input)
-        m = len(batches)
-        rows = microbatch.sizes(input, m)
+        mini_batch = self._divided(arguments(args, kwargs))
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
             self._traps.no_pipelining(len(self._devices), self.chunks)
-        checkpointed = self._checkpointed(m if recorded else 0)
-        inputs, whole = batches[0].shapes, microbatch.in_all(batches)
-        pipeline = Pipeline(self._stages, batches, checkpointed)
-        mini_batch.compute(pipeline.run, self, self._devices, self._norms, whole)
-        self._traps.coupled(batches[0].shapes, rows, inputs, self.parameters())
-        return microbatch.gather(batches, rows, pipeline.step.blocks)
+        checkpointed = self._checkpointed(mini_batch.m if recorded else 0)
+        pipeline = Pipeline(self._stages, mini_batch.batches, checkpointed)
+        mini_batch.compute(pipeline.run, self._devices, self._norms)
+        return mini_batch.joined(pipeline.step.blocks)
 
-    def _divided(self, input: Any) -> list[microbatch.Batch]:
-        """The micro-batches of a mini-batch that can be computed."""
+    def _divided(self, input: Any) -> MiniBatch:
+        """A mini-batch that can be computed."""
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork, and a lock may be held for good.
             self._prepare()
         partitions: Any = self.partitions
         verify_sharding(self, self._devices)
         verify_placement(partitions, self._devices)
-        batches = mini_batch.divided(self, input, self.chunks, self._traps)
-        for tensor in batches[0]:
+        found = MiniBatch(self, input, self.chunks, self._traps)
+        for tensor in found.batches[0]:
             if tensor.device != self._devices[0]:
                 raise ValueError(
                     "the input must be on the device of the first partition "
                     f"(first partition: {self._devices[0]}, input: {tensor.device}); "
                     "pass input.to(model.devices[0])"
                 )
-        return batches
+        return found
 
 
 def _read_only(name: str, value: object) -> AttributeError:

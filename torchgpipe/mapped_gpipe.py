@@ -19,7 +19,7 @@ from torchgpipe.batchnorm import defer, deferred_batch_norms
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
-from torchgpipe.engine import mini_batch
+from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
@@ -34,7 +34,6 @@ from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.traps import Traps
 from torchgpipe.planner.map_choice import chosen_map
-from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
 from torchgpipe.values.structure import Arguments
@@ -288,29 +287,22 @@ class MappedGPipe(Settings, nn.Module):
         self._verify()
         if self._takes_cache:
             kwargs = without_cache(kwargs)
-        input = Arguments(args, kwargs)
-        batches = mini_batch.divided(self, input, self.chunks, self._traps)
-        m, inputs = len(batches), batches[0].shapes
-        rows = microbatch.sizes(input, m)
+        mini_batch = MiniBatch(self, Arguments(args, kwargs), self.chunks, self._traps)
+        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
-            self._traps.no_pipelining(len({*self._map.values()}), self.chunks)
+            self._traps.no_pipelining(len({*devices}), self.chunks)
         (checkpointed,) = self._checkpointed(m if recorded else 0)
-        near = Near(next(iter(self._map.values())))
         if all(x.device.type == "cpu" for batch in batches for x in batch):
-            batches = [batch.map(near.all_of, [VALUE]) for batch in batches]
-        whole = microbatch.in_all(batches)
+            mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
             # A model may change its rows of an input in place, which are not those of the others.
-            own = partial(_own, {id(x) for x in whole})
-            batches = [batch.map(own, [VALUE]) for batch in batches]
-        devices = [*self._map.values()]
+            mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
         step = MappedStep(self._lasting, self._attributes, devices, m, checkpointed)
         order = Order(self.module)
-        run = partial(holding, step.numbers.locks, lambda: self._run(step, batches, order))
-        mini_batch.compute(run, self, devices, self._norms, whole)
-        self._traps.coupled(batches[0].shapes, rows, inputs, self.parameters())
-        return microbatch.gather(batches, rows, order.blocks)
+        run = partial(self._run, step, mini_batch.batches, order)
+        mini_batch.compute(partial(holding, step.numbers.locks, run), devices, self._norms)
+        return mini_batch.joined(order.blocks)
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchgpipe.distributed.routes import Routes
-from torchgpipe.engine.mini_batch import divided, verify_call
+from torchgpipe.engine.mini_batch import MiniBatch, verify_call
 from torchgpipe.executor.links import Streams
 from torchgpipe.executor.targets import arguments_of
 from torchgpipe.partition.traps import Traps
@@ -21,20 +21,25 @@ class Given(NamedTuple):
     """The part of a step that the caller gives to this process.
 
     Args:
-        batches: the micro-batches of the first stage.
+        mini_batch: the input; None but for the first stage.
         arguments: the further arguments of the loss, for each micro-batch of the last stage; None
             where none of them tells the number of rows.
         arriving: the events of their copies.
         rows: the number of rows of the mini-batch, as far as this process knows.
     """
 
-    batches: list[microbatch.Batch]
+    mini_batch: MiniBatch | None
     arguments: Sequence[Any] | None
     arriving: Sequence[Any]
     rows: int
 
+    @property
+    def batches(self) -> list[microbatch.Batch]:
+        """The micro-batches of the first stage."""
+        return [] if self.mini_batch is None else self.mini_batch.batches
 
-NOTHING = Given([], None, (), 0)
+
+NOTHING = Given(None, None, (), 0)
 
 
 class Reader:
@@ -58,9 +63,9 @@ class Reader:
             terms: the further arguments of the loss; None without a loss.
             traps: the warnings of the wrapper.
         """
-        batches: list[microbatch.Batch] = []
+        mini_batch = None
         if self._routes.is_first:
-            batches = self._divided(pipe, input, traps)
+            mini_batch = self._divided(pipe, input, traps)
         else:
             verify_call(pipe, ())
         rows = 0
@@ -79,29 +84,29 @@ class Reader:
                 )
             if rows or self._routes.is_first:
                 arguments, arriving = self.arguments(terms, rows, count(rows, pipe.chunks))
-        return Given(batches, arguments, arriving, rows)
+        return Given(mini_batch, arguments, arriving, rows)
 
     def arguments(self, terms: Any, rows: int, m: int) -> tuple[Sequence[Any], Sequence[Any]]:
         """The further arguments of the loss of each micro-batch, and the events of their copies."""
         sizes = microbatch.divided(rows, m) if m > 1 else []
         return arguments_of(terms, sizes, m, self._streams, self._device)
 
-    def _divided(self, pipe: Any, input: Any, traps: Traps) -> list[microbatch.Batch]:
-        """The micro-batches of a mini-batch."""
+    def _divided(self, pipe: Any, input: Any, traps: Traps) -> MiniBatch:
+        """A mini-batch that can be computed."""
         if input is None:
             raise ValueError(
                 "the process of the first stage must be given the input (input: None, rank: "
                 f"{self._routes.rank}); pass it in this process at least"
             )
-        batches = divided(pipe, input, pipe.chunks, traps)
-        for x in batches[0]:
+        found = MiniBatch(pipe, input, pipe.chunks, traps)
+        for x in found.batches[0]:
             if x.device != self._device:
                 raise ValueError(
                     "the input must be on the device of the first stage "
                     f"(first stage: {self._device}, input: {x.device}); pass "
                     "input.to(model.device)"
                 )
-        return batches
+        return found
 
 
 def count(rows: int, chunks: int) -> int:

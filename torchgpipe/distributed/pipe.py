@@ -389,7 +389,8 @@ class Pipe(Settings, nn.Module):
         if with_loss:
             arguments = arguments or [((), {})] * m
             criterion = Criterion(self.loss or no_loss, arguments, rows, None, self._outputs)
-        norms, in_all = deferred_batch_norms(self), microbatch.in_all(batches)
+        norms = deferred_batch_norms(self)
+        in_all = given.mini_batch.whole if given.mini_batch else ()
         sharded = sharded_in(self.__dict__["_layers"])
         output = None
         with whole(sharded), torch.set_grad_enabled(recorded):
