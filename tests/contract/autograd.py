@@ -1,6 +1,7 @@
 """Autograd."""
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -192,9 +193,7 @@ def third_derivative(make):
     same([results[1]], [results[0]])
 
 
-@promise(
-    "``autograd.functional`` gives Jacobians.", otherwise={"Pipe": NO_GRAPH}, modes=True
-)
+@promise("``autograd.functional`` gives Jacobians.", otherwise={"Pipe": NO_GRAPH}, modes=True)
 def jacobians(make):
     model, layers, plain, own = pair(make)
     expected = jacobian(lambda x: plain_loss(layers, x, plain[1]), plain[0])
@@ -337,13 +336,21 @@ def anomaly(make):
 # Forward mode and transforms.
 
 
+@contextmanager
+def scripting():
+    """PyTorch scripts functions for forward mode, and newer versions warn of that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit")
+        yield
+
+
 @promise(
     "Forward-mode differentiation is an error that says what to do, and no wrong number.",
     modes=True,
 )
 def tangents(make):
     model, layers, plain, own = pair(make)
-    with forward_ad.dual_level():
+    with scripting(), forward_ad.dual_level():
         dual = forward_ad.make_dual(own[0].detach(), torch.ones_like(own[0]))
         for call in (model.forward, model.step):
             raised = model.raised(call, dual, *own[1:] if call == model.step else ())
@@ -373,7 +380,8 @@ def transforms(make):
     model, layers, plain, own = pair(make)
     for name, transform in TRANSFORMS.items():
         for f in (lambda x: model.forward(x).sum(), lambda x: model.step(x, own[1])):
-            raised = model.raised(transform, f, own[0].detach())
+            with scripting():
+                raised = model.raised(transform, f, own[0].detach())
             assert raised, f"no error in {name}"
             assert "within a torch.func transform" in raised.text, (name, raised)
     plain_step(layers, *plain)

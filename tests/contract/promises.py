@@ -24,7 +24,7 @@ WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", 
 GRAPHS = "ScheduledLoss of graphs"
 
 #: The modules of promises, which are the sections of the table.
-SECTIONS = ("values", "hooks", "autograd", "modes")
+SECTIONS = ("values", "hooks", "autograd", "modes", "compile")
 
 
 class Otherwise(NamedTuple):
@@ -69,9 +69,7 @@ class Promise(NamedTuple):
 PROMISES = {}
 
 
-def promise(
-    sentence, *, otherwise=None, modes=False, devices=False, fails=False, eager=False
-):
+def promise(sentence, *, otherwise=None, modes=False, devices=False, fails=False, eager=False):
     """Add a function to the list of promises: see :class:`Promise`."""
 
     def add(check):
