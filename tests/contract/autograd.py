@@ -114,6 +114,7 @@ def scaler(make):
     "A loss may be scaled, and losses of several mini-batches added up.",
     otherwise={"Pipe": NO_GRAPH},
     modes=True,
+    devices=True,
 )
 def scaled(make):
     model, layers, plain, own = pair(make)
@@ -142,6 +143,7 @@ def grad_of_leaves(make):
     "``backward(inputs=...)`` gives gradients to some leaves alone.",
     otherwise={"Pipe": NO_GRAPH},
     modes=True,
+    devices=True,
 )
 def some_leaves(make):
     model, layers, plain, own = pair(make)
@@ -155,6 +157,7 @@ def some_leaves(make):
     "A graph that is retained may be gone through again, and one that is not says so.",
     otherwise=WITHIN,
     modes=True,
+    devices=True,
 )
 def retained(make):
     model, layers, plain, own = pair(make)
@@ -166,9 +169,14 @@ def retained(make):
     assert "second time" in model.raised(losses[1].backward).text
 
 
-@promise("Gradients have gradients, as in a gradient penalty.", otherwise=WITHIN, modes=True)
+@promise(
+    "Gradients have gradients, as in a gradient penalty.",
+    otherwise=WITHIN,
+    modes=True,
+    devices=True,
+)
 def penalty(make):
-    model, layers, plain, own = pair(make)
+    model, layers, plain, own = pair(make, nn.Sequential(*linears(6, 6), Own(), nn.Linear(6, 6)))
     for loss, leaves in (
         (plain_loss(layers, *plain), [plain[0]]),
         (model.loss(*own), [own[0]]),
@@ -176,7 +184,7 @@ def penalty(make):
         (model.loss(*own), [*model.layers.parameters()]),
     ):
         found = grad(loss, leaves, create_graph=True)
-        (loss + sum(x.square().sum() for x in found)).backward()
+        (loss + sum(x.square().sum().to(loss.device) for x in found)).backward()
     assert_same_grads(model, layers)
     same([own[0].grad], [plain[0].grad])
 
@@ -193,7 +201,12 @@ def third_derivative(make):
     same([results[1]], [results[0]])
 
 
-@promise("``autograd.functional`` gives Jacobians.", otherwise={"Pipe": NO_GRAPH}, modes=True)
+@promise(
+    "``autograd.functional`` gives Jacobians.",
+    otherwise={"Pipe": NO_GRAPH},
+    modes=True,
+    devices=True,
+)
 def jacobians(make):
     model, layers, plain, own = pair(make)
     expected = jacobian(lambda x: plain_loss(layers, x, plain[1]), plain[0])
@@ -290,19 +303,27 @@ def one_of_several(make):
     "A loss of what a layer has in between, kept by a hook, gives its gradients.",
     otherwise={**WITHIN, "Pipe": ONCE},
     modes=True,
+    devices=True,
     eager=True,
 )
 def hidden(make):
     model, layers, plain, own = pair(make)
-    for some, loss in ((layers, plain_loss), (model.layers, model.loss)):
-        found = []
+    found, grads = [], []
+    for some in (layers, model.layers):
         for k in (1, 3):
             some[k].register_forward_hook(
-                lambda _, args, out, found=found: None if is_recomputing() else found.append(out)
+                lambda _, args, out: None if is_recomputing() else found.append(out)
             )
-        value = loss(layers, *plain) if some is layers else loss(*own)
-        (value + sum(x.square().mean() for x in found) / len(found)).backward()
+        for use in ("alone", "beside the loss", "as leaves"):
+            found.clear()
+            loss = plain_loss(layers, *plain) if some is layers else model.loss(*own)
+            if use == "as leaves":
+                grads.append(sum(x.abs().sum().cpu() for x in grad(loss, found)))
+                continue
+            terms = [x.square().mean().cpu() / len(found) for x in found]
+            (sum(terms) + (0 if use == "alone" else loss.cpu())).backward()
     assert_same_grads(model, layers)
+    same(grads[1:], grads[:1])
 
 
 class Infinite(nn.Module):
@@ -356,6 +377,8 @@ def tangents(make):
             raised = model.raised(call, dual, *own[1:] if call == model.step else ())
             assert raised, "no error"
             assert "cannot be differentiated in forward mode" in raised.text, raised
+        given = {k: forward_ad.make_dual(x.detach(), x) for k, x in layers.named_parameters()}
+        assert "in forward mode" in model.raised(model.loss_with, given, *own).text
         # Another dual level than the model's.
         plain_step(layers, *plain)
         model.step(*own)
@@ -372,18 +395,21 @@ TRANSFORMS = {
     "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
     "hessian": lambda f, x: torch.func.hessian(f)(x),
     "functionalize": lambda f, x: torch.func.functionalize(f)(x),
+    "forward mode": lambda f, x: jacobian(f, x, vectorize=True, strategy="forward-mode"),
 }
 
 
 @promise("Transforms of ``torch.func`` are an error that says what to do.")
 def transforms(make):
     model, layers, plain, own = pair(make)
-    for name, transform in TRANSFORMS.items():
+    for k, (name, transform) in enumerate(TRANSFORMS.items()):
+        model.train(k % 2 == 0)
         for f in (lambda x: model.forward(x).sum(), lambda x: model.step(x, own[1])):
             with scripting():
                 raised = model.raised(transform, f, own[0].detach())
             assert raised, f"no error in {name}"
-            assert "within a torch.func transform" in raised.text, (name, raised)
+            assert "a wrapped model cannot be" in raised.text, (name, raised)
+    model.train()
     plain_step(layers, *plain)
     model.step(*own)
     assert_same_grads(model, layers)
@@ -393,6 +419,7 @@ def transforms(make):
     "``functional_call`` computes with other parameters, which get the gradients.",
     otherwise={"Pipe": NO_GRAPH},
     modes=True,
+    devices=True,
 )
 def other_parameters(make):
     model, layers, plain, own = pair(make)

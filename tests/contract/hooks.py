@@ -98,7 +98,7 @@ def several(make):
     assert len(hooked(make, hook, chunks=1)) == 2 * 2 * 3
 
 
-@promise("Hooks of the input run once per step, and change its gradient.", modes=True)
+@promise("Hooks of the input run once per step, and change its gradient.", modes=True, devices=True)
 def inputs(make):
     layers = linears(6, 6, 6)
     model = make(layers)
@@ -122,10 +122,13 @@ class Inner(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.log = nn.Linear(6, 6), []
+        self.linear, self.log, self.kept = nn.Linear(6, 6), [], []
 
     def forward(self, x):
         y = self.linear(x)
+        if not is_recomputing():
+            y.retain_grad()
+            self.kept.append(y)
         y.register_hook(lambda grad: kept(self.log, "tensor", grad))
         y.register_hook(lambda grad: grad * 2)
         y.grad_fn.register_hook(lambda of_inputs, grads: kept(self.log, "node", grads[0]))
@@ -134,17 +137,25 @@ class Inner(nn.Module):
 
 
 @promise(
-    "Hooks of tensors and nodes within a layer run once per micro-batch, and change gradients.",
+    "Hooks of tensors and nodes within a layer run once per micro-batch, and change gradients, "
+    "which ``retain_grad()`` keeps.",
     modes=True,
+    devices=True,
     eager=True,
 )
 def within_layers(make):
+    kept = []
+
     def hook(layers, log):
+        kept.append([])
         for k in (0, 2):
-            layers[k].log = log
+            layers[k].log, layers[k].kept = log, kept[-1]
 
     layers = nn.Sequential(Inner(), nn.Tanh(), Inner(), nn.Tanh())
     assert len(hooked(make, hook, layers=layers)) == 2 * M * 2 * 2
+    own, plain = [torch.stack([x.grad.cpu().sum() for x in some]) for some in kept]
+    assert len(own)
+    assert all((x - plain).abs().min() < 1e-6 for x in own)
 
 
 # Of modules.
@@ -215,7 +226,12 @@ def hooks_of_all_modules(log):
     """Hooks of all modules, which log those that have no name for a while."""
 
     def look(kind):
-        return lambda layer, *_: log.append((layer, kind)) if not is_recomputing() else None
+        def hook(layer, *_):
+            # Forward hooks run in second runs, too.
+            if "backward" in kind or not is_recomputing():
+                log.append((layer, kind))
+
+        return hook
 
     handles = [
         of_all_modules.register_module_forward_pre_hook(look("before")),
@@ -310,6 +326,7 @@ def removed(make):
 @promise(
     "The caller's hooks for saved tensors see what the step saves, and what they return is used.",
     modes=True,
+    devices=True,
     eager=True,
 )
 def saved_tensors(make):

@@ -296,6 +296,7 @@ def seen_again(make):
 @promise(
     "A dispatch mode of the caller sees all operators: of layers, of second runs and of backward.",
     modes=True,
+    devices=True,
     eager=True,
 )
 def flops(make):
@@ -308,10 +309,11 @@ def flops(make):
             step()
         totals.append(counter.get_total_flops())
     assert_same_grads(model, layers)
-    expected, found = totals[0], sum(model.all([totals[1]]))
     once = 2 * 2 * 8 * 6 * 6
-    most = {"never": 0, "always": once}.get(make.mode, once * 3 // 4)
-    assert expected <= found <= expected + most, (expected, found)
+    again = (sum(model.all([totals[1]])) - totals[0]) / once
+    # A schedule may compute less again, where backward of a cell comes right after its forward.
+    assert again == {"never": 0, "always": 1}.get(make.mode, again)
+    assert again in {0, 1, 3 / 4, 3 / 8, 1 / 2, 5 / 8}, again
 
 
 class Sines(TorchFunctionMode):
@@ -332,6 +334,7 @@ class SinesOfOperators(TorchDispatchMode):
 @promise(
     "Modes of the caller may replace what layers call, while they are active.",
     modes=True,
+    devices=True,
     eager=True,
 )
 def replaced(make):
@@ -341,7 +344,7 @@ def replaced(make):
     for around in (SinesOfOperators, nullcontext, Sines, nullcontext):
         with around():
             expected = plain_step(layers, x, y)
-            torch.testing.assert_close(model.step(*moved), expected)
+            torch.testing.assert_close(model.step(*moved).cpu(), expected)
         assert_same_grads(model, layers)
 
 
@@ -402,6 +405,7 @@ WITHIN_CALL = Otherwise(
     "PyTorch's checkpoint around the call computes it again.",
     otherwise=dict.fromkeys(["ScheduledLoss", "ScheduledLoss of graphs", "Pipe"], WITHIN_CALL),
     modes=True,
+    devices=True,
     fails=True,
 )
 def checkpoint_around(make):
