@@ -23,7 +23,7 @@ NO_GRAPH = Otherwise(
 )
 ONCE = Otherwise(
     "Backward runs within the call, and the loss hands the gradients over once, as numbers.",
-    "of a scheduled loss are computed during|handed its gradients over|second time|let go of"
+    "a scheduled loss (are computed during|hands one gradient)|handed its gradients over|second time|let go of"
     "|after a recomputation",
 )
 WITHIN = {"ScheduledLoss": ONCE, "ScheduledLoss of graphs": ONCE, "Pipe": NO_GRAPH}
@@ -210,8 +210,18 @@ def third_derivative(make):
 def jacobians(make):
     model, layers, plain, own = pair(make)
     expected = jacobian(lambda x: plain_loss(layers, x, plain[1]), plain[0])
-    for way in ({"strict": True}, {"vectorize": True}):
-        same([jacobian(lambda x: model.loss(x, own[1]), own[0], **way)], [expected])
+    same([jacobian(lambda x: model.loss(x, own[1]), own[0], strict=True)], [expected])
+
+
+@promise("Several gradients may be computed at once.", otherwise=WITHIN, modes=True, devices=True)
+def batched(make):
+    model, layers, plain, own = pair(make)
+    given = torch.tensor([1.0, -2.0])
+    wanted = [own[0], *model.layers.parameters()]
+    loss = model.loss(*own)
+    found = grad(loss, wanted, given.to(loss.device), is_grads_batched=True)
+    expected = grad(plain_loss(layers, *plain), [plain[0], *layers.parameters()])
+    same(found, [torch.stack([x, -2 * x]) for x in expected])
 
 
 @promise("``autograd.functional`` gives Hessians.", otherwise=WITHIN)

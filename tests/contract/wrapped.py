@@ -120,9 +120,9 @@ class Wrapped:
 
     def loss_with(self, parameters, input, *targets):
         """The loss with other parameters in place of those of the layers, by their names."""
-        names = {id(x): name for name, x in self.model.named_parameters()}
-        own = {names.get(id(x)): name for name, x in self.layers.named_parameters()}
-        given = {name: parameters[own[name]] for name in names.values()}
+        own = {id(x): name for name, x in self.layers.named_parameters()}
+        each = self.model.named_parameters()
+        given = {name: parameters[own[id(x)]].to(x.device) for name, x in each}
         return self.called_with(given, input, *targets)
 
     def called_with(self, given, input, *targets):

@@ -126,9 +126,6 @@ class Sums:
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
         """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""
-        if _torch.is_batched(factor):
-            # Of several gradients at once, each has a product of its own.
-            self._own.clear()
         own = [self._sums[key] for key in self._sums if key in self._own]
         # A host does not wait for its device to know the factor.
         if own and not (factor.device == CPU and factor == 1):
@@ -207,6 +204,11 @@ class Outcome(torch.autograd.Function):
                 "the gradients of a scheduled loss are computed during the call, so they have no "
                 "graph of their own (create_graph: True); use the loss of a GPipe for gradients "
                 "of gradients"
+            )
+        if _torch.is_batched(grad):
+            raise RuntimeError(
+                "a scheduled loss hands one gradient over, and no batch of them (is_grads_batched "
+                "or vectorize: True); pass False, or use the loss of a GPipe"
             )
         if ctx.done:
             raise RuntimeError(
