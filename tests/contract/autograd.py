@@ -23,8 +23,8 @@ NO_GRAPH = Otherwise(
 )
 ONCE = Otherwise(
     "Backward runs within the call, and the loss hands the gradients over once, as numbers.",
-    "a scheduled loss (are computed during|hands one gradient)|handed its gradients over|second time|let go of"
-    "|after a recomputation",
+    "a scheduled loss (are computed during|hands one gradient)|handed its gradients over|"
+    "second time|let go of|after a recomputation",
 )
 WITHIN = {"ScheduledLoss": ONCE, "ScheduledLoss of graphs": ONCE, "Pipe": NO_GRAPH}
 

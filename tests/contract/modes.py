@@ -2,7 +2,8 @@
 
 import contextvars
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext
+import warnings
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from tests.contract.autograd import NO_GRAPH, pair, plain_loss, same
 from tests.contract.promises import Otherwise, promise
 from tests.contract.values import batch
 from tests.contract.wrapped import assert_same_grads, linears, plain_step
+from tests.unit.ambient.test_context import MODES, entered
 from torchgpipe import is_recomputing
+from torchgpipe.ambient.context import Modes
 
 #: What casts leave of a number.
 CAST = {"rtol": 2e-2, "atol": 2e-3}
@@ -161,69 +164,10 @@ def autocast_within(make):
 variable = contextvars.ContextVar("variable", default="unset")
 
 
-class FunctionMode(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def changed(get, set, value):
-    """A setting of the thread or of the process, for a while."""
-    before = get()
-    set(value)
-    try:
-        yield
-    finally:
-        set(before)
-
-
 def settings():
-    """What a layer can see of what is set."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return (
-        *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        *(variable.get(), torch.get_num_threads()),
-        *(torch.ones(1).dtype, torch.ones(1).device.type),
-        *(torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()),
-        *([type(x).__name__ for x in modes], torch._C._len_torch_dispatch_stack()),
-    )
-
-
-#: What a thread has set, and then what the process has.
-OF_THREAD = {
-    "nothing": [],
-    "autocast": [lambda: torch.autocast("cpu", torch.bfloat16)],
-    "autocast off": [
-        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
-        lambda: torch.autocast("cpu", enabled=False),
-    ],
-    "threads": [lambda: changed(torch.get_num_threads, torch.set_num_threads, 3)],
-    "device": [lambda: torch.device("meta")],
-    "function mode": [FunctionMode, FunctionMode],
-    "dispatch mode": [DispatchMode],
-    "context variable": [lambda: changed(variable.get, variable.set, "set")],
-    "many": [FunctionMode, DispatchMode, lambda: torch.device("meta")],
-}
-SETTINGS = OF_THREAD | {
-    "deterministic": [
-        lambda: changed(
-            torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
-        )
-    ],
-    "dtype": [lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64)],
-}
-
-
-def entered(name):
-    stack = ExitStack()
-    for enter in SETTINGS[name]:
-        stack.enter_context(enter())
-    return stack
+    """What is set in this thread, but for whether autocast keeps weights in a second run."""
+    modes = Modes.current()._replace(cache=False)
+    return modes, variable.get(), torch.ones(1).device, torch.is_anomaly_enabled()
 
 
 class Look(nn.Module):
@@ -241,56 +185,54 @@ class Look(nn.Module):
         return self.linear(x).float().tanh()
 
 
-def looking(make):
-    """A wrapped model that logs, a batch, and the log."""
+def looked(make, backward=None):
+    """Check what layers see under each set of modes, and under that of a backward outside."""
     log = []
     model = make(nn.Sequential(*[Look(log) for _ in range(4)]))
-    return model, batch(8, model)[2:], log
+    moved = batch(8, model)[2:]
+    for name in [x for x in MODES if not backward or "inference" not in x]:
+        log.clear()
+        variable.set(name)
+        with warnings.catch_warnings(), nullcontext() if backward else entered(name):
+            warnings.filterwarnings("ignore", "under autocast to float16")
+            before = settings()
+            loss = model.loss(*moved)
+            assert settings() == before
+        variable.set("later")
+        # The caller's own gradient is made outside.
+        one = torch.ones_like(loss)
+        with entered(name) if backward else nullcontext():
+            around = settings()
+            if backward or loss.requires_grad:
+                loss.backward(one)
+            assert settings() == around
+        assert len(log) >= 2 * 4
+        assert all(x == before for _, x in log), (name, before, log)
+        again = {"never": [False], "always": [False, True]}.get(make.mode)
+        if loss.requires_grad and again:
+            assert sorted({x for x, _ in log}) == again, name
 
 
 @promise(
-    "Layers see what the caller has set: autocast, modes, context variables, numbers of threads, "
-    "defaults; in second runs, too, and the caller finds it as it was.",
+    "Layers see the modes and the context variables of the caller, in second runs, too, and the "
+    "caller finds them as they were.",
     modes=True,
+    devices=True,
     eager=True,
 )
 def seen(make):
-    model, moved, log = looking(make)
-    for name in SETTINGS:
-        log.clear()
-        with entered(name):
-            before = settings()
-            loss = model.loss(*moved)
-            after = settings()
-            if loss.requires_grad and name not in OF_THREAD:
-                loss.backward()
-        if loss.requires_grad and name in OF_THREAD:
-            loss.backward()
-        found = model.all(log)
-        assert len(found) >= 16
-        again = {"never": [False], "always": [False, True]}.get(make.mode)
-        assert again is None or sorted({x for x, _ in found}) == again, name
-        assert all(x == before == after for _, x in found), (name, before, found)
+    looked(make)
 
 
 @promise(
     "A second run in backward sees what was set around forward.",
     otherwise={"Pipe": NO_GRAPH},
     modes=True,
+    devices=True,
     eager=True,
 )
 def seen_again(make):
-    model, moved, log = looking(make)
-    for name in OF_THREAD:
-        log.clear()
-        before = settings()
-        loss = model.loss(*moved)
-        one = torch.ones_like(loss)
-        with entered(name):
-            around = settings()
-            loss.backward(one)
-            assert settings() == around, name
-        assert all(x == before for _, x in model.all(log)), (name, before, log)
+    looked(make, backward=True)
 
 
 @promise(

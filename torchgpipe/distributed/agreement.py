@@ -254,4 +254,5 @@ def described(batches: Sequence[Batch], rows: int, recorded: bool) -> str:
         ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
         for batch in [*batches[:1], *batches[-1:]]
     ]
-    return repr((len(batches), rows, recorded, casts, inputs))
+    # Within inference mode nothing requires a gradient, whatever is enabled within that.
+    return repr((len(batches), rows, recorded, torch.is_inference_mode_enabled(), casts, inputs))
