@@ -77,17 +77,6 @@ def test_jacobian(vectorize, mode, device):
     compare(lambda model, x: [jacobian(model, x, vectorize=vectorize)], mode, device, chunks=(1, 3))
 
 
-def test_several_gradients_at_once(mode, device):
-    def way(model, x):
-        output = model(x)
-        given = torch.eye(output.numel(), dtype=x.dtype, device=device)
-        given = given.view(-1, *output.shape)
-        leaves = [x, *model.parameters()]
-        return torch.autograd.grad(output, leaves, given, is_grads_batched=True)
-
-    compare(way, mode, device, chunks=(1, 3))
-
-
 def test_gradcheck(mode):
     """Finite differences, with undefined gradients, and with batches of gradients."""
     model = GPipe(layers(), [3, 3], devices=["cpu"] * 2, chunks=2, checkpoint=mode)

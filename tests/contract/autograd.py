@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ ONCE = Otherwise(
 )
 WITHIN = {"ScheduledLoss": ONCE, "ScheduledLoss of graphs": ONCE, "Pipe": NO_GRAPH}
 
+#: What takes a loss with a graph, and what takes a graph of all layers.
+LOSS = {"otherwise": {"Pipe": NO_GRAPH}, "modes": True, "devices": True}
+GRAPH = {"otherwise": WITHIN, "modes": True, "devices": True}
+
 
 def pair(make, layers=None, **options):
     """A wrapped model, the plain layers, and a batch for each, whose inputs are leaves."""
@@ -41,18 +46,18 @@ def plain_loss(layers, input, target):
     return F.mse_loss(layers(input), target)
 
 
+def trained(model, layers, rows=(8, 8), step=None):
+    """Check losses and gradients of steps against the plain layers."""
+    for count in rows:
+        x, y, *moved = batch(count, model)
+        expected = plain_step(layers, x, y)
+        torch.testing.assert_close((step or model.step)(*moved).cpu(), expected)
+        assert_same_grads(model, layers)
+
+
 def same(found, expected):
     """Check that gradients are equal, wherever they are."""
     torch.testing.assert_close([x.cpu() for x in found], [*expected])
-
-
-@promise("The input gets its gradient.", modes=True, devices=True)
-def input_gradient(make):
-    model, layers, plain, own = pair(make)
-    plain_step(layers, *plain)
-    model.step(*own)
-    assert_same_grads(model, layers)
-    same([x for x in model.all([own[0].grad]) if x is not None], [plain[0].grad])
 
 
 @promise("Gradients of several steps add up until they are set to zero.", modes=True)
@@ -71,11 +76,17 @@ def accumulation(make):
                 optimizer.zero_grad(set_to_none=step > 2)
 
 
-@promise("Gradients are clipped by the norm of all of them.", modes=True, devices=True)
+@promise(
+    "The input gets its gradient; those of weights are clipped by the norm of all of them.",
+    modes=True,
+    devices=True,
+)
 def clipping(make):
     model, layers, plain, own = pair(make)
     plain_step(layers, *plain)
     model.step(*own)
+    assert_same_grads(model, layers)
+    same([x for x in model.all([own[0].grad]) if x is not None], [plain[0].grad])
     expected = nn.utils.clip_grad_norm_(layers.parameters(), 0.01)
     assert abs(model.clip_grad_norm(0.01) - expected) < 1e-6
     assert_same_grads(model, layers)
@@ -110,12 +121,7 @@ def scaler(make):
     same(model.layers.parameters(), layers.parameters())
 
 
-@promise(
-    "A loss may be scaled, and losses of several mini-batches added up.",
-    otherwise={"Pipe": NO_GRAPH},
-    modes=True,
-    devices=True,
-)
+@promise("A loss may be scaled, and losses of several mini-batches added up.", **LOSS)
 def scaled(make):
     model, layers, plain, own = pair(make)
     (plain_loss(layers, *plain) / 4 + 3 * plain_loss(layers, plain[0] * 2, plain[1])).backward()
@@ -124,12 +130,7 @@ def scaled(make):
     same([own[0].grad], [plain[0].grad])
 
 
-@promise(
-    "``autograd.grad`` gives the gradients of the input and of weights, and accumulates none.",
-    otherwise={"Pipe": NO_GRAPH},
-    modes=True,
-    devices=True,
-)
+@promise("``autograd.grad`` gives gradients of input and weights, and accumulates none.", **LOSS)
 def grad_of_leaves(make):
     model, layers, plain, own = pair(make)
     for k in (slice(None), slice(0, 1), slice(2, 4), slice(-1, None)):
@@ -139,12 +140,7 @@ def grad_of_leaves(make):
     assert not [*filter(torch.is_tensor, [own[0].grad, *model.grads.values()])]
 
 
-@promise(
-    "``backward(inputs=...)`` gives gradients to some leaves alone.",
-    otherwise={"Pipe": NO_GRAPH},
-    modes=True,
-    devices=True,
-)
+@promise("``backward(inputs=...)`` gives gradients to some leaves alone.", **LOSS)
 def some_leaves(make):
     model, layers, plain, own = pair(make)
     plain_loss(layers, *plain).backward(inputs=[plain[0], layers[2].weight])
@@ -153,12 +149,7 @@ def some_leaves(make):
     same([own[0].grad], [plain[0].grad])
 
 
-@promise(
-    "A graph that is retained may be gone through again, and one that is not says so.",
-    otherwise=WITHIN,
-    modes=True,
-    devices=True,
-)
+@promise("Backward may run again if the graph is retained, and else says so.", **GRAPH)
 def retained(make):
     model, layers, plain, own = pair(make)
     losses = plain_loss(layers, *plain), model.loss(*own)
@@ -169,12 +160,7 @@ def retained(make):
     assert "second time" in model.raised(losses[1].backward).text
 
 
-@promise(
-    "Gradients have gradients, as in a gradient penalty.",
-    otherwise=WITHIN,
-    modes=True,
-    devices=True,
-)
+@promise("Gradients have gradients, as in a gradient penalty.", **GRAPH)
 def penalty(make):
     model, layers, plain, own = pair(make, nn.Sequential(*linears(6, 6), Own(), nn.Linear(6, 6)))
     for loss, leaves in (
@@ -189,31 +175,14 @@ def penalty(make):
     same([own[0].grad], [plain[0].grad])
 
 
-@promise("The third derivative is right.", otherwise=WITHIN)
-def third_derivative(make):
-    model, layers, plain, own = pair(make)
-    results = []
-    for found, x in ((plain_loss(layers, *plain), plain[0]), (model.loss(*own), own[0])):
-        for _ in range(3):
-            (last,) = grad(found, x, create_graph=True)
-            found = last.square().sum()
-        results.append(last)
-    same([results[1]], [results[0]])
-
-
-@promise(
-    "``autograd.functional`` gives Jacobians.",
-    otherwise={"Pipe": NO_GRAPH},
-    modes=True,
-    devices=True,
-)
+@promise("``autograd.functional`` gives Jacobians.", **LOSS)
 def jacobians(make):
     model, layers, plain, own = pair(make)
     expected = jacobian(lambda x: plain_loss(layers, x, plain[1]), plain[0])
     same([jacobian(lambda x: model.loss(x, own[1]), own[0], strict=True)], [expected])
 
 
-@promise("Several gradients may be computed at once.", otherwise=WITHIN, modes=True, devices=True)
+@promise("Several gradients may be computed at once.", **GRAPH)
 def batched(make):
     model, layers, plain, own = pair(make)
     given = torch.tensor([1.0, -2.0])
@@ -224,12 +193,18 @@ def batched(make):
     same(found, [torch.stack([x, -2 * x]) for x in expected])
 
 
-@promise("``autograd.functional`` gives Hessians.", otherwise=WITHIN)
-def hessians(make):
-    model, layers, plain, own = pair(make, linears(6, 6, 6)[:4])
-    expected = hessian(lambda x: plain_loss(layers, x, plain[1]), plain[0])
-    for way in ({"strict": True}, {"vectorize": True}):
-        same([hessian(lambda x: model.loss(x, own[1]), own[0], **way)], [expected])
+@promise("Derivatives of any order are right, and those of ``autograd.functional``.", **GRAPH)
+def orders(make):
+    model, layers, plain, own = pair(make)
+    found = []
+    for loss, (x, y) in ((partial(plain_loss, layers), plain), (model.loss, own)):
+        found.append([hessian(lambda x, loss=loss, y=y: loss(x, y), x, vectorize=True)])
+        value = loss(x, y)
+        for _ in range(3):
+            (last,) = grad(value, x, create_graph=True)
+            value = last.square().sum()
+        found[-1].append(last)
+    same(found[1], found[0])
 
 
 @promise("Sparse gradients of embeddings are sparse.", modes=True, eager=True)
@@ -380,7 +355,7 @@ def scripting():
     modes=True,
 )
 def tangents(make):
-    model, layers, plain, own = pair(make)
+    model, layers, _, own = pair(make)
     with scripting(), forward_ad.dual_level():
         dual = forward_ad.make_dual(own[0].detach(), torch.ones_like(own[0]))
         for call in (model.forward, model.step):
@@ -390,9 +365,7 @@ def tangents(make):
         given = {k: forward_ad.make_dual(x.detach(), x) for k, x in layers.named_parameters()}
         assert "in forward mode" in model.raised(model.loss_with, given, *own).text
         # Another dual level than the model's.
-        plain_step(layers, *plain)
-        model.step(*own)
-    assert_same_grads(model, layers)
+        trained(model, layers)
 
 
 TRANSFORMS = {
@@ -411,7 +384,7 @@ TRANSFORMS = {
 
 @promise("Transforms of ``torch.func`` are an error that says what to do.")
 def transforms(make):
-    model, layers, plain, own = pair(make)
+    model, layers, _, own = pair(make)
     for k, (name, transform) in enumerate(TRANSFORMS.items()):
         model.train(k % 2 == 0)
         for f in (lambda x: model.forward(x).sum(), lambda x: model.step(x, own[1])):
@@ -419,18 +392,10 @@ def transforms(make):
                 raised = model.raised(transform, f, own[0].detach())
             assert raised, f"no error in {name}"
             assert "a wrapped model cannot be" in raised.text, (name, raised)
-    model.train()
-    plain_step(layers, *plain)
-    model.step(*own)
-    assert_same_grads(model, layers)
+    trained(model.train(), layers)
 
 
-@promise(
-    "``functional_call`` computes with other parameters, which get the gradients.",
-    otherwise={"Pipe": NO_GRAPH},
-    modes=True,
-    devices=True,
-)
+@promise("``functional_call`` computes with other parameters, which get the gradients.", **LOSS)
 def other_parameters(make):
     model, layers, plain, own = pair(make)
     others = {name: torch.rand_like(x) for name, x in layers.named_parameters()}

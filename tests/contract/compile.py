@@ -12,9 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import torchgpipe
+from tests.contract.autograd import trained
 from tests.contract.promises import promise
-from tests.contract.values import batch
-from tests.contract.wrapped import assert_same_grads, plain_step
 
 
 class Block(nn.Module):
@@ -41,18 +40,8 @@ def compiling(backend="eager"):
         torch._dynamo.reset()
 
 
-def trained(model, layers, rows=(8, 8), step=None):
-    """Check steps against plain layers, which have the same names as those that are wrapped."""
-    for count in rows:
-        x, y, *moved = batch(count, model)
-        expected = plain_step(layers, x, y)
-        torch.testing.assert_close((step or model.step)(*moved).cpu(), expected)
-        assert_same_grads(model, layers)
-
-
 @promise(
-    "Layers of ``torch.compile(layer)`` compute what plain layers do, and are compiled no more "
-    "often.",
+    "Layers of ``torch.compile(layer)`` compute what plain layers do, compiled no more often.",
     modes=True,
     eager=True,
 )
@@ -65,11 +54,7 @@ def compiled_layers(make):
         assert sum(model.all([backend.frame_count])) <= 4
 
 
-@promise(
-    "Layers may be compiled in place, also when they are wrapped and have been trained.",
-    modes=True,
-    eager=True,
-)
+@promise("Layers may be compiled in place, also after wrapping.", modes=True, eager=True)
 def compiled_in_place(make):
     with compiling() as backend:
         layers = nn.Sequential(*[Block() for _ in range(4)])
@@ -109,8 +94,8 @@ def wrapper(make):
     with compiling() as backend:
         model.model.compile(backend=backend)
         trained(model, layers)
-        x, _, *moved = batch(8, model)
-        torch.testing.assert_close(model.forward(moved[0]).detach(), layers(x).detach())
+        x = torch.rand(8, 6)
+        torch.testing.assert_close(model.forward(x).detach(), layers(x).detach())
 
 
 @promise("A whole graph that would contain the wrapper is an error that says what to compile.")

@@ -46,18 +46,6 @@ def test_gradients_come_with_backward():
     assert all(x.grad is None for x in training.parameters())
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_evaluation_is_forward_alone(grad):
-    training = make(outputs=True)
-    if grad:
-        training.eval()
-    with torch.set_grad_enabled(grad):
-        loss, output = training(X, Y)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, F.mse_loss(layers()(X), Y))
-    torch.testing.assert_close(output, layers()(X))
-
-
 def test_outputs():
     training = make(outputs=True)
     loss, output = training(X, Y)
