@@ -1,6 +1,6 @@
 """Hooks."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn.modules import module as of_all_modules
 
+from tests.contract.autograd import trained
 from tests.contract.promises import Otherwise, promise
 from tests.contract.values import batch
 from tests.contract.wrapped import assert_same_grads, linears, plain_step
@@ -212,47 +213,36 @@ def backward(make):
     assert len(hooked(make, hook)) == 2 * M * 4 * 2
 
 
-@contextmanager
-def hooks_of_all_modules(log):
-    """Hooks of all modules, which log those that have no name for a while."""
-
-    def look(kind):
-        def hook(layer, *_):
-            # Forward hooks run in second runs, too.
-            if "backward" in kind or not is_recomputing():
-                log.append((layer, kind))
-
-        return hook
-
-    handles = [
-        of_all_modules.register_module_forward_pre_hook(look("before")),
-        of_all_modules.register_module_forward_hook(look("after")),
-        of_all_modules.register_module_full_backward_pre_hook(look("backward before")),
-        of_all_modules.register_module_full_backward_hook(look("backward")),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @promise("Hooks of all modules run for each layer and micro-batch.", modes=True, eager=True)
 def of_all(make):
     layers = linears(6, 6, 6)
     model = make(layers)
-    x, y, *moved = batch(8, model)
-    plain_step(layers, x, y, chunks=M)
-    for _ in range(2):
-        log = []
-        model.zero_grad()
-        with hooks_of_all_modules(log):
-            model.step(moved[0].requires_grad_(), moved[1])
-        assert_same_grads(model, layers)
-        number = {id(layer): k for k, layer in enumerate(model.layers)}
-        found = model.all([(number[id(x)], kind) for x, kind in log if id(x) in number])
-        kinds = ("before", "after", "backward before", "backward")
-        assert sorted(found) == sorted([(k, kind) for k in range(4) for kind in kinds] * M)
+    number, log = {id(layer): k for k, layer in enumerate(model.layers)}, []
+
+    def look(kind):
+        def hook(layer, *_):
+            # Forward hooks run in second runs, too.
+            if id(layer) in number and (kind > 1 or not is_recomputing()):
+                log.append((number[id(layer)], kind))
+
+        return hook
+
+    with ExitStack() as stack:
+        for kind, register in enumerate(
+            (
+                of_all_modules.register_module_forward_pre_hook,
+                of_all_modules.register_module_forward_hook,
+                of_all_modules.register_module_full_backward_pre_hook,
+                of_all_modules.register_module_full_backward_hook,
+            )
+        ):
+            stack.callback(register(look(kind)).remove)
+        x, y = batch(8, model)[2:]
+        model.step(x.requires_grad_(), y)
+    assert sorted(model.all(log)) == sorted([(k, kind) for k in range(4) for kind in range(4)] * M)
+    model.zero_grad()
+    trained(model, layers)
+    assert len(model.all(log)) == 4 * 4 * M
 
 
 @promise(

@@ -29,7 +29,7 @@ variable = contextvars.ContextVar("variable", default="unset")
 
 
 def settings():
-    """What is set in this thread, but for whether autocast keeps weights in a second run."""
+    """Return what is set, but for whether autocast keeps weights, which a second run does not."""
     modes = Modes.current()._replace(cache=False)
     return modes, variable.get(), torch.ones(1).device, torch.is_anomaly_enabled()
 
