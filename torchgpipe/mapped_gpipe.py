@@ -348,8 +348,7 @@ class MappedGPipe(Settings, nn.Module):
         if lost:
             raise RuntimeError(
                 "the modules of a device map must be called through their wrapper (modules: "
-                f"{lost[:5]}); compile() them before wrapping the model, and use the latest of "
-                "several wrappers only"
+                f"{lost[:5]}); use the latest of several wrappers only"
             )
         for name, module in self._around:
             if is_compiled(module):

@@ -86,21 +86,6 @@ def same(a, b):
 # functional_call.
 
 
-@pytest.mark.parametrize("computed", [False, True])
-def test_replaced_parameters_get_the_gradients(computed, models, input):
-    found = []
-    for model in models:
-        leaves = replacements(model)
-        given = {name: (p * 2).tanh() for name, p in leaves.items()} if computed else leaves
-        x = input.clone().requires_grad_()
-        output = functional_call(model, given, (x,))
-        # Long after the own ones are back in their places.
-        output.square().sum().backward()
-        assert all(p.grad is None for p in model.parameters())
-        found.append([output.detach(), x.grad, *[leaf.grad for leaf in leaves.values()]])
-    same(*found)
-
-
 def test_some_replaced_parameters(models, input):
     found = []
     for model in models:
@@ -185,27 +170,18 @@ def of_parameters(transform):
 
 
 TRANSFORMS = {
-    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
-    "grad_and_value": lambda model, x: torch.func.grad_and_value(lambda x: model(x).sum())(x),
-    "grad of parameters": of_parameters(lambda f, p: torch.func.grad(f)(p)),
-    "vjp": lambda model, x: torch.func.vjp(model, x),
-    "vjp of parameters": of_parameters(torch.func.vjp),
-    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
-    "jvp of parameters": of_parameters(lambda f, p: torch.func.jvp(f, (p,), (p,))),
-    "vmap": lambda model, x: torch.func.vmap(model)(torch.stack([x, x])),
-    "vmap of parameters": of_parameters(
+    "grad": of_parameters(lambda f, p: torch.func.grad(f)(p)),
+    "grad_and_value": of_parameters(lambda f, p: torch.func.grad_and_value(f)(p)),
+    "vjp": of_parameters(torch.func.vjp),
+    "jvp": of_parameters(lambda f, p: torch.func.jvp(f, (p,), (p,))),
+    "vmap": of_parameters(
         lambda f, p: torch.func.vmap(f)({name: torch.stack([x, x]) for name, x in p.items()})
     ),
-    "vmap of nothing": lambda model, x: torch.func.vmap(lambda y: model(x) * y)(torch.ones(2)),
-    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
-    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x),
-    "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).sum())(x),
-    "functionalize": lambda model, x: torch.func.functionalize(model)(x),
 }
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transform_is_an_error(name, wrapped, input):
+def test_transform_of_parameters_is_an_error(name, wrapped, input):
     message = "cannot be called within a torch.func transform.*plain"
     for wrapped.checkpoint in MODES:
         for training, grad in product([True, False], repeat=2):
@@ -253,19 +229,6 @@ def test_dual_parameter_or_buffer_is_an_error(name, wrapped, input):
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NAMED):
             dual = forward_ad.make_dual(own, torch.ones_like(own))
             functional_call(wrapped.eval(), {name: dual}, (input,))
-
-
-def test_dual_level_that_is_not_the_model_s(models, input):
-    found = []
-    for model in models:
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
-            output = model(input)
-            output.square().sum().backward()
-            assert forward_ad.unpack_dual(output).tangent is None
-            assert forward_ad.unpack_dual(dual * 2).tangent.tolist() == [2, 2]
-        found.append([output.detach(), *[p.grad for p in model.parameters()]])
-    same(*found)
 
 
 # Within a layer.

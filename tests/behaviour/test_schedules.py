@@ -29,26 +29,6 @@ def test_gradients_added_at_once(monkeypatch, case, name):
     assert not any(x._backward_hooks for x in model.parameters())
 
 
-class Recomputed(nn.Module):
-    """A layer with a checkpoint of PyTorch within it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
-@pytest.mark.parametrize("mode", MODES)
-def test_checkpoints_of_pytorch_within_layers(name, mode):
-    torch.manual_seed(0)
-    x, y = torch.rand(8, 6), torch.rand(8, 6)
-    layers = [Recomputed() for _ in range(4)]
-    compare(Case(layers, x, y), name, ["cpu"] * 4, mode)
-
-
 def doubled(grad):
     return None if grad is None else grad * 2
 
@@ -90,15 +70,6 @@ def test_hook_that_another_layer_registers():
     ).backward()
     for p, grad in zip(layers.parameters(), expected):
         torch.testing.assert_close(p.grad, grad)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
-def test_hooks_for_saved_tensors(name):
-    """Hooks of the caller pack what the layers save."""
-    torch.manual_seed(0)
-    case = CASES["mlp"]()
-    with torch.autograd.graph.save_on_cpu():
-        compare(case, name, ["cpu"] * 4, "never")
 
 
 class Thing:

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 
 from tests.contract.promises import PROMISES, keeps
 from tests.contract.wrapped import Maker, Raised, Wrapped
@@ -62,7 +63,15 @@ class Across(Wrapped):
         return next(x for x in self._everywhere(self.model(*args, **kwargs)) if x is not None)
 
     def loss(self, input, *targets):
-        raise NotImplementedError("a step across processes has its backward inside")
+        """The loss, which has no graph, since the step has computed its backward."""
+        return self.step(input, *targets)
+
+    def called_with(self, given, input, *targets):
+        outputs = self._everywhere(functional_call(self.model, given, (input,)))
+        return self.criterion(next(x for x in outputs if x is not None), *targets)
+
+    def clip_grad_norm(self, norm):
+        return self.model.clip_grad_norm_(norm)
 
     def step(self, input, *targets):
         return self.model.step(input, *targets)[0]

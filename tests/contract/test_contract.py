@@ -42,6 +42,8 @@ def test_promise(name, run, mode):
 @pytest.mark.parametrize(("name", "run", "mode"), cases(["Pipe"]))
 def test_promise_across_processes(name, run, mode, processes):
     processes.run(across.check, 2, name, run, mode)
+    if PROMISES[name].fails:
+        processes.stop()
 
 
 def test_page():

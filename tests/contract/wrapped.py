@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from tests.support.helpers import notes_of
@@ -137,6 +138,21 @@ class Wrapped:
             loss.backward()
         return loss.detach()
 
+    def clip_grad_norm(self, norm):
+        """Clip the gradients, and return their norm before."""
+        return nn.utils.clip_grad_norm_(self.layers.parameters(), norm)
+
+    def loss_with(self, parameters, input, *targets):
+        """The loss with other parameters in place of those of the layers, by their names."""
+        own = {id(x): name for name, x in self.layers.named_parameters()}
+        each = self.model.named_parameters()
+        given = {name: parameters[own[id(x)]].to(x.device) for name, x in each}
+        return self.called_with(given, input, *targets)
+
+    def called_with(self, given, input, *targets):
+        """The loss with other parameters, by the names of the wrapper."""
+        return self.criterion(functional_call(self.model, given, (input,)), *targets)
+
     def train(self, mode=True):
         """Set the mode of all layers."""
         self.model.train(mode)
@@ -205,6 +221,9 @@ class Scheduled(Wrapped):
 
     def loss(self, input, *targets):
         return self.model(input, *targets)[0]
+
+    def called_with(self, given, input, *targets):
+        return functional_call(self.model, given, (input, *targets))[0]
 
 
 def linears(*sizes):

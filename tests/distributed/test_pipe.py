@@ -321,27 +321,6 @@ def test_cells_are_computed_again_once(name, processes):
     assert processes.run(counting, 2, name, "never") == [4, 4]
 
 
-def accumulating(group):
-    """Check that gradients of two steps add up, and hooks are called once in a step."""
-    layers = [linear(), linear()]
-    plain = copy.deepcopy(layers)
-    pipe = pipe_of(layers, "1f1b", group, chunks=2)
-    calls = []
-    for x in pipe.parameters():
-        x.register_hook(lambda grad: calls.append(1))
-    batches = torch.rand(2, 2, 4, 6)
-    for x, y in batches:
-        pipe.step(x, y)
-        F.mse_loss(nn.Sequential(*plain)(x), y).backward()
-    for key, own in pipe.named_parameters():
-        same(own.grad, dict(nn.Sequential(*plain).named_parameters())[key].grad)
-    assert len(calls) == 4
-
-
-def test_accumulation_and_hooks(processes):
-    processes.run(accumulating, 2)
-
-
 def one_wrong_balance(group):
     rank = torch.distributed.get_rank(group)
     with pytest.raises((ValueError, RuntimeError)) as found:

@@ -273,16 +273,6 @@ def tied():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("devices", [CPUS[:3], ["cpu"] * 3], ids=["three", "one"])
-def test_steps_within_backward(devices, mode):
-    verify(
-        mode,
-        lambda model: within_backward(model, batches(4), momentum=0.9),
-        pair(mode, devices=devices),
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward_with_tied_parameters(mode):
     models = pair(mode, tied(), devices=["cpu"] * 3)
     verify(mode, lambda model: within_backward(model, batches(4)), models)

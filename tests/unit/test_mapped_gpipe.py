@@ -48,13 +48,6 @@ def test_names_are_those_of_the_model():
     other.load_state_dict(pipe.state_dict())
 
 
-def test_train_and_eval_reach_the_model():
-    pipe = wrapped()
-    assert pipe.eval().module.training is False
-    assert not pipe.first.training
-    assert pipe.train().module.training is True
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(copied):
     pipe = wrapped(checkpoint="always")
@@ -121,16 +114,6 @@ def test_calls_outside_of_a_step_are_those_of_the_model():
     x = torch.rand(4, 3)
     torch.testing.assert_close(pipe.module(x)["y"], pipe(x)["y"])
     assert pipe.module(x)["loss"].shape == ()
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_eval(grad):
-    pipe = wrapped(Model(0.5)).eval()
-    x = torch.rand(4, 3)
-    with torch.set_grad_enabled(grad):
-        y = pipe(x)["y"]
-    assert y.requires_grad == grad
-    torch.testing.assert_close(y, pipe.module(x)["y"])
 
 
 def test_errors_of_code_between_modules_name_the_module_before_it():

@@ -39,85 +39,10 @@ def same(training, grads):
         torch.testing.assert_close(own, other)
 
 
-def test_loss():
-    training = make()
-    loss = training(X, Y)
-    torch.testing.assert_close(loss, F.mse_loss(layers()(X), Y))
-    assert loss.shape == ()
-    loss.backward()
-    same(training, expected())
-
-
 def test_gradients_come_with_backward():
     training = make()
     training(X, Y)
     assert all(x.grad is None for x in training.parameters())
-
-
-@pytest.mark.parametrize("change", [lambda x: x * 3, lambda x: x / 2, lambda x: -x + 5])
-def test_what_is_done_to_the_loss_counts(change):
-    training = make()
-    change(training(X, Y)).backward()
-    module = layers()
-    change(F.mse_loss(module(X), Y)).backward()
-    same(training, [x.grad for x in module.parameters()])
-
-
-def test_losses_add_up():
-    training = make()
-    (training(X, Y) + training(X, Y)).backward()
-    same(training, expected(2))
-
-
-def test_gradients_add_up():
-    training = make()
-    for _ in range(3):
-        (training(X, Y) / 3).backward()
-    same(training, expected())
-
-
-def test_grad():
-    training = make()
-    weights = [*training.parameters()]
-    for own, other in zip(torch.autograd.grad(training(X, Y), weights), expected()):
-        torch.testing.assert_close(own, other)
-    assert all(x.grad is None for x in weights)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
-def test_hooks_of_weights_see_the_sum_once(schedule):
-    training = make(schedule=schedule)
-    seen, after = [], []
-    weight = training.model[0].weight
-    weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
-    weight.register_post_accumulate_grad_hook(lambda x: after.append(x.grad.clone()))
-    training(X, Y).backward()
-    torch.testing.assert_close(seen, [expected()[0]])
-    torch.testing.assert_close(after, [2 * expected()[0]])
-
-
-def test_optimizer_that_steps_in_backward():
-    training = make()
-    weights = [*training.parameters()]
-    for weight in weights:
-        own = torch.optim.SGD([weight], lr=0.1)
-        weight.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
-    before = [x.detach().clone() for x in weights]
-    training(X, Y).backward()
-    for own, old, grad in zip(weights, before, expected()):
-        torch.testing.assert_close(own, old - 0.1 * grad)
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_evaluation_is_forward_alone(grad):
-    training = make(outputs=True)
-    if grad:
-        training.eval()
-    with torch.set_grad_enabled(grad):
-        loss, output = training(X, Y)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, F.mse_loss(layers()(X), Y))
-    torch.testing.assert_close(output, layers()(X))
 
 
 def test_outputs():

@@ -245,20 +245,11 @@ TESTS = {
         "test_hooks_see_what_checkpointing_keeps",
         {},
     ),
-    "modes": (
-        "behaviour.test_modes",
-        "test_layers_see_what_the_caller_has_set",
-        {"name": "device"},
-    ),
+    "modes": ("virtual.test_contract", "test_promise", {"name": "modes:seen", "run": "GPipe"}),
     "modes of backward": (
-        "behaviour.test_modes",
-        "test_second_run_sees_no_mode_of_backward",
-        {"backward": "dispatch modes", "places": ["cpu"] * 2},
-    ),
-    "threads of an operator": (
-        "behaviour.test_modes",
-        "test_second_run_sees_no_mode_of_backward",
-        {"backward": "three threads", "places": ["cpu"] * 2},
+        "contract.test_contract",
+        "test_promise",
+        {"name": "modes:seen_again", "run": "GPipe", "mode": "always"},
     ),
     "what a backward leaves": (
         "contract.test_contract",
@@ -409,7 +400,7 @@ MUTANTS = {
         ("self.context.run(function, again)", "function(again)"),
         "modes",
     ),
-    "threads of an operator": (DROP, "threads of an operator"),
+    "threads of an operator": (DROP, "modes of backward"),
     "what is kept is packed": (("_hooks_of_caller()", "None"), "hooks of what is kept"),
     "what a backward leaves": (DROP, "what a backward leaves"),
     "a partition at a time": (("self.lock, ", ""), "at a time"),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.autograd.functional import jacobian
 from torch.func import functional_call
 
 from tests.support.helpers import MODES, assert_no_races, wrap
@@ -27,23 +26,6 @@ def batch():
 def removed(handles):
     for handle in handles:
         handle.remove()
-
-
-def hooked_parameters(model, value):
-    """Take a step with hooks that change gradients, and a hook that uses the accumulated ones."""
-    seen = []
-
-    def accumulated(parameter):
-        parameter.grad.mul_(2)
-        seen.append(parameter.grad.sum())
-
-    handles = [p.register_hook(lambda grad: grad.clamp(-0.1, 0.1)) for p in model.parameters()]
-    handles += [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters()]
-    output = model(value)
-    loss_of(output).backward()
-    removed(handles)
-    assert len(seen) == len(list(model.parameters()))
-    return output
 
 
 def optimizer_in_backward(model, value):
@@ -78,86 +60,12 @@ def hooked_tensors(model, value):
     return output
 
 
-def hooked_modules(model, value):
-    """Hook each partition and each layer, once per micro-batch, with changes of values."""
-    calls = {"forward": 0, "again": 0, "backward": 0}
-
-    def forward(module, args, output):
-        calls["again" if is_recomputing() else "forward"] += 1
-        return output * 1.5
-
-    def backward(module, grad_input, grad_output):
-        calls["backward"] += 1
-        return tuple(x if x is None else x * 0.5 for x in grad_input)
-
-    modules = [x for partition in model.partitions for x in partition]
-    handles = [x.register_forward_hook(forward) for x in modules]
-    handles += [x.register_full_backward_hook(backward) for x in modules]
-    handles += [x.register_full_backward_pre_hook(lambda m, grads: grads) for x in modules]
-    output = model(value)
-    loss_of(output).backward()
-    removed(handles)
-    assert calls["forward"] == calls["backward"] == M * len(modules)
-    # Not behind the last tensor that was dropped.
-    assert bool(calls["again"]) == (getattr(model, "checkpoint", "never") != "never")
-    assert calls["again"] <= M * len(modules)
-    return output
-
-
-def penalty_of_the_input(model, value):
-    output = model(value)
-    (grad,) = torch.autograd.grad(loss_of(output), value, create_graph=True)
-    (loss_of(output).to(grad.device) + grad.square().sum()).backward()
-    return output
-
-
 def penalty_of_the_parameters(model, value):
     output = model(value)
     parameters = list(model.parameters())
     grads = torch.autograd.grad(loss_of(output), parameters, create_graph=True)
     sum(grad.square().sum().to(value.device) for grad in grads).backward()
     return output
-
-
-def some_gradients(model, value):
-    """Ask for gradients of each device, one at a time."""
-    output = model(value)
-    loss = loss_of(output)
-    for leaf in [value, *[next(p.parameters()) for p in model.partitions]]:
-        (leaf.grad,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    loss_of(model(value)).backward(inputs=[value])
-    return output
-
-
-def auxiliary_losses(model, value):
-    """Take losses of tensors on each device, with and without a loss of the output."""
-    for alone in (False, True):
-        kept = []
-
-        def keep(module, args, output, kept=kept):
-            if not is_recomputing():
-                kept.append(output)
-
-        handles = [partition[1].register_forward_hook(keep) for partition in model.partitions]
-        output = model(value)
-        removed(handles)
-        losses = [y.square().sum().to(value.device) for y in kept]
-        (sum(losses) + (0 if alone else loss_of(output).to(value.device))).backward()
-    return output
-
-
-def accumulated_and_scaled(model, value):
-    """Accumulate some backwards, with a scaler and clipping."""
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for k in range(3):
-        output = model(value * (k + 1))
-        scaler.scale(loss_of(output) / 3).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    return output
-
-
-def jacobian_of_one_column(model, value):
-    return jacobian(lambda x: model(x)[:, 0], value)
 
 
 def called_functionally(model, value):
@@ -175,19 +83,7 @@ def called_functionally(model, value):
     return output
 
 
-NEW_WAYS = [
-    hooked_parameters,
-    optimizer_in_backward,
-    hooked_tensors,
-    hooked_modules,
-    penalty_of_the_input,
-    penalty_of_the_parameters,
-    some_gradients,
-    auxiliary_losses,
-    accumulated_and_scaled,
-    jacobian_of_one_column,
-    called_functionally,
-]
+NEW_WAYS = [optimizer_in_backward, hooked_tensors, penalty_of_the_parameters, called_functionally]
 
 
 @pytest.mark.parametrize(
@@ -271,13 +167,6 @@ def test_output_is_no_view(devices):
             model = made(place, devices, "never", ["linear"])
             model.chunks = chunks
             model(batch().to(devices[0])).detach_()
-
-
-@pytest.mark.parametrize(("place", "mode"), [*zip([[0, 1], [0, 0], [0, 1]], MODES)], ids=str)
-def test_gradients_in_batches(devices, place, mode):
-    model = made(place, devices, mode, ["linear"])
-    x = batch().to(devices[0])
-    torch.testing.assert_close(jacobian(model, x, vectorize=True), jacobian(model, x))
 
 
 class Give(nn.Module):

@@ -1,15 +1,11 @@
 """Compiled layers on several accelerators: threads compile, and compile again in backward."""
 
-import os
-
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import torchgpipe
 from tests.behaviour.test_compiler import (
     COUNTING,
     anew,
@@ -74,26 +70,3 @@ def test_many_devices(devices):
             torch.testing.assert_close(step(model, input), step(plain, input))
     # Of one size and of any; those of the first device also see where rows begin.
     assert 2 * n <= backend.frame_count <= 2 * n + 4
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_nothing_of_our_own(mode, devices, backend):
-    """PyTorch compiles none of the package, even if compiled code calls backward on the CPU."""
-    cpu = torch.device("cpu")
-    places = [cpu, devices[0], devices[0], cpu]
-    model, plain = models("plain", places, backend, mode)
-
-    @torch.compile(backend=backend)
-    def compiled(input):
-        output = model(input * 2)
-        output.square().sum().backward()
-
-    input = input_of(8)
-    plain(input * 2).square().sum().backward()
-    compiled(input)
-    torch.testing.assert_close(
-        [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]
-    )
-    own = os.path.dirname(torchgpipe.__file__)
-    seen = [code for ref in input_codes.seen if (code := ref()) is not None]
-    assert [code for code in seen if code.co_filename.startswith(own)] == []

@@ -5,6 +5,8 @@ import pytest
 from tests.contract.promises import PROMISES, keeps
 from tests.contract.test_contract import LOCAL, cases
 from tests.contract.wrapped import Maker
+from tests.support.helpers import assert_no_races
+from torchgpipe.testing import observe
 
 OF_DEVICES = {name for name, promise in PROMISES.items() if promise.devices}
 
@@ -14,4 +16,6 @@ OF_DEVICES = {name for name, promise in PROMISES.items() if promise.devices}
     ("name", "run", "mode"), [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES]
 )
 def test_promise(name, run, mode, devices):
-    keeps(name, Maker(run, mode, devices[:2]))
+    with observe(jitter=0) as seen:
+        keeps(name, Maker(run, mode, devices[:2]))
+    assert_no_races(seen)

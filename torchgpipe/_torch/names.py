@@ -134,6 +134,12 @@ NAMES: dict[str, Name] = {
     "transform_level": _unseen(
         "torch._C._functorch:maybe_current_level", "torch.func transforms", None
     ),
+    # Without it, nobody can tell, and PyTorch says that it cannot compute so.
+    "is_batched": Name(
+        "torch._C._functorch:is_legacy_batchedtensor",
+        "several gradients at once",
+        lambda _: False,
+    ),
     # Without it, each tensor is looked at.
     "forward_level": Name(
         "torch.autograd.forward_ad:_current_level",

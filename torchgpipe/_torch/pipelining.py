@@ -98,7 +98,7 @@ def is_alone(tensor: Tensor) -> bool:
         tensor.is_contiguous()
         and storage.nbytes() == tensor.nbytes
         and storage.resizable()
-        and _uses(tensor) == _uses(torch.empty(1))
+        and _uses(tensor) == _uses(torch.empty(1, device="cpu"))
     )
 
 

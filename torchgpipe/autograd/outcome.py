@@ -205,6 +205,11 @@ class Outcome(torch.autograd.Function):
                 "graph of their own (create_graph: True); use the loss of a GPipe for gradients "
                 "of gradients"
             )
+        if _torch.is_batched(grad):
+            raise RuntimeError(
+                "a scheduled loss hands one gradient over, and no batch of them (is_grads_batched "
+                "or vectorize: True); pass False, or use the loss of a GPipe"
+            )
         if ctx.done:
             raise RuntimeError(
                 "a scheduled loss has handed its gradients over in its first backward, and keeps "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.devices.streams import CPU, device_types
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.peers import Peers, digest
@@ -127,6 +128,8 @@ class Agreement:
         self, error: Exception | None, settings: str, m: int, rows: int, form: int, quiet: int
     ) -> list[list[int]]:
         """The numbers of all processes, which have nothing wrong, and the same settings."""
+        # Within a transform no message arrives, so each process says so for itself.
+        verify_no_transform()
         own = [int(error is not None), m, rows, form, digest(settings), quiet]
         texts: list[str] = []
         with shared_failures(self._peers):
@@ -275,4 +278,5 @@ def described(batches: Sequence[Batch], rows: int, recorded: bool, is_given: boo
         ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
         for batch in (batches if is_given else [*batches[:1], *batches[-1:]])
     ]
-    return repr((len(batches), rows, recorded, casts, inputs))
+    # Within inference mode nothing requires a gradient, whatever is enabled within that.
+    return repr((len(batches), rows, recorded, torch.is_inference_mode_enabled(), casts, inputs))

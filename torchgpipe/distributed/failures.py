@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from torchgpipe._torch import pipelining
+from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.peers import Peers
 
 __all__: list[str] = []
@@ -118,7 +119,8 @@ def _close(peers: Peers) -> list[int]:
         if rank == peers.rank:
             continue
         try:
-            work: Any = dist.irecv(torch.empty(1), group=peers.group, group_src=rank, tag=NOBODY)
+            nothing = torch.empty(1, device=CPU)
+            work: Any = dist.irecv(nothing, group=peers.group, group_src=rank, tag=NOBODY)
             work.wait(datetime.timedelta(milliseconds=1))
         except Exception as error:
             if _is_closed(error):

@@ -91,7 +91,7 @@ class Mail:
             data = pickled(form.renamed(self.routes.names), j)
             # As the receiver reads it: an object in it may change after that.
             self._known[key] = self._read(data)
-            works += self._send([torch.tensor([len(data)]), data], peer, HOST)
+            works += self._send([torch.tensor([len(data)], device=CPU), data], peer, HOST)
         elif not known.is_like(form):
             raise _differs(j, i, known, form)
         if self._with_numbers:
@@ -104,9 +104,9 @@ class Mail:
         peer = self.routes.placement[j - 1]
         key = self._shapes, j, self._rows[i]
         if key not in self._known:
-            size = torch.zeros(1, dtype=torch.long)
+            size = torch.zeros(1, dtype=torch.long, device=CPU)
             dist.recv(size, group=self._group, group_src=peer, tag=HOST)
-            data = torch.empty(int(size), dtype=torch.uint8)
+            data = torch.empty(int(size), dtype=torch.uint8, device=CPU)
             dist.recv(data, group=self._group, group_src=peer, tag=HOST)
             self._known[key] = self._read(data)
         form = self._forms[j, i] = self._known[key]

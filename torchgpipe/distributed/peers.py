@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe.checks import verify, verify_kind
+from torchgpipe.devices.streams import CPU
 
 __all__: list[str] = []
 
@@ -95,7 +96,8 @@ class Peers:
         All processes pass whole numbers alone, or each passes a float.
         """
         whole = all(isinstance(x, int) for x in numbers)
-        own = torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64)
+        # The caller may have set another default device.
+        own = torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64, device=CPU)
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.group)
         return [x.tolist() for x in found]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.outcome import Sums
+from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.partition.placement import tables
@@ -90,7 +91,7 @@ class Tied:
         """Add the gradients of the other processes."""
         for weight, ranks in self._weights():
             # A process may have frozen it, and another one not.
-            wanted = torch.tensor([int(weight.requires_grad)])
+            wanted = torch.tensor([int(weight.requires_grad)], device=CPU)
             self._peers.summed(wanted, ranks)
             if wanted:
                 grad = sums.take(weight)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import Sums
@@ -109,6 +110,12 @@ class Executor:
         self.recorder = None if recording is None else recording.recorder
         self.links = Links(plan, crew.streams, stages.groups, self.recorder)
         self.recording = torch.is_grad_enabled()
+        if self.recording and is_in_checkpoint():
+            raise RuntimeError(
+                "a schedule runs backward within the call, which a checkpoint of PyTorch would "
+                "compute again in the middle of that backward; call it outside of checkpoint(), "
+                "and pass checkpoint='always' to the wrapper"
+            )
         #: The last stage, which the loss is behind.
         self.last = len(stages.partitions) - 1
         #: The cells between F and their last instruction.

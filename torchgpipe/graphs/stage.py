@@ -239,6 +239,14 @@ class StageInStep:
         if current_hooks() is not None:
             self.graphs.say("hooks for saved tensors are active")
             return None, more
+        if self.settings.replaced:
+            # A graph would keep what it has put in place of operators, or show it none.
+            self.graphs.say("a mode for functions or operators is active")
+            return None, more
+        if torch.is_anomaly_enabled():
+            # Autograd would look at no gradient of a graph.
+            self.graphs.say("anomaly mode is on")
+            return None, more
         key = (
             *(again, torch.is_grad_enabled(), self.settings, tuple(batch.parts)),
             criterion is not None and criterion.outputs is not None,

@@ -78,5 +78,10 @@ def intercept(mapped: Mapped, lasting: Lasting) -> Call:
 
 
 def is_intercepted(call: Call) -> bool:
-    """Whether calls of the module still come here."""
-    return call.mapped.module._compiled_call_impl is call
+    """Whether calls of the module still come here, also if it was compiled since then."""
+    module: nn.Module = call.mapped.module
+    found: Any = module._compiled_call_impl
+    if found is not None and not isinstance(found, Call):
+        call.inner, call.compiled = found, True
+        module._compiled_call_impl = call
+    return module._compiled_call_impl is call

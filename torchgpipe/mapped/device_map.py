@@ -173,7 +173,9 @@ def _computed_as_a_whole(
     """A module, if it can be computed as a whole, or those below it that belong to its device."""
     start = f"{name}." if name else ""
     divided = any(other.startswith(start) for other in device_map if other != name)
-    if not divided and type(module).forward is not nn.Module.forward:
+    # That of torch.compile() is an attribute of the module, whose class has none.
+    called = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+    if not divided and called:
         yield name, module
         return
     for child, inner in module.named_children():

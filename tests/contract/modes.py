@@ -1,0 +1,320 @@
+"""Modes, and what else the caller has set."""
+
+import contextvars
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.contract.autograd import NO_GRAPH, pair, plain_loss, same, trained
+from tests.contract.promises import Otherwise, promise
+from tests.contract.values import batch
+from tests.contract.wrapped import assert_same_grads, linears, plain_step
+from tests.unit.ambient.test_context import MODES, entered
+from torchgpipe import is_recomputing
+from torchgpipe.ambient.context import Modes
+
+#: What casts leave of a number.
+CAST = {"rtol": 2e-2, "atol": 2e-3}
+
+
+variable = contextvars.ContextVar("variable", default="unset")
+
+
+def settings():
+    """Return what is set, but for whether autocast keeps weights, which a second run does not."""
+    modes = Modes.current()._replace(cache=False)
+    return modes, variable.get(), torch.ones(1).device, torch.is_anomaly_enabled()
+
+
+class Look(nn.Module):
+    """A layer that logs what is set, in each of its runs."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.linear, self.log = nn.Linear(6, 6), log
+
+    def __deepcopy__(self, memo):
+        found = Look(self.log)
+        found.load_state_dict(self.state_dict())
+        return found
+
+    def forward(self, x):
+        self.log.append((is_recomputing(), settings()))
+        return self.linear(x).float().tanh()
+
+
+# Training and evaluation.
+
+
+def moody():
+    """Layers that compute otherwise in eval mode, with statistics that are not the first ones."""
+    norm = nn.BatchNorm1d(6)
+    nn.init.uniform_(norm.running_mean)
+    nn.init.uniform_(norm.running_var, 0.5, 2)
+    inner = nn.Sequential(*linears(6, 6), nn.Dropout(0.5), norm)
+    return nn.Sequential(nn.Linear(6, 6), inner, *linears(6, 6, 6))
+
+
+@promise("In eval mode outputs and losses are those of the plain model.", modes=True, devices=True)
+def evaluation(make):
+    layers = moody()
+    model = make(layers)
+    for training in (False, True, False):
+        layers.train(training)
+        model.train(training)
+        x, y, *moved = batch(7, model)
+        assert all(layer.training == training for layer in model.model.modules())
+        if not training:
+            expected = layers(x).detach(), plain_loss(layers, x, y).detach()
+            found = model.forward(moved[0]), model.loss(*moved)
+            torch.testing.assert_close([x.detach().cpu() for x in found], [*expected])
+
+
+@promise("A layer that is in eval mode stays so while the model trains.", modes=True)
+def frozen_norm(make):
+    layers = moody()
+    layers[1].eval()
+    trained(make(layers), layers)
+
+
+@promise(
+    "Without grad, and in inference mode, layers run once per micro-batch, and leave no graph.",
+    modes=True,
+    devices=True,
+    eager=True,
+)
+def no_grad(make):
+    log = []
+    layers = nn.Sequential(Look(log), *linears(6, 6), Look(log))
+    model = make(layers)
+    x, y, *moved = batch(8, model)
+    with torch.no_grad():
+        expected = layers(x), F.mse_loss(layers(x), y)
+    for mode in (torch.no_grad, torch.inference_mode, lambda: torch.set_grad_enabled(False)):
+        log.clear()
+        with mode():
+            inference = torch.is_inference_mode_enabled()
+            found = model.forward(moved[0]), model.loss(*moved)
+        torch.testing.assert_close([x.cpu() for x in found], [*expected])
+        assert not any(x.requires_grad for x in found)
+        runs = model.all([(again, modes.inference) for again, (modes, *_) in log])
+        assert runs == [(False, inference)] * 2 * 2 * 4
+    trained(model, layers)
+
+
+# Autocast.
+
+
+@promise("Autocast around a call casts in all layers, and in their second runs.", modes=True)
+def autocast(make):
+    layers = linears(6, 6, 6)
+    model = make(layers)
+    optimizers = [torch.optim.SGD(some.parameters(), 0.5) for some in (layers, model.layers)]
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
+        x, y, *moved = batch(8, model)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            expected = plain_loss(layers, x, y)
+            found = model.step(*moved)
+            assert model.forward(moved[0]).dtype == dtype
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach(), **CAST)
+        assert_same_grads(model, layers, **CAST)
+        # Casts of the weights as they were must not be used in the next step.
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Casting(nn.Module):
+    """A layer with an autocast of its own, and one without within that."""
+
+    def __init__(self):
+        super().__init__()
+        self.cast, self.whole = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.cast(x)
+            assert y.dtype == torch.bfloat16
+            with torch.autocast("cpu", enabled=False):
+                return self.whole(y.float()).tanh()
+
+
+@promise("Layers may enter and leave autocast themselves.", modes=True)
+def autocast_within(make):
+    layers = nn.Sequential(*linears(6, 6), Casting(), Casting())
+    model = make(layers)
+    for around in (False, True):
+        x, y, *moved = batch(8, model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            expected = plain_loss(layers, x, y)
+            model.step(*moved)
+        expected.backward()
+        assert_same_grads(model, layers, **CAST)
+
+
+# What else is set.
+
+
+def looked(make, backward=None):
+    """Check what layers see under each set of modes, and under that of a backward outside."""
+    log = []
+    model = make(nn.Sequential(*[Look(log) for _ in range(4)]))
+    moved = batch(8, model)[2:]
+    for name in [x for x in MODES if not backward or "inference" not in x]:
+        log.clear()
+        variable.set(name)
+        with warnings.catch_warnings(), nullcontext() if backward else entered(name):
+            warnings.filterwarnings("ignore", "under autocast to float16")
+            before = settings()
+            loss = model.loss(*moved)
+            assert settings() == before
+        variable.set("later")
+        # The caller's own gradient is made outside.
+        one = torch.ones_like(loss)
+        with entered(name) if backward else nullcontext():
+            around = settings()
+            if backward or loss.requires_grad:
+                loss.backward(one)
+            assert settings() == around
+        assert len(log) >= 2 * 4
+        assert all(x == before for _, x in log), (name, before, log)
+        again = {"never": [False], "always": [False, True]}.get(make.mode)
+        if loss.requires_grad and again:
+            assert sorted({x for x, _ in log}) == again, name
+
+
+@promise(
+    "Layers see the modes and context variables of the caller, who finds them as they were.",
+    modes=True,
+    devices=True,
+    eager=True,
+)
+def seen(make):
+    looked(make)
+
+
+@promise(
+    "A second run in backward sees what was set around forward.",
+    otherwise={"Pipe": NO_GRAPH},
+    modes=True,
+    devices=True,
+    eager=True,
+)
+def seen_again(make):
+    looked(make, backward=True)
+
+
+@promise(
+    "A dispatch mode of the caller sees all operators, those of second runs and of backward, too.",
+    modes=True,
+    devices=True,
+    eager=True,
+)
+def flops(make):
+    # A linear layer on its own keeps no more than its input and its weight.
+    layers = nn.Sequential(linears(6, 6), linears(6, 6))
+    model = make(layers)
+    x, y, *moved = batch(8, model)
+    totals = []
+    for step in (lambda: plain_step(layers, x, y, chunks=4), lambda: model.step(*moved)):
+        with FlopCounterMode(display=False) as counter:
+            step()
+        totals.append(counter.get_total_flops())
+    assert_same_grads(model, layers)
+    once = 2 * 2 * 8 * 6 * 6
+    again = (sum(model.all([totals[1]])) - totals[0]) / once
+    # A schedule may compute less again, where backward of a cell comes right after its forward.
+    assert again == {"never": 0, "always": 1}.get(make.mode, again), again
+    assert again in {0, 1, 3 / 4, 3 / 8, 1 / 2, 5 / 8}, again
+
+
+class Sines(TorchFunctionMode):
+    """Replace one function by another."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
+
+
+class SinesOfOperators(TorchDispatchMode):
+    """Likewise, of operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        func = torch.ops.aten.sin.default if func is torch.ops.aten.tanh.default else func
+        return func(*args, **(kwargs or {}))
+
+
+@promise(
+    "Modes of the caller may replace what layers call, while they are active.",
+    modes=True,
+    devices=True,
+    eager=True,
+)
+def replaced(make):
+    layers = linears(6, 6, 6)
+    model = make(layers)
+    x, y, *moved = batch(8, model)
+    for around in (SinesOfOperators, nullcontext, Sines, nullcontext):
+        with around():
+            expected = plain_step(layers, x, y)
+            torch.testing.assert_close(model.step(*moved).cpu(), expected)
+        assert_same_grads(model, layers)
+
+
+@promise("A step may run in any thread.", modes=True)
+def in_a_thread(make):
+    model, layers, plain, own = pair(make)
+    plain_step(layers, *plain)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model.step, *own).result()
+    assert_same_grads(model, layers)
+
+
+# Checkpoints of PyTorch.
+
+
+class Checkpointed(nn.Module):
+    """A layer that computes a part of itself again, by PyTorch's own checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linears(6, 6, 6)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) + x
+
+
+@promise("A layer may use PyTorch's checkpoint.", modes=True)
+def checkpoint_within(make):
+    layers = nn.Sequential(*linears(6, 6), *[Checkpointed() for _ in range(2)])
+    trained(make(layers), layers)
+
+
+WITHIN_CALL = Otherwise(
+    "It runs backward within the call, which is no part of a checkpoint.",
+    "call it outside of checkpoint",
+)
+
+
+@promise(
+    "PyTorch's checkpoint around the call computes it again.",
+    otherwise=dict.fromkeys(["ScheduledLoss", "ScheduledLoss of graphs", "Pipe"], WITHIN_CALL),
+    modes=True,
+    devices=True,
+    fails=True,
+)
+def checkpoint_around(make):
+    model, layers, plain, own = pair(make)
+    for _ in range(2):
+        plain_loss(layers, *plain).backward()
+        checkpoint(model.loss, *own, use_reentrant=False).backward()
+        assert_same_grads(model, layers)
+    same([own[0].grad], [plain[0].grad])
