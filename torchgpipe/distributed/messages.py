@@ -104,8 +104,12 @@ def alike(a: Any, b: Any) -> bool:
     """Whether two objects in a message are equal, or have the same content."""
     if equal(a, b):
         return True
-    # Classes without a way to compare, of which a layer may make an object each time.
-    return type(a) is type(b) and type(a) not in ATOMS and pickle.dumps(a) == pickle.dumps(b)
+    if type(a) is not type(b) or type(a) in ATOMS:
+        return False
+    # Classes without a way to compare, of which a layer may make an object each time. One of the
+    # two has been read, and objects may look different in a pickle after that, as tensors do.
+    one, other = (pickle.dumps(pickle.loads(pickle.dumps(x))) for x in (a, b))
+    return one == other
 
 
 def _sharing(form: Form) -> str:
