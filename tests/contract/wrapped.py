@@ -140,7 +140,7 @@ class Wrapped:
     @property
     def grads(self):
         """The gradients, by name."""
-        return {name: x.grad for name, x in self.layers.named_parameters()}
+        return grads_of(self.layers)
 
     def input_grads(self, tensors):
         """The gradients of tensors of the input."""
@@ -223,9 +223,14 @@ def plain_step(layers, input, *targets, loss=F.mse_loss, chunks=1):
     return total
 
 
+def grads_of(layers):
+    """The gradients by all names of their parameters, which layers may share."""
+    return {name: x.grad for name, x in layers.named_parameters(remove_duplicate=False)}
+
+
 def assert_same_grads(model, layers, **tolerance):
     """Check that a wrapped model has the gradients of the plain layers, and that there are any."""
-    expected = {name: x.grad for name, x in layers.named_parameters()}
+    expected = grads_of(layers)
     found = model.grads
     assert {name for name, x in found.items() if x is not None} == {
         name for name, x in expected.items() if x is not None

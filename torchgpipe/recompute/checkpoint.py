@@ -115,8 +115,12 @@ class Checkpoint:
         #: side by side; None if they cannot.
         self.saved: list[tuple[Slot, Tensor, int]] | None = None
 
-    def forward(self, batch: Batch) -> Batch:
+    def forward(self, batch: Batch, given: Batch | None = None) -> Batch:
         """Run the function, and save nothing but its input.
+
+        Args:
+            batch: the input.
+            given: what this run computes, if it changes that in place, and the input is a clone.
 
         Raises:
             RuntimeError: the function changed its input in place.
@@ -134,7 +138,7 @@ class Checkpoint:
         outer, current.then = current.then, stored.look
         try:
             with checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
-                output = function(batch.copy())
+                output = function((given or batch).copy())
         finally:
             current.then = outer
         stored.verify()
