@@ -1,12 +1,13 @@
 """A wrapper beside the plain layers: outputs, losses, gradients and buffers of any structure."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from tests.contract.wrapped import assert_same_grads
-from tests.support.structures import gathered, is_whole, leaves_of, scattered
+from tests.support.structures import Apply, gathered, is_whole, leaves_of, scattered
 from torchgpipe import NoChunk
+from torchgpipe.partition.split import Sequential
 from torchgpipe.values.structure import Arguments
 
 
@@ -17,8 +18,17 @@ def mean_square(output, *targets):
     return sum(terms, torch.zeros(()))
 
 
+def mean_of_squares(output):
+    return output.square().mean()
+
+
 def differentiable(x):
     return x.is_floating_point() or x.is_complex()
+
+
+def layers_of(*found):
+    """Layers, each of them a module, or a function that gets a weight."""
+    return Sequential(*[x if isinstance(x, nn.Module) else Apply(x) for x in found])
 
 
 def called(layers, value):

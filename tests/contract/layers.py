@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.contract.comparing import assert_as_plain, moved
+from tests.contract.comparing import assert_as_plain, mean_of_squares, moved
 from tests.contract.promises import Otherwise, promise
-from tests.contract.values import SHARES, mean_of_squares
+from tests.contract.values import SHARES
 from tests.contract.wrapped import assert_same_grads, linears, plain_step
 from tests.support.helpers import Apply
 from tests.support.in_place import ENDS, FLAGGED, VIEWS, out_of_place

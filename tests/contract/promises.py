@@ -22,7 +22,7 @@ import pytest
 WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", "Pipe")
 
 #: The modules of promises, which are the sections of the table.
-SECTIONS = ("values", "layers")
+SECTIONS = ("values", "tensors", "layers", "state_of_layers")
 
 
 class Otherwise(NamedTuple):

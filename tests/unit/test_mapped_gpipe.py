@@ -258,11 +258,13 @@ def test_in_place_modules_under_checkpointing():
             return x + self.act(x)
 
     pipe = MappedGPipe(Residual(), {"first": "cpu", "act": "cpu"}, chunks=2, checkpoint="never")
-    x = torch.rand(4, 3)
-    torch.testing.assert_close(pipe(x), pipe.module(x))
-    pipe.checkpoint = "always"
-    with pytest.raises(RuntimeError, match="must not change its input in place"):
-        pipe(x)
+    x = torch.randn(4, 3)
+    expected = torch.autograd.grad(pipe.module(x).square().sum(), pipe.parameters())
+    for pipe.checkpoint in ("never", "always"):
+        output = pipe(x)
+        torch.testing.assert_close(output, pipe.module(x))
+        found = torch.autograd.grad(output.square().sum(), pipe.parameters())
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_model_that_is_compiled_around_its_modules():
