@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import mark_if_possible, uncompiled, watch
-from torchgpipe.ambient.context import Snapshot
-from torchgpipe.ambient.nesting import is_within_cell
-from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
-from torchgpipe.autograd.versions import unchanged
-from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
+from torchgpipe._torch.dynamo import mark_if_possible, uncompiled
+from torchgpipe.batchnorm import defer, deferred_batch_norms
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part, part_of
 from torchgpipe.describe.figures import Prediction
 from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.partition.arguments import (
@@ -38,7 +34,6 @@ from torchgpipe.partition.traps import Traps
 from torchgpipe.planner.choice import chosen
 from torchgpipe.planner.room import Room
 from torchgpipe.skip.layout import verify_skippables
-from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
 
 #: The most bytes of each device.
@@ -133,7 +128,7 @@ class GPipe(Settings, nn.Module):
         if deferred_batch_norm:
             defer(self.partitions)
         self.partitions.training = module.training
-        self._traps = Traps()
+        self._traps = Traps("GPipe")
         self._traps.sequence_first(partitions, self._chunks)
         self._prepare()
         if choice.time is not None:
@@ -380,57 +375,32 @@ class GPipe(Settings, nn.Module):
         """
         if not self._devices:
             return self.module(*args, **kwargs)
-        input = arguments(args, kwargs)
-        batches = self._scattered(input)
-        m = len(batches)
-        rows = microbatch.sizes(input, m)
+        mini_batch = self._divided(arguments(args, kwargs))
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
             self._traps.no_pipelining(len(self._devices), self.chunks)
-        checkpointed = self._checkpointed(m if recorded else 0)
-        whole = microbatch.in_all(batches)
-        pipeline = Pipeline(self._stages, batches, checkpointed)
-        self._run(pipeline.run, whole)
-        return microbatch.gather(batches, rows, pipeline.step.blocks)
+        checkpointed = self._checkpointed(mini_batch.m if recorded else 0)
+        pipeline = Pipeline(self._stages, mini_batch.batches, checkpointed)
+        mini_batch.compute(pipeline.run, self._devices, self._norms)
+        return mini_batch.joined(pipeline.step.blocks)
 
-    def _scattered(self, input: Any) -> list[microbatch.Batch]:
-        """The micro-batches of a mini-batch that can be computed."""
+    def _divided(self, input: Any) -> MiniBatch:
+        """A mini-batch that can be computed."""
         if self._process != os.getpid():
             # Neither threads nor streams survive a fork, and a lock may be held for good.
             self._prepare()
-        watch(self, is_within_cell)
-        verify_no_transform()
         partitions: Any = self.partitions
         verify_sharding(self, self._devices)
         verify_placement(partitions, self._devices)
-        batches = microbatch.scatter(input, self.chunks)
-        self._check_input(batches[0])
-        verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
-        if batches[0].others:
-            self._traps.whole(input, len(batches))
-        return batches
-
-    def _run(self, step: Callable[[], None], whole: Sequence[Tensor]) -> None:
-        """Run a step.
-
-        Args:
-            step: runs it.
-            whole: the tensors that every micro-batch gets.
-        """
-        # guard: what is interrupted
-        with Snapshot(self._devices), deferred_updates(self._norms), unchanged(whole):
-            step()
-        # The first layer to be compiled in this process may have been compiled here.
-        watch(self, is_within_cell)
-
-    def _check_input(self, batch: microbatch.Batch) -> None:
-        for tensor in batch:
+        found = MiniBatch(self, input, self.chunks, self._traps)
+        for tensor in found.batches[0]:
             if tensor.device != self._devices[0]:
                 raise ValueError(
                     "the input must be on the device of the first partition "
                     f"(first partition: {self._devices[0]}, input: {tensor.device}); "
                     "pass input.to(model.devices[0])"
                 )
+        return found
 
 
 def _read_only(name: str, value: object) -> AttributeError:

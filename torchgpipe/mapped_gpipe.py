@@ -6,21 +6,20 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled, watch
-from torchgpipe.ambient.context import Snapshot
-from torchgpipe.ambient.nesting import holding, is_within_cell
-from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
+from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled
+from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
-from torchgpipe.autograd.versions import unchanged
+from torchgpipe.batchnorm import defer, deferred_batch_norms
+from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
+from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
@@ -33,8 +32,8 @@ from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_chunks, checked_threads
 from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.partition.settings import Settings
+from torchgpipe.partition.traps import Traps
 from torchgpipe.planner.map_choice import chosen_map
-from torchgpipe.values import microbatch
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
 from torchgpipe.values.structure import Arguments
@@ -78,6 +77,8 @@ class MappedGPipe(Settings, nn.Module):
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
+        deferred_batch_norm: whether batch normalisations update their running statistics once per
+            mini-batch, as in :class:`GPipe`.
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
             one. The model computes the sample where it is, and backward, too, if the memory of a
@@ -106,6 +107,7 @@ class MappedGPipe(Settings, nn.Module):
         chunks: int = 1,
         checkpoint: str = "except_last",
         threads: int = 1,
+        deferred_batch_norm: bool = False,
         sample: Any = None,
         devices: Iterable[Device] | None = None,
     ) -> None:
@@ -124,6 +126,10 @@ class MappedGPipe(Settings, nn.Module):
         self._map = checked_map(chosen, module)
         self.training = module.training
         place(module, self._map)
+        if checked_flag(deferred_batch_norm, "deferred_batch_norm"):
+            defer(module)
+        self._traps = Traps("MappedGPipe")
+        self._traps.sequence_first([module], self._chunks)
         self._share(module)
         self._prepare()
 
@@ -140,6 +146,7 @@ class MappedGPipe(Settings, nn.Module):
         self._lasting = Lasting()
         self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
+        self._norms = deferred_batch_norms(self.module)
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
         ]
@@ -158,6 +165,7 @@ class MappedGPipe(Settings, nn.Module):
             "_lasting",
             "_attributes",
             "_workers",
+            "_norms",
             "_calls",
             "_mapped",
             "_around",
@@ -183,6 +191,9 @@ class MappedGPipe(Settings, nn.Module):
     @property
     def _partition_count(self) -> None:
         return None
+
+    def _rechunked(self) -> None:
+        self._traps.sequence_first([self.module], self._chunks)
 
     @property
     def threads(self) -> int:
@@ -274,31 +285,24 @@ class MappedGPipe(Settings, nn.Module):
             # Neither threads nor streams survive a fork.
             self._prepare()
         self._verify()
-        watch(self, is_within_cell)
-        verify_no_transform()
         if self._takes_cache:
             kwargs = without_cache(kwargs)
-        input = Arguments(args, kwargs)
-        batches = microbatch.scatter(input, self.chunks)
-        verify_no_tangents(chain(batches[0], self.parameters(), self.buffers()))
-        m = len(batches)
-        rows = microbatch.sizes(input, m)
+        mini_batch = MiniBatch(self, Arguments(args, kwargs), self.chunks, self._traps)
+        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         recorded = self.training and torch.is_grad_enabled()
+        if recorded:
+            self._traps.no_pipelining(len({*devices}), self.chunks)
         (checkpointed,) = self._checkpointed(m if recorded else 0)
-        near = Near(next(iter(self._map.values())))
         if all(x.device.type == "cpu" for batch in batches for x in batch):
-            batches = [batch.map(near.all_of, [VALUE]) for batch in batches]
-        whole = microbatch.in_all(batches)
+            mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
             # A model may change its rows of an input in place, which are not those of the others.
-            own = partial(_own, {id(x) for x in whole})
-            batches = [batch.map(own, [VALUE]) for batch in batches]
-        devices = [*self._map.values()]
+            mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
         step = MappedStep(self._lasting, self._attributes, devices, m, checkpointed)
         order = Order(self.module)
-        with Snapshot(devices), unchanged(whole):
-            holding(step.numbers.locks, lambda: self._run(step, batches, order))
-        return microbatch.gather(batches, rows, order.blocks)
+        run = partial(self._run, step, mini_batch.batches, order)
+        mini_batch.compute(partial(holding, step.numbers.locks, run), devices, self._norms)
+        return mini_batch.joined(order.blocks)
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:

@@ -16,6 +16,7 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
+from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
@@ -33,7 +34,6 @@ from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.arguments import verify_loss
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.schedule.costs import Costs
-from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments as packed
 
 __all__ = ["ScheduledLoss", "arguments"]
@@ -63,7 +63,8 @@ class ScheduledLoss(nn.Module):
     each micro-batch, so the loss is inside. The call computes the gradients, too.
     ``loss.backward()`` hands them over, multiplied by whatever was done to the loss. So everything
     that works with a loss works with this one: several losses added up, gradient scalers, hooks,
-    data parallelism.
+    data parallelism. What layers add to gradients on their own, as routers do for an auxiliary
+    loss, is multiplied, too: ``(loss / 4).backward()`` hands over a quarter of it.
 
     In eval mode, and without grad, the call computes the loss alone, and keeps no memory.
 
@@ -74,9 +75,10 @@ class ScheduledLoss(nn.Module):
         loss: called as ``loss(output, *targets, **more)`` for each micro-batch, on the device of
             the last partition. It returns the mean over the rows of the micro-batch, a tensor of
             one element, or ``(sum, weight)`` for a mean of another kind, such as over tokens: the
-            loss is then the sum of all sums over the sum of all weights. Its parameters, if it has
-            any, must be on that device. It runs again with a cell that is computed again: what
-            counts asks :func:`~torchgpipe.is_recomputing` first.
+            loss is then the sum of all sums over the sum of all weights. A sum alone cannot be told
+            from a mean, and counts as one. Its parameters must be on that device. It runs again
+            with a cell that is computed again: what counts asks
+            :func:`~torchgpipe.is_recomputing` first.
         schedule: the name of a built-in schedule, such as ``'1f1b'``; a function of the numbers of
             workers and micro-batches; or a :class:`~torchgpipe.schedule.Schedule`. There is a
             worker for each device. It may be changed between steps.
@@ -98,8 +100,8 @@ class ScheduledLoss(nn.Module):
 
     Raises:
         TypeError: the model is no :class:`GPipe`, or the loss cannot be called.
-        ValueError: the model has no partition, or the schedule does not fit it; the message shows
-            both.
+        ValueError: the model has no partition, the loss has ``reduction='sum'``, or the schedule
+            does not fit; the message shows both.
 
     Source: Narayanan et al. (arXiv 2006.09503) for 1F1B; Qi et al. (arXiv 2401.10241) for backward
     in two halves; :mod:`torchgpipe.schedule` names the source of each schedule.
@@ -167,26 +169,24 @@ class ScheduledLoss(nn.Module):
             RuntimeError: backward was run twice, or with ``create_graph=True``.
         """
         model = self.model
-        batches = model._scattered(input)
-        rows = microbatch.sizes(input, len(batches))
-        inputs = [[*batch] for batch in batches]
-        whole = microbatch.in_all(batches)
+        mini_batch = model._divided(input)
+        inputs = [[*batch] for batch in mini_batch.batches]
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
             model._traps.no_pipelining(len(model.devices), model.chunks)
         with torch.set_grad_enabled(recorded):
-            executor = self._executor(batches, rows, (targets, more))
+            executor = self._executor(mini_batch, (targets, more))
             with executor.without_hooks, explaining(targets, model[0]):
-                model._run(executor.run, whole)
-        del batches
+                mini_batch.compute(executor.run, model.devices, model._norms)
         criterion = executor.criterion
+        mini_batch.look(criterion.shapes)
         total, divisor = criterion.total()
         value = total if divisor is None else total / divisor
         if recorded and criterion.depends:
             value = hand_over(executor, value, divisor, inputs)
         if criterion.outputs is None:
             return value
-        return value, criterion.joined(rows, executor.step.blocks)
+        return value, criterion.joined(mini_batch.rows, executor.step.blocks)
 
     def costs(self, input: Any, *targets: Any, **more: Any) -> Costs:
         """Count what each stage costs, from its graph, without running a step.
@@ -212,25 +212,24 @@ class ScheduledLoss(nn.Module):
                 "costs are counted from graphs (stages: 'eager'); pass "
                 "ScheduledLoss(..., stages='graph')"
             )
-        batches = self.model._scattered(input)
-        rows = microbatch.sizes(input, len(batches))
+        mini_batch = self.model._divided(input)
         with torch.enable_grad():
-            executor = self._executor(batches, rows, (targets, more))
+            executor = self._executor(mini_batch, (targets, more))
             return costs_of(traced_all(executor, self.graphs))
 
-    def _executor(
-        self, batches: list[microbatch.Batch], rows: Sequence[int], terms: Any
-    ) -> Executor:
+    def _executor(self, mini_batch: MiniBatch, terms: Any) -> Executor:
         """A step that is about to run."""
-        model, m = self.model, len(batches)
+        model, m, batches = self.model, mini_batch.m, mini_batch.batches
         recorded = torch.is_grad_enabled()
         weights = self._weights()
         crew = self._crew_of(model)
-        arguments, arriving = arguments_of(terms, rows, m, crew.streams, model.devices[-1])
+        arguments, arriving = arguments_of(
+            terms, mini_batch.rows, m, crew.streams, model.devices[-1]
+        )
         criterion = Criterion(
             self.loss,
             arguments,
-            [size / sum(rows) for size in rows] if rows else [1.0],
+            mini_batch.rows,
             self._scale() if recorded else None,
             self.outputs,
         )

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -175,6 +176,16 @@ def test_wrong_arguments(model, loss):
     model = model or GPipe(layers(), [2, 1], devices=["cpu"] * 2)
     with pytest.raises(TypeError, match="must be a"):
         ScheduledLoss(model, loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum")],
+    ids=["module", "partial"],
+)
+def test_losses_that_say_that_they_are_sums(loss):
+    with pytest.raises(ValueError, match=r"\(reduction: 'sum'\)"):
+        make(loss=loss)
 
 
 def test_model_without_partitions():

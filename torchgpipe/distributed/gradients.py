@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.autograd.outcome import Sums
+from torchgpipe.checks import is_number, verify
 from torchgpipe.distributed.peers import Peers, digest
 from torchgpipe.partition.sharding import is_shard
 
@@ -78,6 +79,23 @@ def average(weights: Iterable[Tensor], sums: Sums, replicas: Peers) -> None:
         assert work is not None
         work.wait()
         sums.add([weight], [grad.div_(replicas.size)])
+
+
+def verify_norm(max_norm: Any, norm_type: Any) -> None:
+    """Check the arguments of :meth:`Pipe.clip_grad_norm_`.
+
+    Raises:
+        ValueError: they are no norms.
+    """
+    rule, remedy = "the type of a norm is a positive number", "pass 2.0, or math.inf"
+    verify(_is_norm(norm_type) and norm_type, rule, "norm_type", norm_type, remedy)
+    rule, remedy = "a norm is a number that is not negative", "pass such as 1.0"
+    verify(_is_norm(max_norm), rule, "max_norm", max_norm, remedy)
+
+
+def _is_norm(value: Any) -> bool:
+    """Whether a value is a number that is not negative, or infinity."""
+    return is_number(value) and value >= 0
 
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float, peers: Peers) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch import pipelining
+from torchgpipe._torch.dynamo import mark_if_possible, uncompiled
 from torchgpipe.ambient.autocast import is_within_float16
-from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.hooks import without_hooks
-from torchgpipe.autograd.versions import unchanged
-from torchgpipe.batchnorm import defer, deferred_batch_norms, deferred_updates
-from torchgpipe.checks import checked_flag, is_number, verify
+from torchgpipe.batchnorm import defer, deferred_batch_norms
+from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, part_of
 from torchgpipe.devices.streams import Device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described
@@ -27,6 +27,7 @@ from torchgpipe.distributed.gradients import (
     average,
     equalise,
     total_norm,
+    verify_norm,
     verify_not_parallel,
     verify_same,
 )
@@ -38,6 +39,7 @@ from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.sharded import reduce, sharded_in, whole
 from torchgpipe.distributed.tied import Tied
 from torchgpipe.distributed.worker import Worker
+from torchgpipe.engine.mini_batch import compute
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.criterion import Collector, Criterion, no_loss
 from torchgpipe.executor.draws import flags_of
@@ -54,6 +56,7 @@ from torchgpipe.partition.arguments import (
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.split import Partition, split_module, verify_module
+from torchgpipe.partition.traps import Traps
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.values import microbatch
 from torchgpipe.values.structure import arguments
@@ -180,12 +183,15 @@ class Pipe(Settings, nn.Module):
             for partition in partitions:
                 defer(partition)
         self._layout = layout
+        self._traps = Traps("Pipe")
+        self._rechunked()
         if self._replicas is not None:
             equalise(self, self._replicas)
         self._prepare()
 
     def _prepare(self) -> None:
         """Make the attributes that belong to this object alone: nobody copies them."""
+        mark_if_possible()
         partitions: list[Partition] = self.__dict__["_layers"]
         self._crew = Crew(Stages(partitions, [self._device] * len(partitions), self._layout))
         self._mail = Mail(self._routes, self._peers)
@@ -238,6 +244,9 @@ class Pipe(Settings, nn.Module):
     def _partition_count(self) -> int:
         return len(self.balance)
 
+    def _rechunked(self) -> None:
+        self._traps.sequence_first(self.__dict__["_layers"], self._chunks)
+
     @property
     def schedule(self) -> Choice:
         """The schedule, as it was given."""
@@ -262,6 +271,7 @@ class Pipe(Settings, nn.Module):
         schedule = title_of(self._schedule)
         return f"rank={self._peers.rank}, schedule={schedule!r}, {super().extra_repr()}"
 
+    @uncompiled
     def step(self, input: Any = None, *targets: Any, **more: Any) -> Any:
         """Compute the loss of a mini-batch, and add its gradients to those of the parameters.
 
@@ -304,10 +314,7 @@ class Pipe(Settings, nn.Module):
             ValueError: another process calls something else, as a step, or with other numbers; or
                 the type is not positive.
         """
-        rule, remedy = "the type of a norm is a positive number", "pass 2.0, or math.inf"
-        verify(_is_norm(norm_type) and norm_type, rule, "norm_type", norm_type, remedy)
-        rule, remedy = "a norm is a number that is not negative", "pass such as 1.0"
-        verify(_is_norm(max_norm), rule, "max_norm", max_norm, remedy)
+        verify_norm(max_norm, norm_type)
         self._agreement.same_call(f"clip_grad_norm_({float(max_norm)}, {float(norm_type)})")
         with shared_failures(self._peers):
             own = self._tied.counted_here(self.parameters())
@@ -315,6 +322,7 @@ class Pipe(Settings, nn.Module):
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output of a mini-batch, forward only; it has no graph.
 
@@ -337,7 +345,9 @@ class Pipe(Settings, nn.Module):
                     "under autocast to float16 small gradients become zero, and a pipeline over "
                     "several processes takes no gradient scaler (autocast: float16); use bfloat16"
                 )
-            given = self._reader.read(input, terms, self.loss is not None, self.chunks)
+            given = self._reader.read(self, input, terms, self._traps)
+            if recorded and self.is_first:
+                self._traps.no_pipelining(self._peers.size, self.chunks)
             shapes = described(given.batches, given.rows, recorded)
             flags, trainable = flags_of([self]), self._trainable()
         except Exception as raised:
@@ -361,11 +371,8 @@ class Pipe(Settings, nn.Module):
 
     def _trainable(self) -> int:
         """A number that stands for the parameters of this process, as they are now."""
-        return digest(
-            repr(
-                [(x, tuple(y.shape), y.dtype, y.requires_grad) for x, y in self.named_parameters()]
-            )
-        )
+        each = self.named_parameters()
+        return digest(repr([(x, tuple(y.shape), y.dtype, y.requires_grad) for x, y in each]))
 
     def _compute(self, agreed: Agreed, given: Given, terms: Any, recorded: bool) -> Any:
         """Compute a step that all processes have agreed on."""
@@ -380,13 +387,12 @@ class Pipe(Settings, nn.Module):
         runtime, plan = self._programs.get(m, recorded, self._checkpoint)
         criterion: Criterion = Collector(m)
         if with_loss:
-            shares = [size / sum(rows) for size in rows] if rows else [1.0]
             arguments = arguments or [((), {})] * m
-            criterion = Criterion(self.loss or no_loss, arguments, shares, None, self._outputs)
-        in_all = microbatch.in_all(batches)
+            criterion = Criterion(self.loss or no_loss, arguments, rows, None, self._outputs)
         norms = deferred_batch_norms(self)
+        in_all = given.mini_batch.whole if given.mini_batch else ()
         sharded = sharded_in(self.__dict__["_layers"])
-        output = loss = None
+        output = None
         with whole(sharded), torch.set_grad_enabled(recorded):
             weights = self._weights()
             known = [x for x in chain(*weights, *inputs) if x.requires_grad]
@@ -396,23 +402,21 @@ class Pipe(Settings, nn.Module):
                     *(self._crew, plan, batches, criterion, weights, hooks, arriving),
                 )
                 self._mail.begin(worker, agreed.shapes, rows or [0], agreed.with_numbers)
-                with Snapshot([self._device]), deferred_updates(norms), unchanged(in_all):
-                    try:
-                        worker.around(runtime.run)
-                    finally:
-                        self._mail.end()
+                try:
+                    run = partial(worker.around, runtime.run)
+                    compute(run, self, [self._device], norms, in_all)
+                finally:
+                    self._mail.end()
             total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
             found = self._agreement.end(worker, self._routes.placement, total, divisor)
+            self._traps.coupled(criterion.shapes, rows, (), self.parameters())
             if criterion.outputs is not None and self.is_last:
                 output = criterion.joined(rows, worker.step.blocks)
-            if found is not None:
-                loss = found.value
-                if recorded:
-                    self._hand_over(worker, found, inputs)
-                    reduce(sharded)
-        if not with_loss:
-            return output
-        return (loss, output) if self._outputs else loss
+            if found is not None and recorded:
+                self._hand_over(worker, found, inputs)
+                reduce(sharded)
+        loss = found and found.value
+        return output if not with_loss else (loss, output) if self._outputs else loss
 
     def _hand_over(self, worker: Worker, loss: Loss, inputs: Sequence[Sequence[Tensor]]) -> None:
         """Add the gradients of a step to those of the weights and of the input."""
@@ -442,8 +446,3 @@ class Pipe(Settings, nn.Module):
         # A parent does not call load_state_dict().
         keep_own(state_dict, prefix, self._others)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _is_norm(value: Any) -> bool:
-    """Whether a value is a number that is not negative, or infinity."""
-    return is_number(value) and value >= 0

@@ -26,7 +26,8 @@ class Criterion:
         loss: takes an output of the last stage and the arguments; returns the mean over the rows
             of the micro-batch, or a sum and the weight that the sum of all is divided by.
         arguments: the further arguments of each micro-batch, positional and by name.
-        shares: the share of each micro-batch in a mean over all rows.
+        rows: the number of rows of each micro-batch, whose share of all is its loss' share in a
+            mean; none if there is one micro-batch.
         scale: multiplies losses before backward, against gradients that are too small for float16.
         outputs: whether outputs are kept.
     """
@@ -35,16 +36,19 @@ class Criterion:
         self,
         loss: Callable[..., Any],
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-        shares: Sequence[float],
+        rows: Sequence[int],
         scale: Callable[[Tensor], Tensor] | None,
         outputs: bool,
     ) -> None:
-        self.loss, self.arguments, self.shares, self.scale = loss, arguments, shares, scale
+        self.loss, self.arguments, self.scale = loss, arguments, scale
+        self.shares = [size / sum(rows) for size in rows] if rows else [1.0]
         m = len(arguments)
         #: For each micro-batch, the loss and the weight of its sum; None for a mean.
         self.found: list[tuple[Tensor, Any] | None] = [None] * m
         #: For each micro-batch, its output without what it was computed from.
         self.outputs: list[Batch | None] | None = [None] * m if outputs else None
+        #: The shapes in the output of the first micro-batch, where layers computed it.
+        self.shapes: Sequence[torch.Size] = ()
         #: Whether a loss depends on something that requires a gradient.
         self.depends = False
 
@@ -54,6 +58,8 @@ class Criterion:
 
     def _loss(self, i: int, output: Batch) -> Batch:
         args, kwargs = self.arguments[i]
+        if i == 0:
+            self.shapes = output.shapes
         loss, weight = self.compute(output, args, kwargs)
         if not is_recomputing():
             self.take(i, loss, weight, output)

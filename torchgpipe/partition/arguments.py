@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -121,9 +122,18 @@ def verify_loss(loss: Any, remedy: str = "pass torch.nn.functional.cross_entropy
 
     Raises:
         TypeError: it cannot.
+        ValueError: it says of itself that it is a sum.
     """
     rule = "loss must be a function of an output and its targets"
     verify_function(loss, rule, "loss", remedy)
+    given = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
+    verify(
+        given.get("reduction") != "sum",
+        "loss must be a mean over the rows of its micro-batch",
+        "reduction",
+        "sum",
+        "take the mean, or have a function return (sum, number of what is summed up)",
+    )
 
 
 def checked_index(index: Any) -> Any:

@@ -6,10 +6,11 @@ message also says how to silence it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
@@ -31,68 +32,113 @@ SEQUENCES = (
 
 
 class Traps:
-    """The warnings that one wrapper has given. A copy of the wrapper does not give them again."""
+    """The warnings that one wrapper has given. A copy of the wrapper does not give them again.
 
-    def __init__(self) -> None:
+    Args:
+        wrapper: the name of its class.
+    """
+
+    def __init__(self, wrapper: str) -> None:
+        self._wrapper = wrapper
         self._known: set[str] = set()
 
-    def sequence_first(self, partitions: Iterable[nn.Module], chunks: int) -> None:
+    def sequence_first(self, layers: Iterable[nn.Module], chunks: int) -> None:
         """Warn if layers take dimension 0 for the sequence while it is split."""
         if chunks == 1 or "sequence" in self._known:
             return
-        found = list(chain.from_iterable(map(_sequence_first, partitions)))
+        found = list(chain.from_iterable(map(_sequence_first, layers)))
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             warn(
-                "GPipe splits dimension 0 into micro-batches, and layers made without "
+                f"{self._wrapper} splits dimension 0 into micro-batches, and layers made without "
                 f"batch_first=True take it for the sequence (layers: {', '.join(found[:3])}{more}, "
                 f"chunks: {chunks}); make them with batch_first=True, and put the batch first in "
                 "the input. Where a layer transposes its input itself, all is well: silence this "
-                "by warnings.filterwarnings('ignore', 'GPipe splits dimension 0')"
+                f"by warnings.filterwarnings('ignore', '{self._wrapper} splits dimension 0')"
             )
             self._known.add("sequence")
 
-    def whole(self, input: Any, micro_batches: int) -> None:
+    def lists(self, input: Any, micro_batches: int) -> None:
         """Warn if lists or arrays in an input have an entry for each row, and are not split."""
-        if micro_batches == 1 or "whole" in self._known:
+        if micro_batches == 1 or "lists" in self._known:
             return
-        lengths = dict(lists(input, ""))
+        lengths = dict(lists(input, "", of_tensors=True))
         if not lengths:
             return
         rows = next(leaf.shape[0] for _, leaf in names(input) if is_split(leaf))
         found = [path for path, length in lengths.items() if length == rows]
         if found:
             warn(
-                "GPipe splits tensors alone, and gives lists and arrays whole to every micro-batch "
-                f"(input: {', '.join(found)}, entries: {rows}, micro-batches: {micro_batches}); "
-                "pass a tensor to have it split, such as the indices of the entries, and what "
-                "every micro-batch shall get whole as torchgpipe.NoChunk(value)"
+                f"{self._wrapper} splits tensors alone, also those in lists, and gives lists and "
+                f"arrays to every micro-batch in their full length (input: {', '.join(found)}, "
+                f"entries: {rows}, micro-batches: {micro_batches}); pass a tensor to have it "
+                "split, such as the indices of the entries, and what every micro-batch shall get "
+                "whole as torchgpipe.NoChunk(value). If the entries are no rows, all is well: "
+                f"silence this by warnings.filterwarnings('ignore', '{self._wrapper} splits "
+                "tensors alone')"
             )
-            self._known.add("whole")
+            self._known.add("lists")
 
-    def no_pipelining(self, partitions: int, chunks: int) -> None:
-        """Warn if several partitions train with one micro-batch."""
-        if partitions > 1 and chunks == 1 and "chunks" not in self._known:
+    def no_pipelining(self, devices: int, chunks: int) -> None:
+        """Warn if a model on several devices trains with one micro-batch."""
+        if devices > 1 and chunks == 1 and "chunks" not in self._known:
             warn(
-                "GPipe trains without pipelining, one partition after another, since each "
-                f"mini-batch is one micro-batch (chunks: 1, partitions: {partitions}); set "
-                f"model.chunks, for a start to {4 * partitions}, or silence this by "
-                "warnings.filterwarnings('ignore', 'GPipe trains without pipelining')"
+                f"{self._wrapper} trains without pipelining, one device after another, since each "
+                f"mini-batch is one micro-batch (chunks: 1, devices: {devices}); set "
+                f"model.chunks, for a start to {4 * devices}, or silence this by "
+                f"warnings.filterwarnings('ignore', '{self._wrapper} trains without pipelining')"
             )
             self._known.add("chunks")
+
+    def coupled(
+        self,
+        outputs: Sequence[torch.Size],
+        rows: Sequence[int],
+        inputs: Sequence[torch.Size],
+        parameters: Iterable[Tensor],
+    ) -> None:
+        """Warn if an output compares the rows of its micro-batch with each other.
+
+        Args:
+            outputs: the shapes in the output of the first micro-batch.
+            rows: the number of rows of each micro-batch; none if there is one.
+            inputs: the shapes in its input. A size in them may be no number of rows.
+            parameters: those of the layers, likewise.
+        """
+        if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known:
+            return
+        if (rows[0], rows[0]) not in outputs:
+            return
+        if any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters):
+            return
+        warn(
+            "an output has an entry for each pair of rows, so each row is compared with those of "
+            f"its micro-batch alone (output: {(rows[0], rows[0])}, rows of the mini-batch: "
+            f"{sum(rows)}); return what is compared, and compare it behind the wrapper, where all "
+            "rows are. If that is what you mean, silence this by warnings.filterwarnings('ignore', "
+            "'an output has an entry for each pair')"
+        )
+        self._known.add("coupled")
 
 
 def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
     """The outermost layers for which dimension 0 is the sequence."""
+    if isinstance(module, SEQUENCES):
+        if any(getattr(x, "batch_first", True) is False for x in module.modules()):
+            yield f"{path or 'the model'} ({type(module).__name__})"
+        return
     for name, child in module.named_children():
-        if not isinstance(child, SEQUENCES):
-            yield from _sequence_first(child, f"{path}{name}.")
-        elif any(getattr(x, "batch_first", True) is False for x in child.modules()):
-            yield f"{path}{name} ({type(child).__name__})"
+        yield from _sequence_first(child, f"{path}.{name}" if path else name)
 
 
-def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    """The lists and arrays without tensors in a value: the path and the length of each."""
+def lists(value: Any, path: str, of_tensors: bool = False) -> Iterator[tuple[str, int]]:
+    """The lists and arrays in a value that may have an entry for each row: path and length.
+
+    Args:
+        value: the value.
+        path: how it is called.
+        of_tensors: whether to include lists of tensors, as boxes of images are.
+    """
     if isinstance(value, Arguments):
         # The arguments of a call are no list, however many they are.
         entries = [(f"args[{k}]", x) for k, x in enumerate(value.args)]
@@ -100,6 +146,8 @@ def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
     elif isinstance(value, Mapping):
         entries = [(f"{path}[{key!r}]", x) for key, x in value.items()]
     elif isinstance(value, list | tuple) and _is_container(value):
+        if of_tensors and type(value) is list and all(isinstance(x, Tensor) for x in value):
+            yield path, len(value)
         entries = [(f"{path}[{k}]", x) for k, x in enumerate(value)]
     else:
         entries = []
@@ -107,7 +155,7 @@ def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
         if length is not None:
             yield path, length
     for name, entry in entries:
-        yield from lists(entry, name)
+        yield from lists(entry, name, of_tensors)
 
 
 def _is_container(value: Any) -> bool:

@@ -109,6 +109,11 @@ class Batch:
         return self.structures[VALUE].others
 
     @property
+    def shapes(self) -> list[torch.Size]:
+        """The shapes of the tensors of the value."""
+        return [x.shape for x in self.parts[VALUE]]
+
+    @property
     def skips(self) -> dict[Any, Part]:
         """All parts but the value."""
         return {

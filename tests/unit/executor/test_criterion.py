@@ -7,9 +7,9 @@ from torchgpipe.executor.criterion import Criterion
 from torchgpipe.values.microbatch import Batch
 
 
-def run(loss, count=2, shares=(0.75, 0.25), **options):
+def run(loss, count=2, rows=(3, 1), **options):
     criterion = Criterion(
-        loss, [((), {})] * count, shares, options.get("scale"), options.get("outputs", False)
+        loss, [((), {})] * count, rows, options.get("scale"), options.get("outputs", False)
     )
     for i in range(count):
         x = torch.full((2,), float(i + 1), requires_grad=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support import helpers
 from tests.support.helpers import wrap
-from torchgpipe import GPipe, NoChunk
+from torchgpipe import GPipe, MappedGPipe, NoChunk
 
 
 def messages(function):
@@ -159,7 +159,8 @@ class Options(NamedTuple):
         {"a": 1, "b": 2, "c": 3, "d": 4},
         {1, 2, 3, 4},
         torch.Size([1, 2, 3, 4]),
-        [X, X, X, X],
+        (X, X, X, X),
+        [X, X, X],
         [NoChunk(X), 1, 2, 3],
         NoChunk([1, 2, 3, 4]),
         Options(1, 2, 3, 4),
@@ -202,6 +203,57 @@ def test_whole_matters_with_several_micro_batches():
     assert messages(lambda: model(X, [1, 2, 3, 4])) == []
 
 
+def test_list_of_tensors_with_one_for_each_row():
+    (found,) = messages(lambda: wrap([First()], chunks=2)(X, [X, X, X, X]))
+    assert "(input: args[1], entries: 4, micro-batches: 2)" in found
+
+
+def test_texts_name_the_wrapper():
+    def step():
+        MappedGPipe(nn.GRU(2, 2), {"": "cpu"}, chunks=2)
+        MappedGPipe(First(), {"": "cpu"}, chunks=2)(X, [1, 2, 3, 4])
+
+    sequence, lists = messages(step)
+    assert sequence.startswith("MappedGPipe splits dimension 0")
+    assert "(layers: the model (GRU), chunks: 2)" in sequence
+    assert lists.startswith("MappedGPipe splits tensors alone")
+
+
+# Rows that are compared with each other.
+
+
+class Compared(nn.Module):
+    def forward(self, x):
+        return x @ x.T
+
+
+def coupled(rows, size=8, chunks=2, layers=()):
+    model = wrap([*layers, Compared()], chunks=chunks)
+    x = torch.rand(rows, size)
+    # Outputs of uneven micro-batches cannot be joined.
+    return messages(lambda: [model(x), model(x)])
+
+
+def test_rows_that_are_compared_with_those_of_the_micro_batch():
+    (found,) = coupled(6)
+    assert "(output: (3, 3), rows of the mini-batch: 6)" in found
+    assert "behind the wrapper" in found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"rows": 6, "chunks": 1},
+        {"rows": 2},
+        {"rows": 6, "size": 3},
+        {"rows": 6, "layers": [nn.Linear(8, 3), nn.Linear(3, 8)]},
+    ],
+    ids=str,
+)
+def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
+    assert coupled(**case) == []
+
+
 # One micro-batch.
 
 
@@ -213,7 +265,7 @@ def test_no_pipelining():
     model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
     (found,) = messages(lambda: [model(X), model(X), copy.deepcopy(model)(X)])
     assert found.startswith("GPipe trains without pipelining")
-    assert "(chunks: 1, partitions: 2)" in found
+    assert "(chunks: 1, devices: 2)" in found
     assert "warnings.filterwarnings('ignore', 'GPipe trains without pipelining')" in found
 
 

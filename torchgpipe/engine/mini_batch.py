@@ -1,0 +1,122 @@
+"""A mini-batch of any wrapper: what is checked before a step, and what is kept right around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe._torch.dynamo import watch
+from torchgpipe.ambient.context import Snapshot
+from torchgpipe.ambient.nesting import is_within_cell
+from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
+from torchgpipe.autograd.versions import unchanged
+from torchgpipe.batchnorm import DeferredBatchNorm, deferred_updates
+from torchgpipe.partition.traps import Traps
+from torchgpipe.values import microbatch
+from torchgpipe.values.microbatch import VALUE
+
+__all__: list[str] = []
+
+Result = TypeVar("Result")
+
+
+def verify_call(wrapper: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Check that a wrapper can be called here and now, and prepare for compiled layers.
+
+    Args:
+        wrapper: the wrapper.
+        tensors: those of the input.
+
+    Raises:
+        RuntimeError: a :mod:`torch.func` transform or forward-mode differentiation is active.
+    """
+    watch(wrapper, is_within_cell)
+    verify_no_transform()
+    verify_no_tangents(chain(tensors, wrapper.parameters(), wrapper.buffers()))
+
+
+def compute(
+    step: Callable[[], Result],
+    wrapper: nn.Module,
+    devices: Sequence[torch.device],
+    norms: Sequence[DeferredBatchNorm],
+    whole: Sequence[Tensor],
+) -> Result:
+    """Compute the micro-batches of a mini-batch.
+
+    Args:
+        step: computes them.
+        wrapper: the wrapper.
+        devices: its devices.
+        norms: its deferred norms, which update their statistics if nothing fails.
+        whole: the tensors that every micro-batch gets.
+
+    Raises:
+        RuntimeError: a layer changed in place a tensor that every micro-batch gets.
+    """
+    # guard: what is interrupted
+    with Snapshot(devices), deferred_updates(norms), unchanged(whole):
+        found = step()
+    # The first layer to be compiled in this process may have been compiled here.
+    watch(wrapper, is_within_cell)
+    return found
+
+
+class MiniBatch:
+    """A mini-batch that a wrapper was called with, divided into micro-batches.
+
+    Args:
+        wrapper: the wrapper.
+        input: the mini-batch: see :func:`~torchgpipe.values.microbatch.scatter`.
+        chunks: the number of micro-batches, if it has as many rows.
+        traps: the warnings of the wrapper.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it cannot be divided, or not be computed here and now.
+    """
+
+    def __init__(self, wrapper: nn.Module, input: Any, chunks: int, traps: Traps) -> None:
+        verify_no_transform()
+        self.wrapper, self._traps = wrapper, traps
+        #: The micro-batches. Whoever computes them puts their outputs in their places.
+        self.batches = batches = microbatch.scatter(input, chunks)
+        verify_call(wrapper, batches[0])
+        self.m = len(batches)
+        if not batches[0].atomic:
+            traps.lists(input, self.m)
+        #: The number of rows of each micro-batch; none if there is one.
+        self.rows = microbatch.sizes(input, self.m)
+        #: The tensors that every micro-batch gets.
+        self.whole = microbatch.in_all(batches)
+        self._shapes = batches[0].shapes
+
+    def map(self, function: Callable[..., Iterable[Tensor]]) -> None:
+        """Replace the tensors of each micro-batch by a function of them."""
+        self.batches = [batch.map(function, [VALUE]) for batch in self.batches]
+        self.whole = microbatch.in_all(self.batches)
+
+    def compute(
+        self,
+        step: Callable[[], None],
+        devices: Sequence[torch.device],
+        norms: Sequence[DeferredBatchNorm],
+    ) -> None:
+        """Compute the micro-batches: see :func:`compute`."""
+        compute(step, self.wrapper, devices, norms, self.whole)
+
+    def look(self, outputs: Sequence[torch.Size]) -> None:
+        """Warn of outputs that compare rows, by the shapes of those of the first micro-batch."""
+        self._traps.coupled(outputs, self.rows, self._shapes, self.wrapper.parameters())
+
+    def joined(self, blocks: Container[int]) -> Any:
+        """Join the outputs of all micro-batches.
+
+        Args:
+            blocks: the places of tensors with several rows for each row, block by block.
+        """
+        self.look(self.batches[0].shapes)
+        return microbatch.gather(self.batches, self.rows, blocks)
