@@ -117,3 +117,10 @@ def assert_same_buffers(model, layers, **tolerance):
     found = model.buffers
     for name, buffer in layers.named_buffers():
         torch.testing.assert_close(found[name].cpu(), buffer, **tolerance)
+
+
+def assert_same_parameters(model, layers):
+    """Check that a wrapped model has the parameters of the plain layers."""
+    found = model.parameters
+    for name, x in layers.named_parameters():
+        torch.testing.assert_close(found[name].cpu(), x)

@@ -6,7 +6,6 @@ from torch.nn import functional as F
 
 from tests.contract.comparing import assert_as_plain, mean_of_squares, moved
 from tests.contract.promises import Otherwise, promise
-from tests.contract.values import SHARES
 from tests.contract.wrapped import assert_same_grads, linears, plain_step
 from tests.support.helpers import Apply
 from tests.support.in_place import ENDS, FLAGGED, VIEWS, out_of_place
@@ -49,12 +48,7 @@ class Counted(nn.Module):
 
 @promise(
     "Frozen layers in front of all that trains are not computed again.",
-    otherwise={
-        "ScheduledLoss of graphs": Otherwise(
-            "a graph runs no Python of layers, so a log in a layer is a warning",
-            "attributes change within a step",
-        )
-    },
+    eager=True,
 )
 def frozen_in_front(make):
     log = []
@@ -145,12 +139,6 @@ def tied(make):
 
 # In place.
 
-CHANGES = Otherwise(
-    "a graph keeps what its backward needs, so a stage that changes that in place is eager, with a "
-    "warning",
-    "changes in place what its backward needs",
-)
-
 
 @promise(
     "Activations of PyTorch with inplace=True may stand anywhere, also where a device begins.",
@@ -165,7 +153,7 @@ def told_in_place(make):
 @promise(
     "So may custom layers that have an attribute inplace, which is True.",
     modes=True,
-    otherwise={"ScheduledLoss of graphs": CHANGES},
+    eager=True,
 )
 def custom_in_place(make):
     for start in FLAGGED.values():
@@ -199,7 +187,7 @@ def first_in_place(make):
 @promise(
     "Layers may change in place what layers of their own device have made.",
     modes=True,
-    otherwise={"ScheduledLoss of graphs": CHANGES},
+    eager=True,
 )
 def own_in_place(make):
     layers = nn.Sequential(
@@ -214,6 +202,7 @@ def own_in_place(make):
 @promise(
     "Under checkpointing, a layer that changes its input in place and has no flag is an error that "
     "names it, where a device begins.",
+    fails=True,
 )
 def silent_in_place(make):
     layers = nn.Sequential(nn.Linear(3, 3), Apply(torch.sin), Apply(torch.tanh_), nn.Linear(3, 3))
@@ -245,7 +234,7 @@ def of_several_views(value):
 @promise(
     "Several views of one tensor may pass between layers.",
     modes=True,
-    otherwise={"ScheduledLoss of graphs": SHARES},
+    eager=True,
 )
 def views_of_one_tensor(make):
     layers = nn.Sequential(nn.Linear(3, 3), Apply(several_views), Apply(of_several_views))

@@ -4,9 +4,15 @@ import copy
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from tests.contract.comparing import assert_as_plain, assert_same_buffers, mean_of_squares
-from tests.contract.promises import Otherwise, promise
+from tests.contract.comparing import (
+    assert_as_plain,
+    assert_same_buffers,
+    assert_same_parameters,
+    mean_of_squares,
+)
+from tests.contract.promises import promise
 from tests.contract.wrapped import assert_same_grads, plain_step
 from tests.support.changing_buffers import LAYERS
 from tests.support.changing_parameters import CHANGES, Scaled, SpectralNorm
@@ -42,50 +48,43 @@ NORMS = {
 def checked_deferred(make, batches, **options):
     """Check that deferred norms have the statistics of mini-batches, whatever the micro-batches."""
     plain = between(nn.BatchNorm1d(4, **options), nn.Sequential(nn.BatchNorm1d(4, **options)))
+    # The second norm sees what the first one has made of micro-batches.
     deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
     model = make(deferred, loss=mean_of_squares, chunks=3)
-    # The second norm sees what the first one has made of micro-batches.
-    seen = nn.BatchNorm1d(4, **options)
     for x in batches:
         model.step(x)
-        plain[0](x), plain[1](plain[0](x).detach())
-        first = copy.deepcopy(deferred[1])
-        parts = [nn.functional.batch_norm(y, None, None, training=True) for y in chunked(plain[0](x))]
-        seen(torch.cat(parts).detach())
-        del first
-    found = model.buffers
-    for name, buffer in plain[1].named_buffers():
-        torch.testing.assert_close(found[f"1.{name}"], buffer)
-    for name, buffer in seen.named_buffers():
-        torch.testing.assert_close(found[f"2.0.{name}"], buffer)
+        y = plain[0](x)
+        plain[1](y)
+        parts = [F.batch_norm(z, None, None, training=True) for z in y.tensor_split(3)]
+        plain[2](torch.cat(parts))
+    assert_same_buffers(model, plain)
     return model
-
-
-def chunked(x):
-    return x.tensor_split(min(3, len(x)))
 
 
 @promise(
     "Deferred batch norms update their statistics once per mini-batch, with its mean and variance, "
     "whatever the micro-batches are.",
     modes=True,
+    eager=True,
 )
 def deferred_norms(make):
     model = checked_deferred(make, inputs(9, 9, 9))
     assert model.buffers["1.num_batches_tracked"] == 3
 
 
-@promise("So they do where rows are uneven, and mini-batches change their size.", modes=True)
+@promise(
+    "So they do where rows are uneven, and mini-batches change their size.", modes=True, eager=True
+)
 def deferred_norms_of_uneven_rows(make):
     checked_deferred(make, inputs(7, 8, 12))
 
 
-@promise("So they do with the mean of all mini-batches (momentum None).", modes=True)
+@promise("So they do with the mean of all mini-batches (momentum None).", modes=True, eager=True)
 def deferred_norms_without_momentum(make):
     checked_deferred(make, inputs(8, 9, 9), momentum=None)
 
 
-@promise("In eval mode, deferred norms use their statistics, and keep them.")
+@promise("In eval mode, deferred norms use their statistics, and keep them.", eager=True)
 def deferred_norms_in_eval_mode(make):
     model = checked_deferred(make, inputs(9))
     model.train(False)
@@ -107,12 +106,19 @@ def deferred_norms_in_eval_mode(make):
     modes=True,
 )
 def norms(make):
-    for made, shape in make.some(NORMS.values()):
-        for momentum in (0.1, None):
-            layers = nn.Sequential(nn.PReLU(), made(momentum=momentum), nn.PReLU())
-            layers = nn.Sequential(*layers, nn.Sequential(made(momentum=momentum), nn.Tanh()))
-            x = torch.randn(7, *shape)
-            assert_as_plain(make, layers.double(), x.double(), chunks=3)
+    checked_norms(make, make.some(NORMS.values()))
+
+
+def checked_norms(make, norms, **options):
+    for made, shape in norms:
+        layers = nn.PReLU(), made(**options), nn.PReLU(), nn.Sequential(made(**options), nn.Tanh())
+        x = torch.randn(7, *shape)
+        assert_as_plain(make, nn.Sequential(*layers).double(), x.double(), chunks=3)
+
+
+@promise("So are those that are means of all (momentum None).", modes=True, eager=True)
+def norms_without_momentum(make):
+    checked_norms(make, [NORMS["1d"], NORMS["2d"], NORMS["instance 2d"]], momentum=None)
 
 
 @promise("Norms in eval mode within a model that trains keep their statistics.", modes=True)
@@ -130,15 +136,6 @@ def norms_in_eval_mode(make):
     assert_same_buffers(model, layers)
 
 
-@promise("Layers that are lazy get their weights in the first step.", modes=True)
-def lazy(make):
-    layers = between(nn.LazyBatchNorm1d(), nn.LazyLinear(4))
-    model = make(layers, loss=mean_of_squares, chunks=3)
-    model.step(torch.randn(7, 4))
-    assert model.buffers["1.num_batches_tracked"] == 3
-    assert model.grads["2.weight"].shape == (4, 4)
-
-
 # Other buffers.
 
 
@@ -147,6 +144,7 @@ def lazy(make):
     "moving averages), and gradients that come from them, are those of micro-batches one after "
     "another.",
     modes=True,
+    eager=True,
 )
 def changing_buffers(make):
     for made in make.some(LAYERS.values()):
@@ -171,12 +169,13 @@ class Count(nn.Module):
 
 
 @promise(
-    "A counter in a buffer counts each micro-batch once, whether the layer adds to it, replaces it, "
-    "or asks is_recomputing() first.",
+    "A counter in a buffer counts each micro-batch once, whether the layer adds to it, replaces "
+    "it, or asks is_recomputing() first.",
     modes=True,
+    eager=True,
 )
 def counters(make):
-    for how in make.some(("replaced", "in place", "held back")):
+    for how in ("replaced", "in place", "held back"):
         model = make(between(Count(how), nn.Tanh(), Count(how)), loss=mean_of_squares, chunks=3)
         for step in (1, 2, 3):
             model.step(torch.rand(6, 4))
@@ -209,21 +208,10 @@ class Whiten(nn.Module):
         return x * self.scale
 
 
-class Frozen(nn.Module):
-    """A layer with a buffer that is an inference tensor, which nobody can change."""
-
-    def __init__(self):
-        super().__init__()
-        with torch.inference_mode():
-            self.register_buffer("scale", torch.full((), 2.0))
-
-    def forward(self, x):
-        return (x + self.scale).exp()
-
-
 @promise(
     "A buffer that is written to may be saved for backward under checkpointing, which computes the "
     "values again.",
+    eager=True,
 )
 def saved_buffers(make):
     layers = between(Whiten(), nn.Tanh())
@@ -234,20 +222,34 @@ def saved_buffers(make):
 
 
 @promise(
-    "Parameters that layers change in their forward, as the spectral norm of many GANs does, are "
-    "those of micro-batches one after another, and so are the gradients.",
+    "Parameters that layers change in their forward are those of micro-batches one after another, "
+    "and so are the gradients.",
     modes=True,
+    eager=True,
 )
 def changing_parameters(make):
-    made = [lambda how=how: Scaled(how) for how in CHANGES]
-    made += [lambda: Scaled("in place", True), lambda: SpectralNorm(nn.Linear(4, 4))]
+    made = [lambda how=how: Scaled(how) for how in CHANGES] + [lambda: Scaled("in place", True)]
     for layer in make.some(made):
         layers = between(layer(), nn.Sequential(nn.Linear(4, 4), layer()))
         model = assert_as_plain(make, layers, torch.randn(7, 4), chunks=3, steps=3)
-        found = model.all(dict(model.model.named_parameters()))
-        for name, x in layers.named_parameters():
-            own = next(y for key, y in found.items() if key.endswith(name))
-            torch.testing.assert_close(own, x)
+        assert_same_parameters(model, layers)
+
+
+@promise(
+    "Gradients are the same in all modes where parameters get new memory in forward, as in the "
+    "spectral norm of many GANs.",
+    modes=True,
+    eager=True,
+)
+def spectral_norm_of_gans(make):
+    layers = between(*[SpectralNorm(nn.Linear(4, 4)) for _ in range(2)])
+    x, found = torch.randn(7, 4), []
+    for mode in ("never", make.mode):
+        model = make(layers, loss=mean_of_squares, chunks=3, mode=mode)
+        for _ in range(3):
+            model.step(x)
+        found.append((model.grads, model.parameters))
+    torch.testing.assert_close(*found)
 
 
 @promise("Statistics and gradients are those of the mode that layers are in, from step to step.")

@@ -74,12 +74,9 @@ ANNOUNCED = (
     "Between layers, shapes may differ from micro-batch to micro-batch, as where each is cut to "
     "its own longest sequence.",
     modes=True,
+    eager=True,
+    fails=True,
     otherwise={
-        "ScheduledLoss of graphs": Otherwise(
-            "a graph knows no values of tensors, so a stage that asks for one is eager, with a "
-            "warning",
-            "its code depends on the values of tensors",
-        ),
         "Pipe": Otherwise(ANNOUNCED, "must have the same structure and shapes"),
     },
 )

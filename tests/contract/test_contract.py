@@ -41,8 +41,8 @@ def test_promise(name, run, mode):
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "run", "mode"), cases(["Pipe"]))
 def test_promise_across_processes(name, run, mode, processes):
-    if any(processes.run(across.check, 2, name, run, mode)):
-        # A step that failed leaves the processes without a connection.
+    processes.run(across.check, 2, name, run, mode)
+    if PROMISES[name].fails:
         processes.stop()
 
 

@@ -149,16 +149,10 @@ def not_split(make):
     assert_as_plain(make, layers_of(passed, summed), [rows(4), NoChunk({"a": rows(1), "b": 3})])
 
 
-SHARES = Otherwise(
-    "a graph does not see changes in place, so a stage is eager, with a warning",
-    "tensors that come to it share memory",
-)
-
-
 @promise(
     "One tensor may be in an input twice, once to be split and once whole.",
     modes=True,
-    otherwise={"ScheduledLoss of graphs": SHARES},
+    eager=True,
 )
 def split_and_whole(make):
     both = rows(6)

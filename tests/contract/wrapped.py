@@ -142,6 +142,11 @@ class Wrapped:
         """The gradients, by name."""
         return grads_of(self.layers)
 
+    @property
+    def parameters(self):
+        """The parameters, by name."""
+        return dict(self.layers.named_parameters())
+
     def input_grads(self, tensors):
         """The gradients of tensors of the input."""
         return [x.grad for x in tensors]
