@@ -60,7 +60,9 @@ class Across(Wrapped):
 
     @property
     def grads(self):
-        return self.all(grads_of(self.model))
+        found = self.all(grads_of(self.model))
+        # The loss is a module of the pipeline, too.
+        return {name: x for name, x in found.items() if not name.startswith("loss.")}
 
     @property
     def parameters(self):

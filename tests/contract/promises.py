@@ -24,7 +24,7 @@ WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", 
 GRAPHS = "ScheduledLoss of graphs"
 
 #: The modules of promises, which are the sections of the table.
-SECTIONS = ("values", "tensors", "layers", "state_of_layers")
+SECTIONS = ("values", "tensors", "layers", "losses", "state_of_layers", "random", "warnings")
 
 
 class Otherwise(NamedTuple):

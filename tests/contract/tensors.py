@@ -212,10 +212,13 @@ def empty(make):
         assert model.output["y"].shape == (count, 0)
 
 
+ZEROS = Otherwise("where no gradient comes from another process, zeros do", "^zeros")
+
+
 @promise(
     "What comes from a layer and goes nowhere gets no gradient: it stays None.",
     modes=True,
-    otherwise={"Pipe": Otherwise("no gradient comes from another process as zeros", "^zeros")},
+    otherwise={"Pipe": ZEROS},
 )
 def unused(make):
     class Two(nn.Module):

@@ -117,7 +117,7 @@ class Wrapped:
     def loss(self, input, *targets):
         """The loss of a mini-batch, before its backward."""
         self.output = self.forward(input)
-        found = self.criterion(self.output, *targets)
+        found = self.criterion(self.output, *[getattr(x, "value", x) for x in targets])
         # A sum and its weight, which schedules divide at the end.
         return found[0] / found[1] if isinstance(found, tuple) else found
 
