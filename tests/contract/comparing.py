@@ -77,6 +77,7 @@ def assert_same(found, expected):
         assert type(a) is type(b)
         if isinstance(a, Tensor):
             torch.testing.assert_close(a.detach().cpu(), b.detach(), equal_nan=True)
+            assert a.stride() == b.stride()
         else:
             assert a == b
 

@@ -19,14 +19,15 @@ from torchgpipe import PerMicroBatch
 def one_for_each_micro_batch(make):
     def marked(x):
         found = {"mean": x.mean(0), "m": x.T @ x, "s": x.sum(), "nothing": None}
-        return {"x": x.sin(), "m": PerMicroBatch(found), "loss": x.square().mean()}
+        one = {"loss": x.square().mean(), "n": x.argmax()}
+        return {"x": x.sin(), "m": PerMicroBatch(found), **one}
 
     layers = layers_of(passed, Partial(marked), Partial(lambda v: v | {"x": v["x"] + 1}))
     for chunks in make.some((2, 1, 3)):
         model = assert_as_plain(make, layers, rows(6), chunks=chunks)
         found = {name: x.shape for name, x in model.output["m"].items() if x is not None}
         assert found == {"mean": (chunks, 3), "m": (chunks, 3, 3), "s": (chunks,)}
-        assert model.output["loss"].shape == (chunks,)
+        assert model.output["loss"].shape == model.output["n"].shape == (chunks,)
 
 
 @promise(
@@ -107,7 +108,7 @@ TENSORS = {
     "flags": lambda x: x > 0.3,
     "detached": lambda x: x.detach(),
     "complex": lambda x: torch.complex(x, x),
-    "half": lambda x: x.bfloat16(),
+    "half": torch.Tensor.half,
     "double": lambda x: x.double(),
     "bytes": lambda x: (x * 10).byte(),
     "x": torch.sin,
@@ -201,7 +202,7 @@ def empty(make):
         return output["x"].sum() / max(len(output["x"]), 1) + output["y"].sum()
 
     def split(x):
-        return {"x": x.sin(), "y": x[:, :0], "n": integers(len(x))}
+        return {"x": x.sin(), "y": x[:, :0], "n": integers(len(x)), "sum": x.sum()}
 
     def some(v):
         return v | {"y": v["y"] * 2, "x": v["x"] + v["y"].sum()}

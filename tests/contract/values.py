@@ -156,8 +156,8 @@ def not_split(make):
 )
 def split_and_whole(make):
     both = rows(6)
-    layers = layers_of(lambda v: v[0] @ v[1].t() @ v[1], passed)
-    assert_as_plain(make, layers, (both, NoChunk(both)), chunks=3)
+    layers = layers_of(passed, lambda v: v[0] @ v[1].t() @ v[1] * v[2], passed)
+    assert_as_plain(make, layers, [both, NoChunk(both), both], chunks=3)
 
 
 class Made(nn.Module):

@@ -26,6 +26,18 @@ def warned(run):
     return sorted({*model.all(texts)})
 
 
+def steps(make, layers, input, loss=mean_of_squares, **options):
+    """A function that wraps layers and runs two steps."""
+
+    def run():
+        model = make(layers, loss=loss, **options)
+        for _ in range(2):
+            model.step(input)
+        return model
+
+    return run
+
+
 def checked_warning(run, *patterns):
     """Check that something gives one warning, which may be silenced by its own words."""
     (found,) = warned(run)
@@ -41,13 +53,7 @@ def checked_warning(run, *patterns):
 @promise("Layers that take dimension 0 for the sequence are a warning that names them.")
 def sequence_first(make):
     layers = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 4))
-
-    def run():
-        model = make(layers, loss=mean_of_squares)
-        for _ in range(2):
-            model.step(torch.rand(8, 3, 4))
-        return model
-
+    run = steps(make, layers, torch.rand(8, 3, 4))
     checked_warning(run, r"1 \(TransformerEncoderLayer\)", "chunks: 4", "batch_first=True")
 
 
@@ -79,12 +85,7 @@ def entries_for_each_row(make):
         value = calls(entries)[name]
         layers = layers_of(Partial(lambda v: v[0]) if not name else first, nn.Linear(3, 3))
 
-        def run(value=value, layers=layers):
-            model = make(layers, loss=mean_of_squares, chunks=2)
-            for _ in range(2):
-                model.step(value)
-            return model
-
+        run = steps(make, layers, value, chunks=2)
         checked_warning(run, places[name], "entries: 4, micro-batches: 2", "torchgpipe.NoChunk")
 
 
@@ -92,12 +93,7 @@ def entries_for_each_row(make):
 def one_micro_batch(make):
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 
-    def run():
-        model = make(layers, loss=mean_of_squares, chunks=1)
-        for _ in range(2):
-            model.step(rows(4, requires_grad=False).to(model.first))
-        return model
-
+    run = steps(make, layers, torch.rand(4, 3, device=make.devices[0]), chunks=1)
     if make.wrapper == "MappedGPipe" and len({*make.devices}) == 1:
         # A map to one device has nothing to overlap.
         assert warned(run) == []
@@ -112,12 +108,7 @@ def one_micro_batch(make):
 def compared_rows(make):
     layers = layers_of(nn.Linear(8, 8), lambda x: x @ x.T)
 
-    def run():
-        model = make(layers, loss=mean_of_squares, chunks=2)
-        for _ in range(2):
-            model.step(torch.rand(6, 8))
-        return model
-
+    run = steps(make, layers, torch.rand(6, 8), chunks=2)
     checked_warning(run, r"output: \(3, 3\), rows of the mini-batch: 6", "behind the wrapper")
 
 
@@ -194,14 +185,7 @@ def none_without_need(make):
         return mean_of_squares(output[0] if isinstance(output, tuple) else output)
 
     for layer, value in make.some(quiet):
-        layers = layers_of(layer, nn.Identity())
-
-        def run(layers=layers, value=value):
-            model = make(layers, loss=loss, chunks=2)
-            for _ in range(2):
-                model.step(value)
-            return model
-
+        run = steps(make, layers_of(layer, nn.Identity()), value, loss, chunks=2)
         assert (found := warned(run)) == [], found
 
     def evaluate():

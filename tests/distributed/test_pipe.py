@@ -195,16 +195,6 @@ def test_processes_that_make_different_pipelines(what, processes):
     processes.run(different, 2, what)
 
 
-def in_float16(group):
-    pipe = pipe_of([linear(), linear()], "1f1b", group)
-    with torch.autocast("cpu", torch.float16), pytest.warns(UserWarning, match="use bfloat16"):
-        pipe.step(torch.rand(2, 6), torch.rand(2, 6))
-
-
-def test_float16(processes):
-    processes.run(in_float16, 2)
-
-
 def test_no_process_group():
     with pytest.raises(RuntimeError, match="torchrun"):
         Pipe(nn.Sequential(linear()), [1])
@@ -320,27 +310,6 @@ def counting(group, name, mode):
 def test_cells_are_computed_again_once(name, processes):
     assert processes.run(counting, 2, name, "always") == [8, 8]
     assert processes.run(counting, 2, name, "never") == [4, 4]
-
-
-def accumulating(group):
-    """Check that gradients of two steps add up, and hooks are called once in a step."""
-    layers = [linear(), linear()]
-    plain = copy.deepcopy(layers)
-    pipe = pipe_of(layers, "1f1b", group, chunks=2)
-    calls = []
-    for x in pipe.parameters():
-        x.register_hook(lambda grad: calls.append(1))
-    batches = torch.rand(2, 2, 4, 6)
-    for x, y in batches:
-        pipe.step(x, y)
-        F.mse_loss(nn.Sequential(*plain)(x), y).backward()
-    for key, own in pipe.named_parameters():
-        same(own.grad, dict(nn.Sequential(*plain).named_parameters())[key].grad)
-    assert len(calls) == 4
-
-
-def test_accumulation_and_hooks(processes):
-    processes.run(accumulating, 2)
 
 
 def copied(group):
