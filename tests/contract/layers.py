@@ -130,6 +130,7 @@ def tied(make):
 @promise(
     "Activations of PyTorch with inplace=True may stand anywhere, also where a device begins.",
     modes=True,
+    devices=True,
 )
 def told_in_place(make):
     for start in (nn.ReLU(inplace=True), nn.Sequential(nn.SiLU(inplace=True), nn.Tanh())):
@@ -280,6 +281,7 @@ SKIPS = {
             "stash and pop within one of them, or wrap the layers in a GPipe",
         )
     },
+    devices=True,
 )
 def skips(make):
     for made in make.some(SKIPS.values()):

@@ -87,6 +87,7 @@ def of_many(output, targets, scale, power):
 @promise(
     "Targets may be of any structure, as inputs; numbers, and what NoChunk marks, come whole.",
     modes=True,
+    devices=True,
 )
 def targets(make):
     layers = linears(3, 3, 3)

@@ -52,7 +52,7 @@ def checked_deferred(make, batches, **options):
     deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
     model = make(deferred, loss=mean_of_squares, chunks=3)
     for x in batches:
-        model.step(x)
+        model.step(x.to(model.first))
         y = plain[0](x)
         plain[1](y)
         parts = [F.batch_norm(z, None, None, training=True) for z in y.tensor_split(3)]
@@ -66,6 +66,7 @@ def checked_deferred(make, batches, **options):
     "whatever the micro-batches are.",
     modes=True,
     eager=True,
+    devices=True,
 )
 def deferred_norms(make):
     model = checked_deferred(make, inputs(9, 9, 9))
@@ -104,6 +105,7 @@ def deferred_norms_in_eval_mode(make):
     "Statistics of other norms are those of the micro-batches, one after another; computing cells "
     "again does not count them twice.",
     modes=True,
+    devices=True,
 )
 def norms(make):
     checked_norms(make, make.some(NORMS.values()))
@@ -145,6 +147,7 @@ def norms_in_eval_mode(make):
     "another.",
     modes=True,
     eager=True,
+    devices=True,
 )
 def changing_buffers(make):
     for made in make.some(LAYERS.values()):

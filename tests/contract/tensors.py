@@ -15,6 +15,7 @@ from torchgpipe import PerMicroBatch
     "Outputs without a dimension, as losses, are stacked, one for each micro-batch, and so is what "
     "PerMicroBatch marks, whichever layer returned it; the mark does not come out.",
     modes=True,
+    devices=True,
 )
 def one_for_each_micro_batch(make):
     def marked(x):

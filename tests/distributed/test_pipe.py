@@ -286,32 +286,6 @@ def test_tied_weights(name, size, processes):
     processes.run(tied, size, name)
 
 
-class Counting(nn.Module):
-    """A layer that counts its runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.runs = nn.Linear(6, 6), 0
-
-    def forward(self, x):
-        self.runs += 1
-        return self.layer(x).sin()
-
-
-def counting(group, name, mode):
-    layers = [Counting() for _ in range(2)]
-    pipe = pipe_of(layers, name, group, chunks=4, checkpoint=mode)
-    x, y = torch.rand(2, 8, 6)
-    pipe.step(x, y)
-    return layers[torch.distributed.get_rank(group)].runs
-
-
-@pytest.mark.parametrize("name", ["fill_drain", "zbh1"])
-def test_cells_are_computed_again_once(name, processes):
-    assert processes.run(counting, 2, name, "always") == [8, 8]
-    assert processes.run(counting, 2, name, "never") == [4, 4]
-
-
 def copied(group):
     torch.manual_seed(0)
     pipe = pipe_of([linear() for _ in range(4)], "zbh1", group, chunks=2)
