@@ -18,5 +18,10 @@ MUTANTS = {
     ),
     "generators of all processes": (DROP, "test_schedules:train", 2, ["fill_drain", 2, "never"]),
     "gradients of tied weights": (DROP, "test_pipe:tied", 4, ["1f1b"]),
-    "skips that share memory elsewhere": (DROP, "test_messages:skip_changed_in_place", 2, []),
+    "skips that share memory elsewhere": (
+        ("parts, shared", "parts, ()"),
+        "test_messages:skip_changed_in_place",
+        2,
+        [],
+    ),
 }

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "mapped/course": "unit/test_mapped_gpipe.py",
     "mapped/step": "virtual/test_mapped.py",
     "devices/measures": "unit/balance/test_profile.py",
+    "skip/parcels": "behaviour/test_skips.py",
     "engine/mini_batch": "contract/test_contract.py",
     "engine/stages": "unit/engine/test_lanes.py",
     "engine/step": "unit/engine/test_pipeline.py",

@@ -19,7 +19,6 @@ from torchgpipe.distributed.tied import Tied
 from torchgpipe.executor.executor import Executor
 from torchgpipe.executor.links import Sent
 from torchgpipe.schedule.program import Op
-from torchgpipe.skip.tracker import not_stashed
 from torchgpipe.values.microbatch import VALUE, Batch, Part
 
 __all__: list[str] = []
@@ -75,9 +74,9 @@ class Worker(Executor):
         batch = Batch(value.structure.unflatten(value.tensors))
         batch.shared |= form.shared & {VALUE}
         self.values[j, i] = batch, None
-        self.skips[i].update({key: (part, None) for key, part in parts.items()})
+        shared = form.shared - {VALUE}
         # guard: skips that share memory elsewhere
-        self.shared[i] |= form.shared - {VALUE}
+        self.parcels[i].put(parts, shared)
 
     def grads_leaving(self, j: int, i: int) -> list[Tensor]:
         """The gradients of what has come to stage ``j``, which go back; zeros where is none."""
@@ -111,10 +110,8 @@ class Worker(Executor):
             return
         batch, _ = self.values.pop((j + 1, i))
         parts: dict[Any, Part] = {VALUE: Part(batch.parts[VALUE], batch.structures[VALUE])}
+        shared = batch.shared & {VALUE}
         for skip in self.routes.carried[j]:
-            part, _ = self.skips[i].pop(skip, (None, None))
-            if part is None:
-                raise not_stashed(skip)
-            parts[skip] = part
-        shared = batch.shared & {VALUE} | self.shared[i] & parts.keys()
-        self.forms[j + 1, i], self._leaving[j + 1, i] = pack(parts, frozenset(shared))
+            parts[skip], is_shared = self.parcels[i].take(skip)
+            shared |= {skip} if is_shared else set()
+        self.forms[j + 1, i], self._leaving[j + 1, i] = pack(parts, shared)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.backward import Visit, is_worth_a_visit
+from torchgpipe.ambient.context import Context
 from torchgpipe.autograd.versions import counter_of, version_of
+from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.recompute.buffers import Copy
+from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -113,6 +117,29 @@ class Body:
         if VALUE in value.shared and output.aliases(value):
             output.shared |= {VALUE}
         return output
+
+    def checkpoint(
+        self,
+        run: Callable[..., Batch],
+        context: Context,
+        stream: AbstractStream,
+        within: AbstractContextManager[None],
+    ) -> Checkpoint:
+        """A checkpoint of a cell.
+
+        Args:
+            run: :meth:`run`, or what calls it.
+            context: the modes of both runs.
+            stream: the compute stream.
+            within: a context manager for the second run.
+        """
+        state = self.state
+        assert state is not None
+        if state.buffers.any:
+            run = partial(run, copies=[])
+        return Checkpoint(
+            *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
+        )
 
     def _call(self, value: Batch) -> Batch:
         order = self.order

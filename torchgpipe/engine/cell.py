@@ -101,8 +101,10 @@ class Cell:
         if recording is not None:
             run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
-        checkpoint = self._new_checkpoint(run, note) if again else None
-        if checkpoint:
+        checkpoint = None
+        if again:
+            within = noted(note.note, labels.of("R", self.j, self.i))
+            checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
             run = checkpoint.forward
         # guard: letting go of the input
         batch = batch.take()
@@ -162,19 +164,6 @@ class Cell:
     def note(self) -> noted:
         """Context manager that adds a note with this cell to exceptions."""
         return noted(f"raised in partition {self.j}, micro-batch {self.i}")
-
-    def _new_checkpoint(self, run: Callable[..., Batch], note: noted) -> Checkpoint:
-        state = self.body.state
-        assert state is not None
-        return Checkpoint(
-            partial(run, copies=[]) if state.buffers.any else run,
-            self.step.context,
-            self.stream,
-            noted(note.note, labels.of("R", self.j, self.i)),
-            state.lasting,
-            state.always_calls,
-            state.shapes,
-        )
 
     def _on_lanes(self, batch: Batch, departing: Function, staying: Function | None) -> Batch:
         """Apply autograd functions to the output.

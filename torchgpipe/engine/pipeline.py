@@ -57,7 +57,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -68,8 +67,8 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import PipelineStep
 from torchgpipe.engine.workers import Task
-from torchgpipe.skip.tracker import not_stashed
-from torchgpipe.values.microbatch import Batch, Part
+from torchgpipe.skip.parcels import Parcels
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -102,9 +101,7 @@ class Pipeline:
         #: The phonies of each cell, for cells that backward shall come to before it.
         self.phonies: dict[tuple[int, int], list[Tensor]] = {}
         #: For each micro-batch, the skips that were stashed and not popped yet.
-        self.skips: list[dict[Any, Part]] = [{} for _ in batches]
-        #: For each micro-batch, the skips that share memory with another part.
-        self.shared: list[set[Any]] = [set() for _ in batches]
+        self.parcels = [Parcels() for _ in batches]
 
     def run(self) -> None:
         """Compute all cells, each as soon as the cells that it needs are done."""
@@ -144,8 +141,10 @@ class Pipeline:
         """Compute a cell, between the two ends of the fence that orders backward."""
         cell = Cell(self.step, i, j)
         batch = self.batches[i]
-        if self.stages.skip_layout.popped[j]:
-            batch = self._with_popped(cell, batch)
+        popped = self.stages.skip_layout.popped[j]
+        if popped:
+            with cell.note:
+                batch = self.parcels[i].unpacked(batch, popped)
         phonies = self.phonies_for(i, j) if self.step.fenced else []
         # guard: join [1] before the layers
         if batch.requires_grad:
@@ -161,13 +160,7 @@ class Pipeline:
             last = i + 1 == len(self.batches)
             # guard: fork [2]
             batch, self.phonies[i, j] = cell.branch(batch, last)  # [2]
-        if len(batch.parts) > 1:
-            self.skips[i].update(batch.skips)
-        self.shared[i] |= batch.shared
-        self.batches[i] = batch = batch.with_skips({})
-        if len(batch) < 2 and not self.skips[i]:
-            # Nothing is left that it could share memory with.
-            batch.shared = frozenset()
+        self.batches[i] = self.parcels[i].packed(batch)
 
     def phonies_for(self, i: int, j: int) -> list[Tensor]:
         """The phonies of the cells that backward shall come to after this one."""
@@ -178,16 +171,3 @@ class Pipeline:
             # guard: lead [3]
             cells += [(i - a, k) for a in ahead if (i - a, k) in self.phonies][:1]  # [3]
         return [phony for cell in dict.fromkeys(cells) for phony in self.phonies.get(cell, ())]
-
-    def _with_popped(self, cell: Cell, batch: Batch) -> Batch:
-        """The micro-batch beside the skips that the partition pops."""
-        popped = {}
-        for skip in self.stages.skip_layout.popped[cell.j]:
-            # Nobody else holds what is popped: it is let go of at its last use.
-            # guard: letting go of a skip
-            part = self.skips[cell.i].pop(skip, None)
-            if part is None:
-                with cell.note:
-                    raise not_stashed(skip)
-            popped[skip] = part
-        return batch.with_skips(popped, self.shared[cell.i])

@@ -156,17 +156,8 @@ class Cell:
         return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
 
     def _checkpointed(self, run: Run, within: AbstractContextManager[None]) -> Run:
-        state = self.step.bodies[self.j].state
-        assert state is not None
-        self._checkpoint = Checkpoint(
-            partial(run, copies=[]) if state.buffers.any else run,
-            self.step.context,
-            self.stream,
-            within,
-            state.lasting,
-            state.always_calls,
-            state.shapes,
-        )
+        body = self.step.bodies[self.j]
+        self._checkpoint = body.checkpoint(run, self.step.context, self.stream, within)
         return self._checkpoint.forward
 
     def look_for_strays(self) -> list[Tensor]:

@@ -45,8 +45,8 @@ from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent, Streams
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Op, operations
-from torchgpipe.skip.tracker import not_stashed
-from torchgpipe.values.microbatch import VALUE, Batch, Part
+from torchgpipe.skip.parcels import Parcels
+from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
@@ -82,9 +82,6 @@ class Executor:
         batches: the micro-batches; each is let go of when it is computed. An empty list if the
             first stage is in another process.
         criterion: the loss of each micro-batch.
-        weights: for each stage, its weights that require a gradient; those of the loss belong to
-            the last stage.
-        without_hooks: the block around the step in which tensors have no hooks.
         arriving: the events of copies that the last stage waits for.
     """
 
@@ -96,20 +93,22 @@ class Executor:
         plan: Plan,
         batches: list[Batch],
         criterion: Criterion,
-        weights: Sequence[Sequence[Tensor]],
-        without_hooks: without_hooks,
         arriving: Sequence[Any] = (),
     ) -> None:
-        self.without_hooks = without_hooks
         self.crew, self.plan, self.criterion, self.arriving = crew, plan, criterion, arriving
         self.stages = stages = crew.stages
-        self.weights = [list(x) for x in weights]
-        self.step = Step(
-            stages,
-            plan.schedule.chunks,
-            {j for j, _ in plan.again},
-            criterion.loss if isinstance(criterion.loss, nn.Module) else None,
-        )
+        behind = criterion.loss if isinstance(criterion.loss, nn.Module) else None
+        #: For each stage, its weights that require a gradient; the last one has those of the loss.
+        self.weights: list[list[Tensor]] = [
+            [x for x in layers.parameters() if x.requires_grad] for layers in stages.partitions
+        ]
+        if behind is not None:
+            self.weights[-1] += [x for x in behind.parameters() if x.requires_grad]
+        #: For each micro-batch, the tensors that came from the caller.
+        self.inputs = [[*batch] for batch in batches]
+        given = [x for x in chain(*self.inputs) if x.requires_grad]
+        self._without_hooks = without_hooks([*chain(*self.weights), *given])
+        self.step = Step(stages, plan.schedule.chunks, {j for j, _ in plan.again}, behind)
         self.new_cell = crew.cells.begin()
         recording = stages.recording
         #: Takes the times of instructions, while somebody traces the model.
@@ -126,9 +125,9 @@ class Executor:
         }
         batches.clear()
         #: For each micro-batch, the skips that were stashed and not popped yet.
-        self.skips: list[dict[Any, tuple[Part, Any]]] = [{} for _ in range(plan.schedule.chunks)]
-        #: For each micro-batch, the skips that share memory with another part.
-        self.shared: list[set[Any]] = [set() for _ in range(plan.schedule.chunks)]
+        self.parcels = [Parcels() for _ in range(plan.schedule.chunks)]
+        #: The events of skips that come from another worker.
+        self.events: dict[tuple[int, Any], Any] = {}
         #: The gradients that wait for a cell, by stage and micro-batch, for each part.
         self.grads: dict[tuple[int, int], dict[Any, Sent]] = {}
         #: For each worker, the sums of the gradients of its weights.
@@ -169,6 +168,7 @@ class Executor:
         if self.stages.recording is not None:
             self.stages.recording.begin_step()
         with ExitStack() as within:
+            within.enter_context(self._without_hooks)
             within.enter_context(self.step.numbers)
             within.enter_context(self.crew.draws.step(self.step, self.plan, self.quiet))
             for sums, weights in zip(self.sums, self._weights_of_one()):
@@ -260,30 +260,26 @@ class Executor:
     def met(self, j: int, strays: list[Tensor]) -> None:
         """Take weights that a stage uses, and that are not among its own, for its own."""
         # guard: hooks of strays
-        self.without_hooks.add(strays)
+        self._without_hooks.add(strays)
         self.weights[j] += strays
 
     def received(self, j: int, i: int) -> Batch:
         """The micro-batch that waits for a stage, beside the skips that the stage pops."""
         batch, event = self.values.pop((j, i))
         self.links.receive(Sent(tuple(batch), event), j)
-        popped = {}
-        for skip in self.stages.skip_layout.popped[j]:
-            part, event = self.skips[i].pop(skip, (None, None))
-            if part is None:
-                raise not_stashed(skip)
-            self.links.receive(Sent(part.tensors, event), j)
-            popped[skip] = part
-        return batch.with_skips(popped, self.shared[i])
+        popped = self.stages.skip_layout.popped[j]
+        batch = self.parcels[i].unpacked(batch, popped)
+        for skip in popped:
+            self.links.receive(Sent(batch.parts[skip], self.events.pop((i, skip), None)), j)
+        return batch
 
     def send(self, j: int, i: int, output: Batch) -> None:
         """Send an output to the next stage, and its skips to those that pop them."""
-        events: dict[Any, Any] = {}
         targets: dict[Any, int] = {VALUE: j + 1, **self.stages.skip_layout.stashed[j]}
 
         def sent(key: Any, *tensors: Tensor) -> list[Tensor]:
             found = self.links.send([x.detach() for x in tensors], j, targets[key], i)
-            events[key] = found.event
+            self.events[i, key] = found.event
             return [
                 # This tells the next cell that a gradient is wanted. No gradient comes here.
                 y.requires_grad_(x.requires_grad)
@@ -293,14 +289,8 @@ class Executor:
 
         for key in [*output.parts]:
             output = output.map(partial(sent, key), [key])
-        skips = output.skips
-        self.shared[i] |= output.shared
-        value = output.with_skips({})
-        if len(value) < 2 and not skips and not self.skips[i]:
-            # Nothing is left that it could share memory with.
-            value.shared = frozenset()
-        self.skips[i].update({key: (part, events.get(key)) for key, part in skips.items()})
-        self.values[j + 1, i] = value, events.get(VALUE)
+        value = self.parcels[i].packed(output)
+        self.values[j + 1, i] = value, self.events.pop((i, VALUE), None)
 
     def incoming(self, j: int, i: int) -> Gradients:
         """The gradients of a cell's output."""

@@ -14,8 +14,8 @@ from torchgpipe.graphs.slices import Slice
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.schedule.costs import Costs
-from torchgpipe.skip.tracker import not_stashed
-from torchgpipe.values.microbatch import Batch, Part
+from torchgpipe.skip.parcels import Parcels
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -31,20 +31,16 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
         ValueError: a stage cannot be a graph.
     """
     batch, _ = executor.values[0, 0]
-    skips: dict[object, Part] = {}
+    parcels = Parcels()
     found = []
     last = len(graphs) - 1
     layout = executor.stages.skip_layout
     settings = current_settings()
     for j, stage in enumerate(graphs):
-        popped = {}
-        for skip in layout.popped[j]:
-            if skip not in skips:
-                raise not_stashed(skip)
-            popped[skip] = skips.pop(skip)
+        batch = parcels.unpacked(batch, layout.popped[j])
         traced, _ = stage.begin(settings).find(
             executor.step.bodies[j],
-            batch.with_skips(popped),
+            batch,
             executor.criterion if j == last else None,
             0,
             executor.weights[j],
@@ -58,9 +54,7 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
             )
         found.append(traced)
         if j < last:
-            output = _like(traced, executor.stages.devices[j + 1])
-            skips |= output.skips
-            batch = output.with_skips({})
+            batch = parcels.packed(_like(traced, executor.stages.devices[j + 1]))
     return found
 
 

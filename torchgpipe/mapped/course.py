@@ -170,20 +170,10 @@ class Course:
         self, mapped: Mapped, inner: Any, cell: Cell, note: noted, given: Given | None
     ) -> Checkpoint:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
-        state = body.state
-        assert state is not None
         run: Callable[..., Batch] = partial(_run, body, given, starts_in_place(mapped.module))
         if self.step.recording is not None:
             run = self.step.recording.around(run, self._where(cell))
-        checkpoint = Checkpoint(
-            partial(run, copies=[] if state.buffers.any else None),
-            self.step.new_context(),
-            cell.stage.compute,
-            note,
-            state.lasting,
-            state.always_calls,
-            state.shapes,
-        )
+        checkpoint = body.checkpoint(run, self.step.new_context(), cell.stage.compute, note)
         cell.checkpoints.append(checkpoint)
         return checkpoint
 
@@ -316,7 +306,11 @@ def _cloned(batch: Batch) -> Batch:
 
 
 def _run(
-    body: Body, given: Given | None, in_place: bool, batch: Batch, copies: list[Copy] | None
+    body: Body,
+    given: Given | None,
+    in_place: bool,
+    batch: Batch,
+    copies: list[Copy] | None = None,
 ) -> Batch:
     """Run a mapped module, for the first or the second time."""
     if in_place and is_recomputing():

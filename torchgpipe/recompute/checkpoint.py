@@ -138,7 +138,7 @@ class Checkpoint:
         outer, current.then = current.then, stored.look
         try:
             with checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
-                output = function((given or batch).copy())
+                output = function((batch if given is None else given).copy())
         finally:
             current.then = outer
         stored.verify()
