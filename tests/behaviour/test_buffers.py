@@ -10,20 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
-from torchgpipe import is_recomputing
 
 M = 3
 
 #: For each norm, the shape of a row.
 NORMS = {
     "BatchNorm1d": (lambda **kw: nn.BatchNorm1d(4, **kw), (4,)),
-    "BatchNorm1d of sequences": (lambda **kw: nn.BatchNorm1d(4, **kw), (4, 5)),
     "BatchNorm2d": (lambda **kw: nn.BatchNorm2d(4, **kw), (4, 3, 2)),
-    "BatchNorm3d": (lambda **kw: nn.BatchNorm3d(4, **kw), (4, 2, 2, 2)),
-    "InstanceNorm1d": (
-        lambda **kw: nn.InstanceNorm1d(4, track_running_stats=True, affine=True, **kw),
-        (4, 5),
-    ),
     "InstanceNorm2d": (
         lambda **kw: nn.InstanceNorm2d(4, track_running_stats=True, **kw),
         (4, 3, 2),
@@ -46,27 +39,6 @@ def mode(request):
 
 
 # Norms.
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("name", NORMS)
-def test_statistics_are_updated_once_per_micro_batch(name, momentum, mode, device):
-    module, shape = norms(name, momentum=momentum)
-    reference = copy.deepcopy(module).to(device)
-    model = wrap(module, device, mode)
-    x = torch.randn(shape, dtype=torch.double, device=device)
-    for step in range(1, 3):
-        plain(reference, x * step, M).square().sum().backward()
-        output = model(x * step)
-        # The statistics are final when the forward is over.
-        same_buffers(reference, model.module)
-        output.square().sum().backward()
-        same_buffers(reference, model.module)
-        same_gradients(reference, model)
-    if name.startswith("Batch"):
-        assert model[1].num_batches_tracked.item() == 2 * M
-    model.eval(), reference.eval()
-    assert torch.equal(model(x), plain(reference, x, M))
 
 
 @pytest.mark.parametrize("name", ["BatchNorm1d", "InstanceNorm2d"])
@@ -127,20 +99,6 @@ def test_gradient_of_the_gradient(mode, device):
     for forward in (lambda x: plain(reference, x, M), model):
         (grad,) = torch.autograd.grad(forward(x).exp().sum(), x, create_graph=True)
         grad.square().sum().backward()
-    same_buffers(reference, model.module)
-    same_gradients(reference, model)
-
-
-def test_norm_in_eval_mode_is_not_updated(mode, device):
-    """Norms in eval mode, as in fine-tuning, keep their statistics."""
-    module, shape = norms("BatchNorm1d")
-    module[1].eval()
-    reference = copy.deepcopy(module).to(device)
-    model = wrap(module, device, mode)
-    x = torch.randn(shape, dtype=torch.double, device=device)
-    plain(reference, x, M).square().sum().backward()
-    model(x).square().sum().backward()
-    assert model[1].num_batches_tracked.item() == 0
     same_buffers(reference, model.module)
     same_gradients(reference, model)
 
@@ -255,43 +213,6 @@ def test_buffers_are_not_kept_alive(mode, device):
 
 
 # Other writes to buffers.
-
-
-class Count(nn.Module):
-    """A layer that writes to a buffer in place, as an observer or a memory bank does."""
-
-    def __init__(self, held_back=False):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.held_back = held_back
-
-    def forward(self, x):
-        if not (self.held_back and is_recomputing()):
-            with torch.no_grad():
-                self.count.add_(len(x))
-        return x.exp()
-
-
-@pytest.mark.parametrize("held_back", [False, True])
-def test_written_once_for_each_micro_batch(held_back, mode, device):
-    """Layers of 0.0.7 hold back what a second run would write, which makes no difference."""
-    model = wrap(nn.Sequential(nn.Linear(2, 2), Count(held_back)), device, mode)
-    for step in (1, 2):
-        model(torch.rand(6, 2, device=device)).sum().backward()
-        assert model[1].count.item() == 6 * step
-
-
-def test_replaced_instead_of_written(mode, device):
-    """An assignment made in a recomputation is undone."""
-
-    class Replace(Count):
-        def forward(self, x):
-            self.count = self.count + len(x)
-            return x.exp()
-
-    model = wrap(nn.Sequential(nn.Linear(2, 2), Replace()), device, mode)
-    model(torch.rand(6, 2, device=device)).sum().backward()
-    assert model[1].count.item() == 6
 
 
 class Whiten(nn.Module):

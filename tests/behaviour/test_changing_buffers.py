@@ -1,7 +1,6 @@
 """Buffers that layers change in their forward: a second run finds what the first run found."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -35,13 +34,6 @@ def verify_like_plain(module, model, rows, steps=3):
             output.square().sum().backward()
         same_buffers(module, model.module)
         same_gradients(module, model)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_gradients_and_buffers_are_those_of_the_plain_model(name, mode, rows, device):
-    module = changing(name).to(device)
-    model = wrap(copy.deepcopy(module), device, mode)
-    verify_like_plain(module, model, rows)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -126,40 +118,6 @@ def test_copy_of_a_wrapper_learns_anew(mode, rows, device):
     model = wrap(copy.deepcopy(module), device, mode)
     verify_like_plain(module, model, rows)
     verify_like_plain(module, copy.deepcopy(model), rows)
-
-
-class Seldom(nn.Module):
-    """A layer that changes its buffer in its third mini-batch, and from then on."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-        self.step = 0
-
-    def forward(self, x):
-        if self.step > 1:
-            self.scale += 1
-        return (x * self.scale.clone()).exp()
-
-
-def test_buffer_that_changes_in_a_later_step_first_is_a_warning(mode, rows, device):
-    """The old values are lost in that step, and the next step is right."""
-    module = nn.Sequential(nn.Linear(4, 4), Seldom(), nn.Tanh()).to(device)
-    model = wrap(copy.deepcopy(module), device, mode)
-    for _ in range(2):
-        verify_like_plain(module, model, rows, steps=1)
-        module[1].step += 1
-        model[1].step += 1
-    plain(module, rows, M)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model(rows)
-    assert len(seen) == (mode != "never")
-    for warning in seen:
-        assert warning.category is RuntimeWarning
-        assert warning.filename == __file__
-        assert "layer: Seldom, buffer: scale" in str(warning.message)
-    verify_like_plain(module, model, rows, steps=1)
 
 
 def test_inference_tensor_as_buffer(mode, rows, device):

@@ -127,15 +127,6 @@ def test_frozen_layers_of_many_sorts(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_frozen_embedding(mode):
-    embedding = frozen(Counted(nn.Embedding(5, 3)))
-    model = wrap(embedding, saving(), mode=mode)
-    model(torch.randint(5, (2 * CHUNKS,))).sum().backward()
-    assert runs(model) == [CHUNKS, again(mode)]
-    assert model[0].layers[0].weight.grad is None
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_frozen_batch_norm_in_eval_mode(mode):
     """Fine-tuning keeps the statistics of such a norm, too."""
     model = wrap(linear(), frozen(Counted(nn.BatchNorm1d(3))), saving(), mode=mode)
@@ -216,37 +207,3 @@ def test_frozen_weight_replaced_before_backward(mode):
     model[1].layers[0].weight = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
     for a, b in zip(torch.autograd.grad(output, parameters), expected):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_frozen_layers_of_a_structure(mode):
-    """Frozen layers pass on structures, of which some tensors have a gradient."""
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.trained, self.fixed = nn.Linear(3, 3), frozen(nn.Linear(3, 3))
-
-        def forward(self, x):
-            return {"fixed": self.fixed(x), "n": 3, "trained": self.trained(x).tanh()}
-
-    class Through(nn.Module):
-        def __init__(self, *names):
-            super().__init__()
-            self.names, self.layer = names, frozen(nn.Linear(3, 3))
-
-        def forward(self, value):
-            return value | {name: self.layer(value[name]) for name in self.names}
-
-    class Sum(nn.Module):
-        def forward(self, value):
-            return value["trained"] + value["fixed"]
-
-    layers = [Both(), Through("fixed"), Through("trained"), Through("fixed", "trained"), Sum()]
-    assert verify(wrap(*map(Counted, layers), mode=mode)) == [
-        again(mode),
-        CHUNKS,
-        CHUNKS,
-        CHUNKS,
-        CHUNKS,
-    ]

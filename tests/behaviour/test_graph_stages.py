@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.support.helpers import MODES, assert_graphs
 from tests.support.schedules import CASES, NAMES, Case, compare, training_of
@@ -70,13 +69,6 @@ def test_bits(case, name, mode):
         assert torch.equal(a, b)
 
 
-def test_deferred_norms_are_eager():
-    """Norms that count micro-batches are no graphs, which would not."""
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match=r"attributes change within a step"):
-        compare(CASES["deferred norms"](), "1f1b", ["cpu"] * 4, "never", stages="graph")
-
-
 class Average(nn.Module):
     """A layer whose average is read before it is changed."""
 
@@ -138,73 +130,6 @@ def test_layers_that_leave_autocast():
         for _ in range(2):
             _, output = training.eval()(case.input, case.target)
     assert output.dtype == torch.float32
-
-
-def test_outputs_and_evaluation():
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)]
-    x, y = torch.rand(7, 6), torch.rand(7, 6)
-    found = []
-    for stages in ("eager", "graph"):
-        case = Case(layers, x, y, 3)
-        training = training_of(
-            case, copy.deepcopy(layers), "1f1b", ["cpu"] * 4, "never", stages=stages, outputs=True
-        )
-        first = training(x, y)
-        training.eval()
-        with torch.no_grad():
-            found.append([*first, *training(x, y)])
-    for a, b in zip(*found):
-        assert torch.equal(a, b)
-    assert not found[1][1].requires_grad
-
-
-class Weighted(nn.Module):
-    """A loss with a weight of its own, and a number that is not a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
-
-    def forward(self, output, target, power=2):
-        return ((output * self.scale - target).abs() ** power).sum(), target.numel()
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
-def test_loss_with_weights(name):
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 6) for _ in range(4)]
-    x, y = torch.rand(7, 6), torch.rand(7, 6)
-    found = []
-    for stages in ("eager", "graph"):
-        loss = Weighted()
-        case = Case(layers, x, y, 3, loss)
-        training = training_of(
-            case, copy.deepcopy(layers), name, ["cpu"] * 4, "never", stages=stages
-        )
-        for power in (2, 3):
-            training(x, y, power=power).backward()
-        found.append([loss.scale.grad, *[p.grad for p in training.parameters()]])
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b)
-
-
-def test_one_script_with_an_optimizer():
-    """Train as with eager stages."""
-    losses = []
-    for stages in ("eager", "graph"):
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)] + [nn.Linear(6, 3)]
-        case = Case(layers, torch.rand(12, 6), torch.randint(3, (12,)), 4, F.cross_entropy)
-        training = training_of(case, layers, "1f1b", ["cpu"] * 4, "except_last", stages=stages)
-        optimizer = torch.optim.Adam(training.parameters(), lr=0.02)
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = training(case.input, case.target)
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
 
 
 class Doubling(nn.Module):

@@ -18,7 +18,6 @@ from tests.support.in_place import (
     ENDS,
     FLAGGED,
     SILENT,
-    VIEWS,
     Double,
     is_checkpointed,
     leaf,
@@ -53,18 +52,6 @@ def test_layer_that_does_not_tell(start, end, chunks, mode):
     module = nn.Sequential(nn.Linear(3, 3), Apply(ENDS[end]), Apply(SILENT[start]), nn.Linear(3, 3))
     found, expected, *_ = outcomes(module, [2, 2], chunks, mode, leaf(requires_grad=True))
     verify_unless_checkpointed(found, expected, chunks, mode)
-
-
-@CASES
-def test_layers_behind_the_start(chunks, mode):
-    """Layers behind the first one change only tensors of their own partition."""
-    module = nn.Sequential(
-        nn.Linear(3, 3), nn.Linear(3, 3), Apply(torch.tanh_), nn.Linear(3, 3), nn.ReLU(inplace=True)
-    )
-    for balance in ([5], [1, 4], [3, 2]):
-        found, expected, *_ = outcomes(module, balance, chunks, mode, leaf(requires_grad=True))
-        verify(found, expected)
-        assert not isinstance(found, str)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -130,44 +117,6 @@ def test_input_that_is_no_leaf(mode):
 
 
 # Where a partition ends.
-
-
-@CASES
-@pytest.mark.parametrize("end", [*ENDS, *VIEWS])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_ends(end, requires_grad, chunks, mode):
-    """Each operator ends a partition, and the model."""
-    layers = [
-        nn.Linear(3, 3),
-        Apply((ENDS | VIEWS)[end]),
-        nn.Linear(3, 3),
-        Apply((ENDS | VIEWS)[end]),
-    ]
-    module = nn.Sequential(*layers)
-    for balance in ([2, 2], [4], *([[1, 1, 1, 1]] if end != "in place" else [])):
-        found, expected, *_ = outcomes(module, balance, chunks, mode, leaf(requires_grad))
-        verify(found, expected)
-        assert not isinstance(found, str)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_views_of_one_tensor(mode):
-    """Partitions pass on several views of one tensor like other tensors."""
-
-    def views(x):
-        a, b, c = x.unbind(1)
-        return {"a": a, "b": [b, x[:, 1:]], "x": (x, x.t().t(), c)}
-
-    def merged(value):
-        rest = value["b"][1].sum(1) + (value["x"][0] * value["x"][1]).sum(1)
-        return (value["a"] * value["b"][0] + rest) * value["x"][2]
-
-    module = nn.Sequential(nn.Linear(3, 3), Apply(views), nn.Identity(), Apply(merged))
-    for chunks in (1, 2):
-        for balance in ([4], [2, 1, 1], [1, 1, 2]):
-            found, expected, *_ = outcomes(module, balance, chunks, mode, leaf(requires_grad=True))
-            verify(found, expected)
-            assert not isinstance(found, str)
 
 
 #: A tensor, a view of it, and whether one of them is a view that torch keeps from being changed.

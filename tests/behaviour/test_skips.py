@@ -121,44 +121,6 @@ def test_parity_of_wrapped_models(model, chunks, mode):
             assert torch.equal(twin(x), expected)
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_tuples_beside_skips(device, checkpoint):
-    @skippable(stash=["a", "b"])
-    class Split(nn.Module):
-        def forward(self, value):
-            x, y = value
-            yield stash("a", x * 2)
-            yield stash("b", y)
-            return y, x
-
-    @skippable(pop=["a", "b"])
-    class Merge(nn.Module):
-        def forward(self, value):
-            y, x = value
-            a = yield pop("a")
-            b = yield pop("b")
-            return x * a + b, y
-
-    class Pass(nn.Module):
-        def forward(self, value):
-            return value
-
-    model = GPipe(
-        nn.Sequential(Split(), Pass(), Merge()),
-        [1, 1, 1],
-        devices=[device] * 3,
-        chunks=2,
-        checkpoint=checkpoint,
-    )
-    x = torch.rand(4, 2, device=device, requires_grad=True)
-    y = torch.arange(4, device=device)[:, None]
-    first, second = model((x, y))
-    assert torch.equal(first, x * x * 2 + y)
-    assert torch.equal(second, y)
-    first.sum().backward()
-    assert torch.equal(x.grad, 4 * x)
-
-
 def test_skip_that_was_not_stashed(device):
     """The layer that declares the skip does not run."""
 

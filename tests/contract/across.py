@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.func import functional_call
 
 from tests.contract.promises import PROMISES, keeps
-from tests.contract.wrapped import Maker, Raised, Wrapped
+from tests.contract.wrapped import Maker, Raised, Wrapped, grads_of
 
 
 class PipeMaker(Maker):
@@ -60,7 +60,7 @@ class Across(Wrapped):
         return [x for some in each for x in some]
 
     def forward(self, *args, **kwargs):
-        return next(x for x in self._everywhere(self.model(*args, **kwargs)) if x is not None)
+        return self._everywhere(self.model(*args, **kwargs))[-1]
 
     def loss(self, input, *targets):
         """The loss, which has no graph, since the step has computed its backward."""
@@ -74,11 +74,22 @@ class Across(Wrapped):
         return self.model.clip_grad_norm_(norm)
 
     def step(self, input, *targets):
-        return self.model.step(input, *targets)[0]
+        loss, output = self.model.step(input, *targets)
+        self.output = self._everywhere(output)[-1]
+        return loss
+
+    def input_grads(self, tensors):
+        return self._everywhere(super().input_grads(tensors))[0]
 
     @property
     def grads(self):
-        return self.all({name: x.grad for name, x in self.model.named_parameters()})
+        found = self.all(grads_of(self.model))
+        # The loss is a module of the pipeline, too.
+        return {name: x for name, x in found.items() if not name.startswith("loss.")}
+
+    @property
+    def parameters(self):
+        return self.all(dict(self.model.named_parameters()))
 
     @property
     def state(self):
@@ -90,7 +101,12 @@ class Across(Wrapped):
 
     def raised(self, function, *args):
         """The error of the process that has failed, which the others name."""
-        found = self._everywhere(super().raised(function, *args))
+        own = super().raised(function, *args)
+        try:
+            found = self._everywhere(own)
+        except RuntimeError:
+            # A step that failed has taken the connection, and each process names the error.
+            return own
         assert all(found) or not any(found), found
         own = [x for x in found if x and "rank" not in x.text]
         return Raised(*(own or found)[0]) if any(found) else None

@@ -26,11 +26,17 @@ GRAPHS = "ScheduledLoss of graphs"
 #: The modules of promises, which are the sections of the table.
 SECTIONS = (
     "values",
+    "tensors",
     "batches",
+    "layers",
+    "losses",
+    "state_of_layers",
+    "random",
     "hooks",
     "autograd",
     "modes",
     "compile",
+    "warnings",
     "errors",
     "copies",
     "state",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed.test_schedules import pipe_of
-from tests.support.schedules import Joined, linear, relu, same
+from tests.support.schedules import linear, same
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.routes import Routes
@@ -138,25 +138,6 @@ def test_ways_of_skips():
     assert {routes.parts[name] for name in range(5)} == {None, "a", "b", "c", "d"}
 
 
-class Odd(nn.Module):
-    """A layer that passes on a dict with None, a number, a view and a tensor that is no leaf."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 12)
-
-    def forward(self, x):
-        y = self.layer(x)
-        wide = x.sin().expand(2, *x.shape)
-        return {"none": None, "number": 3, "view": y[:, ::2], "turned": y.t(), "wide": wide}
-
-
-class Even(nn.Module):
-    def forward(self, x):
-        assert x["none"] is None
-        return x["view"] * x["number"] + x["turned"].t()[:, 1::2], x["wide"][0]
-
-
 def compare(group, layers, name, rows, chunks, plain=None):
     """Check that a step has the loss and the gradients of one process.
 
@@ -183,12 +164,6 @@ def compare(group, layers, name, rows, chunks, plain=None):
     parameters = dict(one.module.named_parameters())
     for key, own in pipe.named_parameters():
         same(own.grad, parameters[key].grad)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
-@pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 4), (3, 4), (2, 1)])
-def test_views_numbers_and_none(name, rows, chunks, processes):
-    processes.run(compare, 4, [Odd(), Even(), Joined(), relu()], name, rows, chunks)
 
 
 class Buffer(nn.Module):
@@ -298,58 +273,6 @@ def changed_in_place(group):
     with pytest.raises(RuntimeError) as found:
         pipe(torch.rand(2, 6))
     return str(found.value)
-
-
-#: Values without a tensor that a layer may stash, or pass on.
-WITHOUT_TENSORS = {
-    "none": None,
-    "number": 7,
-    "object": Thing(7),
-    "nested": {"a": [1, None], "b": ("x", ())},
-}
-
-
-class Apart(nn.Module):
-    """A layer that stashes a value without a tensor, made anew for each micro-batch."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.layer, self.kind = nn.Linear(6, 6), kind
-
-    def forward(self, x):
-        yield stash("value", copy.deepcopy(WITHOUT_TENSORS[self.kind]))
-        return self.layer(x)
-
-
-class Taken(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.layer, self.kind = nn.Linear(6, 6), kind
-
-    def forward(self, x):
-        value = yield pop("value")
-        if self.kind == "object":
-            assert value.number == 7
-        else:
-            assert value == WITHOUT_TENSORS[self.kind]
-        return self.layer(x)
-
-
-Apart, Taken = skippable(stash=["value"])(Apart), skippable(pop=["value"])(Taken)
-
-
-def without_tensors(group, name):
-    """Check skips without tensors: over stages, and between neighbours."""
-    for kind in WITHOUT_TENSORS:
-        far = [Apart(kind), linear(), relu(), Taken(kind)]
-        near = [linear(), Apart(kind), Taken(kind), linear()]
-        for layers in (far, near):
-            compare(group, layers, name, 4, 2)
-
-
-@pytest.mark.parametrize(("name", "size"), [("1f1b", 4), ("zbv", 2)])
-def test_skips_without_tensors(name, size, processes):
-    processes.run(without_tensors, size, name)
 
 
 class Counted(nn.Module):

@@ -194,16 +194,6 @@ def test_processes_that_make_different_pipelines(what, processes):
     processes.run(different, 2, what)
 
 
-def in_float16(group):
-    pipe = pipe_of([linear(), linear()], "1f1b", group)
-    with torch.autocast("cpu", torch.float16), pytest.warns(UserWarning, match="use bfloat16"):
-        pipe.step(torch.rand(2, 6), torch.rand(2, 6))
-
-
-def test_float16(processes):
-    processes.run(in_float16, 2)
-
-
 def test_no_process_group():
     with pytest.raises(RuntimeError, match="torchrun"):
         Pipe(nn.Sequential(linear()), [1])
@@ -293,32 +283,6 @@ def tied(group, name):
 @pytest.mark.parametrize(("name", "size"), [("1f1b", 4), ("zbv", 2), ("interleaved", 2)])
 def test_tied_weights(name, size, processes):
     processes.run(tied, size, name)
-
-
-class Counting(nn.Module):
-    """A layer that counts its runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.runs = nn.Linear(6, 6), 0
-
-    def forward(self, x):
-        self.runs += 1
-        return self.layer(x).sin()
-
-
-def counting(group, name, mode):
-    layers = [Counting() for _ in range(2)]
-    pipe = pipe_of(layers, name, group, chunks=4, checkpoint=mode)
-    x, y = torch.rand(2, 8, 6)
-    pipe.step(x, y)
-    return layers[torch.distributed.get_rank(group)].runs
-
-
-@pytest.mark.parametrize("name", ["fill_drain", "zbh1"])
-def test_cells_are_computed_again_once(name, processes):
-    assert processes.run(counting, 2, name, "always") == [8, 8]
-    assert processes.run(counting, 2, name, "never") == [4, 4]
 
 
 def one_wrong_balance(group):

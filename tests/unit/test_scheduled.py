@@ -45,15 +45,6 @@ def test_gradients_come_with_backward():
     assert all(x.grad is None for x in training.parameters())
 
 
-def test_outputs():
-    training = make(outputs=True)
-    loss, output = training(X, Y)
-    torch.testing.assert_close(output, layers()(X))
-    assert not output.requires_grad
-    loss.backward()
-    same(training, expected())
-
-
 def test_all_is_frozen():
     training = make(module=layers().requires_grad_(False))
     assert not training(X, Y).requires_grad
@@ -87,14 +78,6 @@ def test_schedule_that_does_not_fit():
     assert training.schedule == "1f1b"
 
 
-def test_fewer_rows_than_chunks():
-    training = make(schedule=one_f_one_b(2, 4), chunks=4)
-    training(X[:2], Y[:2]).backward()
-    module = layers()
-    F.mse_loss(module(X[:2]), Y[:2]).backward()
-    same(training, [x.grad for x in module.parameters()])
-
-
 @pytest.mark.parametrize(("model", "loss"), [(layers(), F.mse_loss), (None, 3)])
 def test_wrong_arguments(model, loss):
     model = model or GPipe(layers(), [2, 1], devices=["cpu"] * 2)
@@ -115,11 +98,6 @@ def test_losses_that_say_that_they_are_sums(loss):
 def test_model_without_partitions():
     with pytest.raises(ValueError, match="model must have a partition"):
         ScheduledLoss(GPipe(nn.Sequential(), []), F.mse_loss)
-
-
-def test_one_micro_batch_is_a_warning():
-    with pytest.warns(UserWarning, match="GPipe trains without pipelining"):
-        make(chunks=1)(X, Y)
 
 
 def test_state_dict_has_the_keys_of_the_model():
@@ -181,15 +159,6 @@ def test_scale_is_divided_out():
     torch.testing.assert_close(loss, F.mse_loss(layers()(X), Y))
     loss.backward()
     same(training, expected())
-
-
-def test_float16_without_a_scaler():
-    training = make()
-    with (
-        torch.autocast("cpu", torch.float16),
-        pytest.warns(UserWarning, match="needs the gradient scaler"),
-    ):
-        training(X, Y)
 
 
 class Exact(nn.Linear):

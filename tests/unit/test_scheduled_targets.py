@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.helpers import notes_of
 from tests.unit.test_scheduled import X, Y, layers, make, same
-from torchgpipe import NoChunk, arguments
+from torchgpipe import NoChunk
 
 
 def test_loss_that_depends_on_nothing():
@@ -28,34 +28,6 @@ def test_arguments_of_the_loss():
     training = make(loss, chunks=4)
     training(X, Y, second=NoChunk(torch.rand(9)), name="a").backward()
     assert seen == [(2, (9,), "a"), (2, (9,), "a"), (1, (9,), "a"), (1, (9,), "a")]
-
-
-def test_several_arguments_of_the_model():
-    class First(nn.Linear):
-        def forward(self, x, mask, *, factor):
-            return super().forward(x * mask) * factor
-
-    module = nn.Sequential(First(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    training = make(module=module)
-    mask = torch.rand(3)
-    loss = training(arguments(X, NoChunk(mask), factor=2.0), Y)
-    expected = module[1:](module[0](X, mask, factor=2.0))
-    torch.testing.assert_close(loss, F.mse_loss(expected, Y))
-
-
-def test_weights_of_the_loss():
-    class Weighted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.factor = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, output, target):
-            return self.factor * F.mse_loss(output, target)
-
-    training = make(Weighted())
-    training(X, Y).backward()
-    assert "loss.factor" in dict(training.named_parameters())
-    torch.testing.assert_close(training.loss.factor.grad, F.mse_loss(layers()(X), Y).detach())
 
 
 def test_weight_of_another_module():

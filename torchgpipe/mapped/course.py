@@ -28,7 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.backward import Visit
@@ -36,7 +36,7 @@ from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.ambient.thread import registered
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
-from torchgpipe.engine.body import Body
+from torchgpipe.engine.body import Body, starts_in_place
 from torchgpipe.engine.recorded import Where
 from torchgpipe.mapped.attributes import Given
 from torchgpipe.mapped.cell import Cell
@@ -48,7 +48,7 @@ from torchgpipe.mapped.turns import Turns
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import Arguments
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Course:
                     del args, kwargs
                     again = noted(note.note, None if label is None else label._replace(kind="R"))
                     checkpoint = self._new_checkpoint(mapped, inner, cell, again, given)
-                    output = checkpoint.forward(batch.take()).value
+                    output = _first_run(checkpoint, batch.take(), mapped.module).value
                 else:
                     if self.step.is_visited(mapped.module):
                         tensors = tensors_of((args, kwargs))
@@ -175,7 +175,7 @@ class Course:
         self, mapped: Mapped, inner: Any, cell: Cell, note: noted, given: Given | None
     ) -> Checkpoint:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
-        run: Callable[..., Batch] = partial(_run, body, given)
+        run: Callable[..., Batch] = partial(_run, body, given, starts_in_place(mapped.module))
         if self.step.is_visited(mapped.module):
             run = partial(run, note=note.note)
         if self.step.recording is not None:
@@ -305,10 +305,33 @@ def _visited(visit: Visit, inner: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+def _first_run(checkpoint: Checkpoint, batch: Batch, module: nn.Module) -> Batch:
+    """Run a mapped module for the first time.
+
+    The model may use what a layer with ``inplace=True`` has changed, so the layer gets that and no
+    clone, which is for the second run.
+    """
+    if not starts_in_place(module):
+        return checkpoint.forward(batch)
+    return checkpoint.forward(_cloned(batch), batch)
+
+
+def _cloned(batch: Batch) -> Batch:
+    return batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])
+
+
 def _run(
-    body: Body, given: Given | None, batch: Batch, copies: list[Copy] | None = None, note: str = ""
+    body: Body,
+    given: Given | None,
+    in_place: bool,
+    batch: Batch,
+    copies: list[Copy] | None = None,
+    note: str = "",
 ) -> Batch:
     """Run a mapped module, for the first or the second time."""
+    if in_place and is_recomputing():
+        # A leaf, as the input of a second run is one, cannot be changed.
+        batch = _cloned(batch)
     # Most models store nothing.
     if given is not None and given.keys and is_recomputing():
         with given.restored(), inside():

@@ -199,8 +199,8 @@ class MappedStep:
         if found is None:
             state = LayersState(mapped.module, self._lasting.learned)
             found = Body(mapped.module, self._lasting.lock, state, False)
-            # The model has the arguments, too, so they are not cloned for a layer that changes them
-            # in place: that is an error under checkpointing.
+            # The model has the arguments, too, so first runs of a layer that changes them in place
+            # get no clone.
             found.in_place = False
             # Not the module, whose class may have a __call__ of its own, which has been called.
             found.call = call

@@ -112,8 +112,12 @@ class Checkpoint:
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
 
-    def forward(self, batch: Batch) -> Batch:
+    def forward(self, batch: Batch, given: Batch | None = None) -> Batch:
         """Run the function, and save nothing but its input.
+
+        Args:
+            batch: the input.
+            given: what this run computes, if it changes that in place, and the input is a clone.
 
         Raises:
             RuntimeError: the function changed its input in place.
@@ -130,7 +134,7 @@ class Checkpoint:
         outer, current.then = current.then, stored.look
         try:
             with checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
-                output = function(batch.copy())
+                output = function((batch if given is None else given).copy())
         finally:
             current.then = outer
         stored.verify()

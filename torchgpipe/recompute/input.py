@@ -68,11 +68,12 @@ class StoredInput:
         """
         if self.unchanged:
             return
-        # The note on the error names the layer.
+        # The note on the error names the layer, and in a device map the module.
         current.name, current.kind = self._changed_by or (None, None)
+        layer = f" (layer: {current.name})" if current.name else ""
         raise RuntimeError(
             "under checkpointing, a partition must not change its input in place, nor what it "
-            f"pops, since it is computed again from these (layer: {current.name}); have the layer "
+            f"pops, since it is computed again from these{layer}; have the layer "
             "compute out of place, or clone the tensor there"
         )
 

@@ -64,13 +64,6 @@ def test_sequence_first(named):
     assert "warnings.filterwarnings('ignore', 'GPipe splits dimension 0')" in found
 
 
-def test_sequence_first_is_silenced_by_its_own_words():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "GPipe splits dimension 0")
-        wrap([nn.LSTM(4, 4)], chunks=2)
-
-
 @pytest.mark.parametrize(
     "layer",
     [
@@ -137,12 +130,6 @@ def test_whole(named, value):
     assert "NoChunk" in found
 
 
-def test_whole_arrays_of_numpy():
-    np = pytest.importorskip("numpy")
-    assert len(messages(lambda: wrap([First()], chunks=2)(X, np.zeros((4, 2))))) == 1
-    assert messages(lambda: wrap([First()], chunks=2)(X, np.zeros(()))) == []
-
-
 class Options(NamedTuple):
     a: int
     b: int
@@ -203,11 +190,6 @@ def test_whole_matters_with_several_micro_batches():
     assert messages(lambda: model(X, [1, 2, 3, 4])) == []
 
 
-def test_list_of_tensors_with_one_for_each_row():
-    (found,) = messages(lambda: wrap([First()], chunks=2)(X, [X, X, X, X]))
-    assert "(input: args[1], entries: 4, micro-batches: 2)" in found
-
-
 def test_texts_name_the_wrapper():
     def step():
         MappedGPipe(nn.GRU(2, 2), {"": "cpu"}, chunks=2)
@@ -234,12 +216,6 @@ def coupled(rows, size=8, chunks=2, layers=()):
     return messages(lambda: [model(x), model(x)])
 
 
-def test_rows_that_are_compared_with_those_of_the_micro_batch():
-    (found,) = coupled(6)
-    assert "(output: (3, 3), rows of the mini-batch: 6)" in found
-    assert "behind the wrapper" in found
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -259,14 +235,6 @@ def test_what_compares_no_rows_or_may_have_its_size_from_elsewhere(case):
 
 def linears(partitions=2):
     return nn.Sequential(*[nn.Linear(2, 2) for _ in range(partitions)])
-
-
-def test_no_pipelining():
-    model = GPipe(linears(), [1, 1], devices=["cpu"] * 2)
-    (found,) = messages(lambda: [model(X), model(X), copy.deepcopy(model)(X)])
-    assert found.startswith("GPipe trains without pipelining")
-    assert "(chunks: 1, devices: 2)" in found
-    assert "warnings.filterwarnings('ignore', 'GPipe trains without pipelining')" in found
 
 
 def quiet_steps():
