@@ -45,6 +45,11 @@ TESTS = {
         "threads modes": ("test_mapped_threads", "modes_that_only_the_caller_computes_in", {}),
         "threads failures": ("test_mapped_threads", "a_failure_ends_all_threads", {}),
         "threads attributes": ("test_mapped_threads", "attributes", {}),
+        "threads ends": (
+            "test_mapped_threads",
+            "micro_batches_that_end_leave_the_numbers_of_others",
+            {},
+        ),
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
     }.items()
@@ -89,6 +94,7 @@ MUTANTS = {
     "turns on a stage": (("i == 0 or", "True or"), "mapped threads"),
     "turns on a device": (("stage[0] not in self._holders", "True"), "mapped threads numbers"),
     "order of nodes": (DROP, "mapped threads"),
+    "leaving a device with its numbers": (DROP, "mapped threads ends"),
     "sending before others come": (("if x.device != device", "if False"), "mapped threads"),
     "numbers of the CPU in threads": (
         ("content(numbers) != content(get_state(CPU))", "False"),

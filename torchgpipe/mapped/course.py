@@ -215,6 +215,8 @@ class Course:
         """Fence the output of the model."""
         batch = Batch(output)
         if self._turns:
+            # guard: leaving a device with its numbers
+            self._numbers.leave()
             self._turns.wait_for_end_before(self.i)
         # Micro-batches may end on different devices, by their values.
         places = self.step.places
