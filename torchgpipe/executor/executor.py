@@ -108,6 +108,7 @@ class Executor:
             stages,
             plan.schedule.chunks,
             {j for j, _ in plan.again},
+            criterion.outputs is not None,
             criterion.loss if isinstance(criterion.loss, nn.Module) else None,
         )
         self.new_cell = crew.cells.begin()
