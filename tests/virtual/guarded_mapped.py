@@ -59,6 +59,11 @@ TESTS = {
         "test_block_that_is_called_several_times",
         {},
     ),
+    "contents of a call": (
+        "behaviour.test_mapped_attributes",
+        "test_what_is_within_an_attribute",
+        {"kind": "dict", "way": "kept"},
+    ),
 }
 
 MUTANTS = {
@@ -106,6 +111,7 @@ MUTANTS = {
     ),
     "errors of the first micro-batch": (("min(self._failed, i)", "-1"), "mapped threads failures"),
     "attributes of a call": (("now is not value", "False"), "attributes of a call"),
+    "contents of a call": (("if not _same", "if False and not _same"), "contents of a call"),
     "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),

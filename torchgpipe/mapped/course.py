@@ -305,7 +305,7 @@ def _filling_nothing(name: str, inner: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(body: Body, given: Given | None, batch: Batch, copies: list[Copy] | None) -> Batch:
     """Run a mapped module, for the first or the second time."""
     # Most models store nothing.
-    if given is not None and given.keys and is_recomputing():
+    if given is not None and (given.keys or given.deep) and is_recomputing():
         with given.restored(), inside():
             return body.run(batch, copies)
     with inside():
