@@ -1,5 +1,6 @@
 """Plans on virtual accelerators: exact times, honest memory, and nothing by hand that is better."""
 
+import copy
 import importlib
 import itertools
 import pickle
@@ -197,9 +198,17 @@ def test_nothing_by_hand_is_better_under_limits(devices, seed):
         assert took > time or max(memory.values()) > limit, trial
 
 
-def test_wrapped(devices):
+@pytest.fixture(scope="module")
+def case(devices):
+    """Layers, input, target, and the arguments of plans, and these plans."""
     layers, x, y, options, _ = random_case(9, devices)
-    plans = planned(layers, x, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
+        return layers, x, y, options, planned(layers, x, options)
+
+
+def test_wrapped(case):
+    layers, x, y, options, plans = copy.deepcopy(case)
     best = plans.best
     training = best.wrap(layers)
     assert isinstance(training, ScheduledLoss)
@@ -217,9 +226,8 @@ def test_wrapped(devices):
     assert 0 < without.best.bubble < 1
 
 
-def test_plans_can_be_pickled(devices):
-    layers, x, y, options, _ = random_case(9, devices)
-    plans = planned(layers, x, options)
+def test_plans_can_be_pickled(case):
+    layers, x, y, _, plans = copy.deepcopy(case)
     found = pickle.loads(pickle.dumps(plans)).best
     model = found.wrap(layers)
     places = found.devices[0], found.devices[-1]
