@@ -107,10 +107,51 @@ def test_large_parameter(monkeypatch):
     for change in ("new memory", "another parameter"):
         layers = model_of(nn.Linear(4, 4), Scaled(change), Scaled(change), nn.Linear(4, 4))
         same(trained(layers, gpipe, "always"), trained(layers, gpipe, "never"))
-    for wrap in (gpipe, mapped, scheduled("1f1b")):
-        layers = model_of(nn.Linear(4, 4), Scaled("in place"), nn.Tanh(), nn.Linear(4, 4))
-        with pytest.raises(RuntimeError, match="large one(?s:.*)layer: Scaled, parameter: scale"):
-            trained(layers, wrap, "always")
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("change", ["in place", "in place in data", "signs in data"])
+@pytest.mark.parametrize("wrapper", ["GPipe", "MappedGPipe", "1f1b"])
+def test_large_parameter_that_changes_in_place_is_an_error(wrapper, change, trains, monkeypatch):
+    """In each step, until the layer is another one."""
+    monkeypatch.setattr(buffers, "SMALL", 0)
+    layers = model_of(nn.Linear(4, 4), Scaled(change, trains), nn.Tanh(), nn.Linear(4, 4))
+    model = WRAPPERS[wrapper](layers, "always")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"large .*: Scaled, parameter: scale, bytes: 16, "):
+            model(torch.randn(7, 4)).square().mean().backward()
+    monkeypatch.undo()
+    layers = model_of(nn.Linear(4, 4), Scaled("new memory", trains), nn.Tanh(), nn.Linear(4, 4))
+    monkeypatch.setattr(buffers, "SMALL", 0)
+    expected = trained(layers, WRAPPERS[wrapper], "never")
+    same(trained(layers, WRAPPERS[wrapper], "always"), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (200,), (3, 5), (4, 3, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_changes_of_large_parameters_that_are_seen(shape, dtype, monkeypatch):
+    """One element, a change of all signs, rows that change places, and no change from a NaN."""
+    monkeypatch.setattr(buffers, "SMALL", 0)
+    changes = [
+        lambda x: x.data[(-1,) * x.dim()].mul_(2),
+        lambda x: x.data.neg_(),
+        lambda x: x.data.copy_(x.data.flip(0)) if shape else x.data.zero_(),
+        lambda x: None,
+    ]
+    for change in changes:
+        for layout in (torch.contiguous_format, torch.channels_last):
+            own = torch.randn(shape, dtype=dtype) + 1
+            if shape:
+                own.view(-1)[0] = torch.nan
+            if len(shape) == 4:
+                own = own.to(memory_format=layout)
+            layer = nn.Module()
+            layer.weight = nn.Parameter(own)
+            place = [(layer, "weight")]
+            found = buffers.Buffers([], {}, place, (layer, ""))
+            with found.first_run([]):
+                change(layer.weight)
+            assert bool(found.changing) == (change is not changes[-1])
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS.keys() - {"graphs"})

@@ -3,6 +3,8 @@
 import copy
 import gc
 import weakref
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from tests.support.helpers import plain
 from torchgpipe import MappedGPipe, is_recomputing
+from torchgpipe.mapped.contents import Contents
 
 M = 3
 
@@ -81,6 +84,91 @@ def test_gradients(after, chunks, mode):
     # What there was when backward began is there again, and other attributes are the layers' own.
     assert hasattr(block, "shift") == (after != "deleted")
     assert block.calls == 2 * chunks
+
+
+class Shared:
+    """An object in which a model hands something down."""
+
+    def __init__(self):
+        self.last = None
+        self.more = {"deep": [None]}
+
+
+#: What a model puts within an attribute of its blocks, and how these find it.
+WITHIN = {
+    "list": (list, lambda box, x: box.append(x), lambda box: box[-1]),
+    "dict": (dict, lambda box, x: box.update(x=x), lambda box: box["x"]),
+    "set": (set, lambda box, x: (box.clear(), box.add(x)), lambda box: next(iter(box))),
+    "deque": (lambda: deque(maxlen=2), lambda box, x: box.append(x), lambda box: box[-1]),
+    "namespace": (
+        SimpleNamespace,
+        lambda box, x: setattr(box, "x", x),
+        lambda box: getattr(box, "x"),  # noqa: B009
+    ),
+    "object": (Shared, lambda box, x: setattr(box, "last", x), lambda box: box.last),
+    "nested": (
+        lambda: ({"inner": Shared()},),
+        lambda box, x: box[0]["inner"].more["deep"].__setitem__(0, x),
+        lambda box: box[0]["inner"].more["deep"][0],
+    ),
+}
+
+
+class Boxed(nn.Module):
+    """A block that reads what its parent has put into a box."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind, self.box = nn.Linear(4, 4), kind, WITHIN[kind][0]()
+
+    def forward(self, x):
+        return (self.linear(x) * WITHIN[self.kind][2](self.box)).tanh()
+
+
+class Boxes(nn.Module):
+    """A model that fills the boxes of its blocks, new ones in some cases, and may empty them."""
+
+    def __init__(self, kind, way):
+        super().__init__()
+        self.blocks, self.way = nn.ModuleList([Boxed(kind) for _ in range(2)]), way
+
+    def forward(self, x):
+        make, put, _ = WITHIN[self.blocks[0].kind]
+        for block in self.blocks:
+            if self.way != "kept":
+                block.box = make()
+            put(block.box, x.mean())
+            x = block(x)
+            if self.way == "emptied":
+                put(block.box, x.new_zeros(()))
+        return x
+
+
+@pytest.mark.parametrize("way", ["kept", "new", "emptied"])
+@pytest.mark.parametrize("kind", WITHIN)
+def test_what_is_within_an_attribute(kind, way):
+    torch.manual_seed(0)
+    model = verify(Boxes(kind, way), M, "always", ["blocks.0", "blocks.1"])
+    # What there was when backward began is there again.
+    box = model.blocks[0].box
+    x = WITHIN[kind][2](box)
+    assert (x == 0) == (way == "emptied")
+    if kind == "list" and way == "kept":
+        assert len(box) == 2 * M
+
+
+def test_nothing_is_looked_into_that_has_not_changed_in_the_first_step(monkeypatch):
+    """Under one micro-batch the first step tells nothing."""
+    looked = []
+    of = Contents.of
+    monkeypatch.setattr(Contents, "of", lambda x: looked.append(type(x)) or of(x))
+    block = nn.Linear(4, 4)
+    block.box, block.other = {}, [1]
+    pipe = MappedGPipe(nn.Sequential(block), places("0"), chunks=M, checkpoint="always")
+    for rows, expected in ((1, True), (M, True), (M, False), (1, False)):
+        looked.clear()
+        pipe(torch.rand(rows, 4)).sum().backward()
+        assert ({dict, list} <= {*looked}) == expected
 
 
 def test_block_that_is_called_several_times():

@@ -6,6 +6,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from examples import compiled
+from tests.support.size import soak
 
 # The compiler reads the gradient of every input, also of one that is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -24,6 +25,8 @@ def inductor(tmp_path, monkeypatch):
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
 
 
+# What differs from the other backend is PyTorch's own, and a C++ compiler takes long.
+@soak
 @deprecated
 @pytest.mark.usefixtures("inductor")
 def test_inductor(capsys):

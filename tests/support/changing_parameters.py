@@ -9,6 +9,7 @@ CHANGES = {
     "in place": lambda layer, x: layer.scale.copy_(x),
     "in place by itself": lambda layer, x: layer.scale.mul_(0.8).add_(0.1),
     "in place in data": lambda layer, x: layer.scale.data.copy_(x),
+    "signs in data": lambda layer, x: layer.scale.data.neg_(),
     "another parameter": lambda layer, x: setattr(layer, "scale", like(layer.scale, x)),
     "another dtype": lambda layer, x: setattr(layer.scale, "data", x.double()),
     "another shape": lambda layer, x: setattr(layer.scale, "data", x.view(1, -1)),

@@ -1,6 +1,7 @@
 """Graphs of stages, traced without a schedule, and random layers for them."""
 
 import random
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -114,6 +115,11 @@ STEPS = (
     lambda own, x, y, k: torch.softmax(x, 1) * own.biases[k % 2],
     lambda own, x, y, k: nn.functional.gelu(x) - y.mean(0, keepdim=True),
 )
+
+
+def is_computing(gate):
+    """Whether this thread is in a block of a gate in which it computes."""
+    return threading.get_ident() in gate._computing
 
 
 def _define():

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ EXTRAS |= {"networkx"}
 EXTRAS |= {"accelerate", "lightning", "peft", "timm", "transformers"}
 
 
+@cache
+def nodes(tree):
+    """The nodes of a tree, which each of the tests below walks."""
+    return [*ast.walk(tree)]
+
+
 def name_of(file):
     parts = file.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -56,7 +63,7 @@ def name_of(file):
 
 def imports(node):
     """Names of modules imported anywhere below a syntax node."""
-    for child in ast.walk(node):
+    for child in nodes(node):
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
@@ -71,7 +78,7 @@ TREES = {name_of(file): ast.parse(file.read_text()) for file in FILES}
 
 def defined(tree):
     """Private names that a module defines: functions, classes, variables and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -117,7 +124,7 @@ def test_nothing_imports_what_is_above_it(name):
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_no_import_within_a_function_hides_a_circle(name):
-    for node in ast.walk(TREES[name]):
+    for node in nodes(TREES[name]):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert not any(x.startswith("torchgpipe") for x in imports(node))
 
@@ -143,7 +150,7 @@ def test_only_devices_name_the_accelerator(name):
     if room(name) not in ("_torch", "devices", "testing"):
         found = [
             node.attr
-            for node in ast.walk(TREES[name])
+            for node in nodes(TREES[name])
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id == "torch"
@@ -226,7 +233,7 @@ OURS = {x for name, tree in TREES.items() if room(name) != "_torch" for x in def
 
 def private(tree):
     """Private names of PyTorch that a module mentions in any way."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             paths = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -278,14 +285,14 @@ def test_every_private_name_is_used():
     used = {
         node.attr
         for tree in TREES.values()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == "_torch"
     }
     assert set(NAMES) == used - {"names"}
     attributes = {
-        word for tree in TREES.values() for node in ast.walk(tree) for word in names_in(node)
+        word for tree in TREES.values() for node in nodes(tree) for word in names_in(node)
     }
     assert set(ATTRIBUTES) <= attributes
 

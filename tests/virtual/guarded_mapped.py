@@ -45,6 +45,11 @@ TESTS = {
         "threads modes": ("test_mapped_threads", "modes_that_only_the_caller_computes_in", {}),
         "threads failures": ("test_mapped_threads", "a_failure_ends_all_threads", {}),
         "threads attributes": ("test_mapped_threads", "attributes", {}),
+        "threads ends": (
+            "test_mapped_threads",
+            "micro_batches_that_end_leave_the_numbers_of_others",
+            {},
+        ),
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
     }.items()
@@ -53,6 +58,11 @@ TESTS = {
         "behaviour.test_mapped_attributes",
         "test_block_that_is_called_several_times",
         {},
+    ),
+    "contents of a call": (
+        "behaviour.test_mapped_attributes",
+        "test_what_is_within_an_attribute",
+        {"kind": "dict", "way": "kept"},
     ),
 }
 
@@ -89,6 +99,7 @@ MUTANTS = {
     "turns on a stage": (("i == 0 or", "True or"), "mapped threads"),
     "turns on a device": (("stage[0] not in self._holders", "True"), "mapped threads numbers"),
     "order of nodes": (DROP, "mapped threads"),
+    "leaving a device with its numbers": (DROP, "mapped threads ends"),
     "sending before others come": (("if x.device != device", "if False"), "mapped threads"),
     "numbers of the CPU in threads": (
         ("content(numbers) != content(get_state(CPU))", "False"),
@@ -100,6 +111,7 @@ MUTANTS = {
     ),
     "errors of the first micro-batch": (("min(self._failed, i)", "-1"), "mapped threads failures"),
     "attributes of a call": (("now is not value", "False"), "attributes of a call"),
+    "contents of a call": (("if not _same", "if False and not _same"), "contents of a call"),
     "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),

@@ -14,6 +14,7 @@ from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import SOAK, some
 from tests.virtual.stages import Stage, limit, own_streams
 from torchgpipe import MappedGPipe
+from torchgpipe.ambient.random_numbers import get_state
 from torchgpipe.testing import observe
 
 SEEDS = range(some(20, 2))
@@ -302,6 +303,35 @@ def test_ways_that_differ(devices):
             y.sum().backward()
         assert_no_races(seen)
         torch.testing.assert_close(y.cpu(), expected)
+
+
+class Overtaken(Chain):
+    """A model whose first micro-batch ends when the third one has come to the first device."""
+
+    third = threading.Event()
+
+    def forward(self, x):
+        k = int(x[0, 0].item())
+        x = self.layers[0](x)
+        if k == 2:
+            self.third.set()
+            return x
+        x = self.layers[0](self.layers[1](x))
+        if k == 0:
+            x = self.layers[2](x)
+            assert self.third.wait(30)
+        return x
+
+
+def test_micro_batches_that_end_leave_the_numbers_of_others(devices):
+    """Nobody draws, so the caller's generators stay as they are."""
+    Overtaken.third.set()
+    pipe = mapped(Overtaken(3, Where), devices[:3], m=3, threads=3)
+    Overtaken.third.clear()
+    x = torch.arange(3.0).unsqueeze(1).expand(3, 4).to(devices[0])
+    before = [get_state(device) for device in devices[:3]]
+    assert torch.equal(pipe(x).cpu(), x.cpu())
+    assert all(map(torch.equal, before, map(get_state, devices[:3])))
 
 
 def test_streams_of_the_caller(devices):

@@ -1,5 +1,6 @@
 """Plans on virtual accelerators: exact times, honest memory, and nothing by hand that is better."""
 
+import copy
 import importlib
 import itertools
 import pickle
@@ -25,6 +26,7 @@ from tests.support.planning import (
 )
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss, plan, trace
+from torchgpipe.planner.layers import measured
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.plan import ranked
 from torchgpipe.planner.search import Search, search, settings
@@ -72,16 +74,25 @@ def limited(layers, x, options, share):
     Returns:
         The plans, the limit, and the problem that was searched.
     """
-    problems = []
+    problems, found = [], {}
+
+    def once(layers, *sizes, **more):
+        """Measure what both plans begin with once: virtual time does not vary."""
+        key = tuple(map(tuple, sizes[:2])), sizes[2]
+        if key not in found:
+            found[key] = measured(layers, *sizes, **more)
+        return [*found[key]]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "search", lambda *a: problems.append(a[0]) or search(*a))
+        patch.setattr(module, "measured", once)
         limit = share * max(planned(layers, x, options).best.memory.values())
         return planned(layers, x, options, memory=limit), limit, problems[-1]
 
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-@pytest.mark.parametrize("seed", range(40) if SOAK else [9, 12])
+@pytest.mark.parametrize("seed", range(40) if SOAK else [1, 8])
 def test_prediction_is_what_is_measured(devices, seed):
     layers, x, y, options, share = random_case(seed, devices)
     plans, limit, _ = limited(layers, x, options, share)
@@ -117,7 +128,7 @@ def skipping_case(kind, seed, devices):
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
 @pytest.mark.parametrize("kind", ["linear", "convolutions"])
-@pytest.mark.parametrize("seed", range(24) if SOAK else [7])
+@pytest.mark.parametrize("seed", range(24) if SOAK else [4])
 def test_prediction_with_skips(devices, kind, seed):
     """Memory of skips where they wait, and the time of their copies, are part of a plan."""
     layers, x, y, options, share = skipping_case(kind, seed, devices)
@@ -187,9 +198,17 @@ def test_nothing_by_hand_is_better_under_limits(devices, seed):
         assert took > time or max(memory.values()) > limit, trial
 
 
-def test_wrapped(devices):
+@pytest.fixture(scope="module")
+def case(devices):
+    """Layers, input, target, and the arguments of plans, and these plans."""
     layers, x, y, options, _ = random_case(9, devices)
-    plans = planned(layers, x, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
+        return layers, x, y, options, planned(layers, x, options)
+
+
+def test_wrapped(case):
+    layers, x, y, options, plans = copy.deepcopy(case)
     best = plans.best
     training = best.wrap(layers)
     assert isinstance(training, ScheduledLoss)
@@ -207,9 +226,8 @@ def test_wrapped(devices):
     assert 0 < without.best.bubble < 1
 
 
-def test_plans_can_be_pickled(devices):
-    layers, x, y, options, _ = random_case(9, devices)
-    plans = planned(layers, x, options)
+def test_plans_can_be_pickled(case):
+    layers, x, y, _, plans = copy.deepcopy(case)
     found = pickle.loads(pickle.dumps(plans)).best
     model = found.wrap(layers)
     places = found.devices[0], found.devices[-1]

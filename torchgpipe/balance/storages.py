@@ -43,7 +43,9 @@ class LiveStorages:
 
     def sizes(self) -> list[int]:
         """The bytes of each storage that still lives."""
-        return [size for reference, size in self._made.items() if not reference.expired()]
+        # A step makes thousands, which would be asked again behind each operator.
+        self._made = {key: size for key, size in self._made.items() if not key.expired()}
+        return [*self._made.values()]
 
 
 def watching(note: Callable[[Any, Any], None]) -> Any:

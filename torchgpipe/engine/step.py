@@ -25,11 +25,17 @@ class Step:
         stages: the stages of the wrapper.
         m: the number of micro-batches.
         again: the partitions with cells that are computed under checkpointing.
+        joined: whether outputs of micro-batches are joined, so that the order of rows matters.
         behind: a module that runs behind the last partition, as a part of it.
     """
 
     def __init__(
-        self, stages: Stages, m: int, again: Container[int], behind: nn.Module | None = None
+        self,
+        stages: Stages,
+        m: int,
+        again: Container[int],
+        joined: bool,
+        behind: nn.Module | None = None,
     ) -> None:
         self.stages = stages
         #: The modes of the caller.
@@ -41,7 +47,7 @@ class Step:
         self.bodies: list[Body] = []
         order: Order | None = None
         for j, (layers, x, lock) in enumerate(zip(stages.partitions, all_of, stages.locks)):
-            order = Order(layers, order)
+            order = Order(layers, order) if joined else None
             state = LayersState(x, stages.learned) if j in again else None
             self.bodies.append(Body(layers, lock, state, j == 0, order))
         self.numbers = StepNumbers(stages.devices, m)
@@ -71,7 +77,7 @@ class PipelineStep(Step):
     """
 
     def __init__(self, stages: Stages, m: int, checkpointed: Sequence[int]) -> None:
-        super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count})
+        super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
         self.lanes = Lanes(stages)
         #: Whether forks and joins are needed. On the CPU alone autograd has one thread, which runs

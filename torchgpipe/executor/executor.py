@@ -103,7 +103,8 @@ class Executor:
         self.inputs = [[*batch] for batch in batches]
         given = [x for x in chain(*self.inputs) if x.requires_grad]
         self._without_hooks = without_hooks([*chain(*self.weights), *given])
-        self.step = Step(stages, plan.schedule.chunks, {j for j, _ in plan.again}, behind)
+        joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
+        self.step = Step(stages, plan.schedule.chunks, again, joins, behind)
         self.new_cell = crew.cells.begin()
         recording = stages.recording
         #: Takes the times of instructions, while somebody traces the model.

@@ -48,10 +48,6 @@ class Gate:
                 self._tracer = None
                 self._changed.notify_all()
 
-    def is_computing(self) -> bool:
-        """Whether this thread is in a block in which it computes."""
-        return threading.get_ident() in self._computing
-
 
 class Computing:
     """A block in which a thread computes.

@@ -8,6 +8,9 @@ Many models hand masks and embeddings down in this way::
 A second run of the block would find what the last micro-batch got. So what changes between two
 calls of a module is put there again for the second run. What the module itself changes is its own
 affair, as under every wrapper.
+
+The first step also looks into lists, dicts and plain objects among the attributes. From then on
+only those are looked into that the model's code has changed between calls.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
+from torchgpipe.mapped.contents import Content, Contents, fill
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
@@ -35,6 +39,12 @@ class Found(NamedTuple):
 
     keys: Sequence[Key]
     values: Sequence[Any]
+    #: What was within them, of those that are looked into.
+    contents: Mapping[Key, Contents]
+
+    def by_key(self) -> dict[Key, Any]:
+        """The values by key."""
+        return dict(zip(self.keys, self.values))
 
 
 class Attributes:
@@ -51,6 +61,10 @@ class Attributes:
         self._module = module
         #: The attributes that change between calls.
         self._given: dict[Key, None] = {}
+        #: The attributes that are looked into, of which something within changes between calls.
+        self._deep: dict[Key, None] = {}
+        #: Whether all are looked into.
+        self._learning = True
         #: What the last call of a step has found, and what it has left behind.
         self._last: Given | None = None
         self._left: Found | None = None
@@ -62,9 +76,14 @@ class Attributes:
         if len(children) != len(self._children) or not all(map(is_, children, self._children)):
             self._walk()
 
-    def end_step(self) -> None:
-        """Take note of what the model has taken back, and let go of it all."""
+    def end_step(self, m: int) -> None:
+        """Take note of what the model has taken back, and let go of it all.
+
+        Args:
+            m: the number of micro-batches. One alone tells nothing of contents.
+        """
         self._look()
+        self._learning = self._learning and m == 1
         self.let_go()
 
     def let_go(self) -> None:
@@ -76,7 +95,7 @@ class Attributes:
         found, last = self._look(), self._last
         self._left = found
         if last is None or found is not last.found:
-            last = self._last = Given(self._tables, self._given, found)
+            last = self._last = Given(self._tables, self._given, self._deep, found)
         return last
 
     def end(self, given: Given) -> None:
@@ -88,10 +107,12 @@ class Attributes:
         left = self._left
         found = self._unless(left)
         if left is not None and found is not left:
-            now, before = dict(zip(*found)), dict(zip(*left))
+            now, before = found.by_key(), left.by_key()
             for key in now | before:
                 if now.get(key, MISSING) is not before.get(key, MISSING):
                     self._given[key] = None
+        if left is not None and left.contents:
+            self._deep |= {key: None for key, x in left.contents.items() if x.is_changed}
         return found
 
     def _walk(self) -> None:
@@ -104,15 +125,33 @@ class Attributes:
         self._tables = [*map(vars, modules)]
         self._children = [x for table in self._tables for x in table["_modules"].values()]
         self._given.clear()
+        self._deep.clear()
+        self._learning = True
         self._list()
 
     def _unless(self, known: Found | None) -> Found:
         """Read what there is now; return the same object if it is what is known."""
         values = self._values()
         # Without comparing objects: tensors on an accelerator would make the host wait.
-        if known is not None and self._keys is known.keys and all(map(is_, values, known.values)):
+        if (
+            known is not None
+            and self._keys is known.keys
+            and all(map(is_, values, known.values))
+            and not (known.contents and any(x.is_changed for x in known.contents.values()))
+        ):
             return known
-        return Found(self._keys, values)
+        return Found(self._keys, values, self._contents(values))
+
+    def _contents(self, values: Sequence[Any]) -> dict[Key, Contents]:
+        """Look into attributes."""
+        if not self._learning and not self._deep:
+            return {}
+        found = {
+            key: Contents.of(value)
+            for key, value in zip(self._keys, values)
+            if self._learning or key in self._deep
+        }
+        return {key: x for key, x in found.items() if x is not None}
 
     def _values(self) -> list[Any]:
         if [*map(len, self._tables)] != self._sizes:
@@ -150,6 +189,8 @@ class Given(NamedTuple):
     tables: Sequence[dict[str, Any]]
     #: The attributes that change between calls, which later calls may add to.
     keys: Mapping[Key, None]
+    #: Likewise those within which something changes.
+    deep: Mapping[Key, None]
     found: Found
 
     def restored(self) -> RestoredAttributes:
@@ -163,10 +204,11 @@ class RestoredAttributes:
     def __init__(self, given: Given) -> None:
         self._given = given
         self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._filled: list[Content] = []
 
     def __enter__(self) -> None:
-        tables, keys, found = self._given
-        values = dict(zip(*found)) if keys else {}
+        tables, keys, deep, found = self._given
+        values = found.by_key() if keys else {}
         for k, name in keys:
             table, value = tables[k], values.get((k, name), MISSING)
             now = table.get(name, MISSING)
@@ -174,8 +216,13 @@ class RestoredAttributes:
             if now is not value:
                 self._before.append((table, name, now))
                 _put(table, name, value)
+        for key in deep:
+            if key in found.contents:
+                self._filled += found.contents[key].put()
 
     def __exit__(self, *_: object) -> None:
+        for container, elements in reversed(self._filled):
+            fill(container, elements)
         for table, name, value in self._before:
             _put(table, name, value)
 

@@ -212,6 +212,8 @@ class Course:
         """Fence the output of the model."""
         batch = Batch(output)
         if self._turns:
+            # guard: leaving a device with its numbers
+            self._numbers.leave()
             self._turns.wait_for_end_before(self.i)
         # Micro-batches may end on different devices, by their values.
         places = self.step.places
@@ -333,7 +335,7 @@ def _run(
         # A leaf, as the input of a second run is one, cannot be changed.
         batch = _cloned(batch)
     # Most models store nothing.
-    if given is not None and given.keys and is_recomputing():
+    if given is not None and (given.keys or given.deep) and is_recomputing():
         with given.restored(), inside():
             return body.run(batch, copies)
     with inside():

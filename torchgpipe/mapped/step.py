@@ -266,7 +266,7 @@ class MappedStep:
                 body.state.settle()
                 body.state.buffers.settle()
         for attributes in self._attributes.values():
-            attributes.end_step()
+            attributes.end_step(self.m)
         for context in self._contexts:
             context.over = True
 

@@ -11,13 +11,17 @@ Comparing values finds changes that PyTorch does not count, such as those throug
 
 Some layers have parameters instead of buffers for that, as the spectral normalisation that many
 GANs come with, which assigns ``parameter.data`` anew. The first step copies those that are small.
-Of large ones it keeps the memory, which serves as long as a layer assigns other memory.
+Of large ones it keeps the memory, which serves as long as a layer assigns other memory. Whether
+parameters have changed without being counted, their values tell, and of large ones sums of their
+bits. On an accelerator the host would have to wait for that, and no longer be ahead in the first
+step. So there the parameters of a layer are compared if its code names ``.data``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -27,6 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.autograd.versions import address_of, version_of
+from torchgpipe.devices.streams import has_streams
 
 __all__: list[str] = []
 
@@ -72,6 +77,10 @@ class SeenParameter(NamedTuple):
     version: int
     address: int
     copy: nn.Parameter
+    #: Whether its values are compared.
+    compares: bool
+    #: Of a large one, which nobody copies, what :func:`_sums` has returned.
+    sums: Tensor | None
 
     @property
     def is_changed(self) -> bool:
@@ -81,21 +90,32 @@ class SeenParameter(NamedTuple):
             return True
         return address_of(now) != self.address
 
-    @property
-    def has_other_values(self) -> bool:
-        """Whether it was changed without being counted, if it is small and frozen."""
-        if self.tensor.requires_grad or self._is_alone:
-            return False
-        return not _equal(self.tensor.detach(), self.copy)
+    def differing(self) -> Tensor | None:
+        """Tell where it has other values than before, on its device; None if nobody knows."""
+        with suppress(RuntimeError, NotImplementedError):
+            if self.sums is not None:
+                now = _sums(self.tensor)
+                return None if now is None else now != self.sums
+            if self.compares and not self.is_alone:
+                return _bits(_numbers(self.tensor)) != _bits(_numbers(self.copy))
+        return None
 
     @property
-    def is_lost(self) -> bool:
-        """Whether it was changed in place, where nobody has a copy of what it was."""
-        return self._is_alone and version_of(self.tensor) != self.version
-
-    @property
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
+        """Whether nobody has a copy of what it was, or other memory."""
         return self.address == address_of(self.tensor) == address_of(self.copy) > 0
+
+
+class Lost(NamedTuple):
+    """A parameter of which no second run finds what it was.
+
+    Args:
+        place: where it is.
+        late: whether its layer had not changed it before; otherwise it is too large to be copied.
+    """
+
+    place: Place
+    late: bool
 
 
 class Buffers:
@@ -106,6 +126,7 @@ class Buffers:
         learned: what earlier steps have learned about them; this step adds to it.
         parameters: parameters of which nothing is known.
         key: where it is learned whether any of them changes.
+        suspects: the layers whose parameters are compared, even if the host has to wait.
     """
 
     def __init__(
@@ -114,9 +135,10 @@ class Buffers:
         learned: Learned,
         parameters: Sequence[Place] = (),
         key: Place | None = None,
+        suspects: Container[nn.Module] = (),
     ) -> None:
         self._learned = learned
-        self._key = key
+        self._key, self._suspects = key, suspects
         #: Parameters of which nothing is known, and what the first of these cells found there.
         self._parameters = parameters
         self._watched_parameters: list[SeenParameter] = []
@@ -124,8 +146,8 @@ class Buffers:
         self._lists: list[list[Copy]] = []
         #: Whether this step learns of parameters.
         self.watches = False
-        #: A large parameter that was changed in place: no second run finds what it was.
-        self.lost: Place | None = None
+        #: The parameter that makes second runs impossible, if there is one.
+        self.lost: Lost | None = None
         self._changing: list[Place] = []
         #: Buffers of which nothing is known, and what the first of these cells found there.
         self._unknown: list[Place] = []
@@ -174,7 +196,9 @@ class Buffers:
         if self._watched is None:
             # Not when the step began: this stream will free the copies.
             self._watched = [_seen(place, once) for place in self._unknown]
-            self._watched_parameters = [_seen_parameter(x, once) for x in self._parameters]
+            self._watched_parameters = [
+                _seen_parameter(x, once, x[0] in self._suspects) for x in self._parameters
+            ]
             self.watches = bool(self._parameters)
         else:
             # A layer of another partition may share a buffer, and have changed it since.
@@ -195,25 +219,28 @@ class Buffers:
             self.learn_parameters(values=True)
         for seen in self._large:
             if seen.tensor is not None and version_of(seen.tensor) != seen.version:
-                self.lost = seen.place
+                self.lost = Lost(seen.place, late=False)
 
     def learn_parameters(self, *, values: bool = False) -> None:
         """Find out which parameters the layers have changed.
 
         Args:
-            values: whether to compare the values of small ones, on the stream of the partition.
+            values: whether to compare values, on the stream of the partition.
         """
         parameters, self._watched_parameters = self._watched_parameters, []
+        others = _with_other_values(parameters) if values else set()
         for seen in parameters:
-            if not seen.is_changed and not (values and seen.has_other_values):
-                if values and seen.tensor.requires_grad:
+            if not seen.is_changed and seen.place not in others:
+                if values and (seen.tensor.requires_grad or seen.sums is not None):
                     # A model has many of these, and one that changes does so in the first run.
-                    seen = seen._replace(copy=_alias(seen.tensor))
+                    seen = seen._replace(copy=_alias(seen.tensor), sums=None)
                 self._watched_parameters.append(seen)
                 continue
-            if seen.is_lost:
-                self.lost = seen.place
             self._changing.append(seen.place)
+            if seen.is_alone and (seen.place in others or version_of(seen.tensor) != seen.version):
+                # Nothing is learned, so that the next step finds it, too.
+                self.lost = Lost(seen.place, late=seen.tensor.nbytes <= SMALL)
+                continue
             self._note(seen.place, True)
             # Earlier cells have found it as it was in the beginning, too.
             for copies in self._lists:
@@ -239,7 +266,7 @@ class Buffers:
         self._watched = []
         if self.watches:
             self.learn_parameters()
-            if self._key is not None:
+            if self._key is not None and self.lost is None:
                 self._note(self._key, any(x in self._changing for x in self._parameters))
         self.watches, self._watched_parameters, self._lists = False, [], []
         for seen in self._quiet:
@@ -279,16 +306,23 @@ def put(copies: Iterable[Copy]) -> None:
         table[name] = _copy(tensor, once)
 
 
-def lost(place: Place) -> RuntimeError:
+def lost(found: Lost) -> RuntimeError:
     """The error for a parameter of which no second run finds what it was."""
-    module, name = place
-    size = getattr(_buffer(place), "nbytes", 0)
+    (module, name), late = found
+    where = f"layer: {type(module).__name__}, parameter: {name}"
+    if late:
+        return RuntimeError(
+            "under checkpointing, a layer that changes a parameter in its forward must do so from "
+            "the first micro-batch of its first step on, which shows what has to be copied for the "
+            f"recomputation ({where}); have the layer change it in each forward, if only by "
+            "`parameter.mul_(1)`, or use checkpoint='never'"
+        )
     return RuntimeError(
-        "under checkpointing, a layer that changes a parameter in its forward must do so from its "
-        "first step on, and must assign other memory to a large one, since it is computed again "
-        f"with what it had (layer: {type(module).__name__}, parameter: {name}, bytes: {size}, "
-        f"large: more than {SMALL}); use checkpoint='never', or have the layer change it in each "
-        "step, by `parameter.data = ...` if it is large"
+        "under checkpointing, a layer must not change a large parameter in place in its forward, "
+        "since nobody copies what it was for the recomputation "
+        f"({where}, bytes: {getattr(_buffer(found.place), 'nbytes', 0)}, large: more than {SMALL})"
+        "; have the layer give it other memory, as by `parameter.data = parameter.data * 0.9`, or "
+        "use checkpoint='never'"
     )
 
 
@@ -298,12 +332,17 @@ def _buffer(place: Place) -> Tensor | None:
     return module._buffers.get(name) if found is None else found
 
 
-def _seen_parameter(place: Place, once: dict[int, Tensor]) -> SeenParameter:
+def _seen_parameter(place: Place, once: dict[int, Tensor], suspect: bool) -> SeenParameter:
     tensor = _buffer(place)
     assert isinstance(tensor, nn.Parameter)
     copy = _copy(tensor, once)
     assert isinstance(copy, nn.Parameter)
-    return SeenParameter(place, tensor, version_of(tensor), address_of(tensor), copy)
+    free = suspect or not has_streams(tensor.device)
+    sums = _sums(tensor) if free and tensor.nbytes > SMALL else None
+    compares = free or not tensor.requires_grad
+    return SeenParameter(
+        place, tensor, version_of(tensor), address_of(tensor), copy, compares, sums
+    )
 
 
 def _seen(place: Place, once: dict[int, Tensor] | None = None) -> Seen:
@@ -342,6 +381,55 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     with suppress(RuntimeError, NotImplementedError):
         return torch.equal(a, b)
     return True
+
+
+def _with_other_values(parameters: Sequence[SeenParameter]) -> set[Place]:
+    """The places of parameters whose values are not those of before.
+
+    The host waits for each device once.
+    """
+    asked: dict[torch.device, list[tuple[Place, Tensor]]] = {}
+    for seen in parameters:
+        differing = None if seen.is_changed else seen.differing()
+        if differing is not None:
+            asked.setdefault(differing.device, []).append((seen.place, differing.any()))
+    found = set()
+    for pairs in asked.values():
+        # Meta tensors have no values.
+        with suppress(RuntimeError, NotImplementedError):
+            answers = torch.stack([answer for _, answer in pairs]).tolist()
+            found |= {place for (place, _), answer in zip(pairs, answers) if answer}
+    return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of numbers as integers, which are equal for a NaN, too."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()])
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The numbers that a tensor consists of."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _sums(tensor: Tensor) -> Tensor | None:
+    """Sums of about 64 parts of a tensor, or more: of bits, and of numbers; None if it has none.
+
+    The sums of bits change with any one number. If all signs change, they may not, since they are
+    in the type of their numbers: in a longer one they would take twenty times as long on the CPU.
+    """
+    with suppress(RuntimeError, NotImplementedError):
+        numbers = _numbers(tensor)
+        return torch.stack([_by_parts(_bits(numbers)), _bits(_by_parts(numbers))])
+    return None
+
+
+def _by_parts(x: Tensor) -> Tensor:
+    for k in range(1, x.dim()):
+        if prod(x.shape[:k]) >= 64:
+            return x.sum([*range(k, x.dim())], dtype=x.dtype)
+    return torch.stack([part.sum(dtype=x.dtype) for part in x.reshape(-1).chunk(64)])
 
 
 def _warn(place: Place) -> None:

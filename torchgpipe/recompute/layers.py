@@ -10,8 +10,10 @@ torch's own norms are only written, so one copy serves all second runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from inspect import unwrap
 from itertools import chain
 from operator import attrgetter, is_
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe import _torch
 from torchgpipe.autograd.versions import address_of, version_of
 from torchgpipe.partition.sharding import exchanged, is_shard
-from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Place, lost, put
+from torchgpipe.recompute.buffers import Buffers, Copy, Learned, Lost, Place, lost, put
 from torchgpipe.recompute.verification import is_verifying
 from torchgpipe.values.structure import MISSING
 
@@ -134,7 +136,7 @@ class LayersState:
                 if own and module.training:
                     self._norms.append(module)
                 places += [(module, name) for name in module._buffers if name not in own]
-        self.buffers = Buffers(places, learned, unknown, (layers, ""))
+        self.buffers = Buffers(places, learned, unknown, (layers, ""), self._suspects(unknown))
         changing = self.buffers.not_lasting()
         for x in chain.from_iterable(map(dict.values, self._tables)):
             if x is not None and id(x) not in changing:
@@ -220,7 +222,25 @@ class LayersState:
             for module in self._modules if changed else ():
                 for name, x in module._parameters.items():
                     if id(x) in changed and self._may_change(module, name):
-                        self.buffers.lost = module, name
+                        self.buffers.lost = Lost((module, name), late=True)
+
+    def _suspects(self, unknown: Sequence[Place]) -> set[nn.Module]:
+        """Layers that may change parameters through ``.data``, which nobody counts, by their code.
+
+        It may be that of a layer around, or of a hook.
+        """
+        if not unknown:
+            return set()
+        known: dict[type, bool] = {}
+        found: set[nn.Module] = set()
+        for module in self._modules:
+            kind = type(module)
+            if kind not in known:
+                known[kind] = _name_data(_functions_of(kind))
+            hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+            if known[kind] or any(_name_data(_functions_of(hook)) for hook in hooks):
+                found |= {*module.modules()}
+        return found
 
     def _may_change(self, module: nn.Module, name: str) -> bool:
         """Whether a second run finds another value than the first if the layer has a new one."""
@@ -347,6 +367,34 @@ class RestoredLayers:
 
     def __exit__(self, *_: object) -> None:
         self.state.leave(self.replaced)
+
+
+def _functions_of(called: Any) -> list[FunctionType]:
+    """The functions of a class but for PyTorch's own; a function; or those of an object's class."""
+    if not isinstance(called, type):
+        called = getattr(called, "__func__", called)
+        if isinstance(called, FunctionType):
+            return [called]
+        called = type(called)
+    owners = [x for x in called.__mro__ if not x.__module__.startswith("torch.")]
+    own = [x for owner in owners for x in vars(owner).values()]
+    own = [x.__func__ if isinstance(x, staticmethod | classmethod) else x for x in own]
+    return [x for x in own if isinstance(x, FunctionType)]
+
+
+def _name_data(functions: Sequence[FunctionType], helpers: bool = True) -> bool:
+    """Whether the code of functions, or of functions that it names, names ``data``."""
+    for function in map(unwrap, functions):
+        codes = [getattr(function, "__code__", None)]
+        while codes:
+            code = codes.pop()
+            if code is not None:
+                named = [function.__globals__.get(name) for name in code.co_names if helpers]
+                own = [x for x in named if isinstance(x, FunctionType)]
+                if "data" in code.co_names or (own and _name_data(own, helpers=False)):
+                    return True
+                codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    return False
 
 
 def _chosen(found: Identities, kept: Sequence[int]) -> Identities:

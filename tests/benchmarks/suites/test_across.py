@@ -2,11 +2,23 @@
 
 import json
 
+from torch.multiprocessing.spawn import start_processes
+
 from benchmarks.__main__ import main
 from benchmarks.suites import across
+from tests.support.fresh import METHOD, preload
+
+preload("torch._dynamo", "torch.distributed.pipelining")
 
 
-def test_across(tmp_path, capsys):
+def start(*args, start_method, **options):
+    """Start processes without an import of torch in each."""
+    assert start_method == "spawn"
+    return start_processes(*args, start_method=METHOD, **options)
+
+
+def test_across(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(across, "start_processes", start)
     path = tmp_path / "across.json"
     sizes = ["--sizes", "2x8", "--m", "2", "--repeat", "2", "--schedules", "zbv"]
     assert main(["across", *sizes, "--output", str(path)]) == 0

@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.support.helpers import CPUS
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+from torchgpipe.engine import step
 from torchgpipe.values.order import Order
 
 #: Functions of rows whose results have all rows of one view in front of those of the next.
@@ -139,6 +140,17 @@ def test_nobody_watches_layers_that_return_as_many_rows_or_are_compiled():
     assert modes == [0] * 4
     assert order.known
     assert other.known
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_nobody_watches_layers_whose_outputs_nobody_joins(outputs, monkeypatch):
+    """A schedule without outputs returns the loss alone."""
+    made = []
+    monkeypatch.setattr(step, "Order", lambda *args: made.append(Order(*args)) or made[-1])
+    model = GPipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cpu"], chunks=2)
+    training = ScheduledLoss(model, lambda y: y.mean(), "1f1b", outputs=outputs)
+    training(torch.rand(4, 4))
+    assert len(made) == outputs
 
 
 @pytest.mark.parametrize("kind", KINDS)

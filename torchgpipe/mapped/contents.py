@@ -1,0 +1,108 @@
+"""Contents: what the model's code puts into lists, dicts and plain objects of a mapped module.
+
+::
+
+    self.block.state["mask"] = mask
+    x = self.block(x)
+
+The dict stays where it is, so its identity tells nothing. A snapshot has what is within it, and
+within what is within it, by identity, as far as it is of Python's own containers or of classes that
+set attributes in the plain way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from operator import is_
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+#: How deep snapshots look, and at how many values. What is larger is not looked into.
+DEPTH, COUNT = 6, 1000
+
+_SEQUENCES = (list, deque, set)
+_DICTS = (dict, OrderedDict, defaultdict)
+
+#: A container, and its elements; of a dict, or of the attributes of an object, keys and values.
+Content: TypeAlias = tuple[Any, list[Any]]
+
+
+class Contents(NamedTuple):
+    """The containers within a value, with their elements at one time."""
+
+    found: list[Content]
+
+    @classmethod
+    def of(cls, value: Any) -> Contents | None:
+        """The containers within a value; None if there are none."""
+        found: list[Content] = []
+        waiting, seen, count = [(value, DEPTH)], set(), 0
+        while waiting:
+            x, depth = waiting.pop()
+            container = _container(x)
+            if container is None and type(x) is not tuple:
+                continue
+            count += len(x if container is None else container)
+            if id(x) in seen or depth == 0 or count > COUNT:
+                continue
+            seen.add(id(x))
+            elements = [*x] if container is None else _elements(container)
+            if container is not None:
+                found.append((container, elements))
+            waiting += [(element, depth - 1) for element in elements]
+        return cls(found) if found else None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a container has other elements now."""
+        return not all(_same(_elements(container), elements) for container, elements in self.found)
+
+    def put(self) -> list[Content]:
+        """Give the containers these elements; return those they had, of containers that change."""
+        before = []
+        for container, elements in self.found:
+            now = _elements(container)
+            # guard: contents of a call
+            if not _same(now, elements):
+                before.append((container, now))
+                fill(container, elements)
+        return before
+
+
+def fill(container: Any, elements: list[Any]) -> None:
+    """Give a container other elements."""
+    container.clear()
+    if isinstance(container, dict):
+        half = len(elements) // 2
+        container.update(zip(elements[:half], elements[half:]))
+    elif isinstance(container, set):
+        container.update(elements)
+    else:
+        container.extend(elements)
+
+
+def _elements(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    # Without comparing objects: tensors on an accelerator would make the host wait.
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _container(x: Any) -> Any:
+    """The container that holds the elements of a value, or its attributes; None without any."""
+    kind = type(x)
+    if kind in _SEQUENCES or kind in _DICTS:
+        return x
+    # Functions and modules of Python have attributes, too, and PyTorch's objects hold more.
+    if kind.__module__.split(".")[0] in ("builtins", "torch") or isinstance(x, Tensor | nn.Module):
+        return None
+    # Objects with a way of their own may keep more than their attributes in step.
+    owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]
+    own = any("__setattr__" in vars(owner) for owner in owners)
+    return None if own else getattr(x, "__dict__", None)
