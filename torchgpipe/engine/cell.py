@@ -93,20 +93,19 @@ class Cell:
             BaseException: what a layer raised, with a note that names the cell.
         """
         step = self.step
-        note = self.note
         run: Callable[..., Batch] = self.body.run
         if self.body.visited:
-            run = partial(run, note=note.note)
+            run = partial(run, note=str(self))
         recording = step.stages.recording
         if recording is not None:
             run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
-        checkpoint = self._new_checkpoint(run, note) if again else None
+        checkpoint = self._new_checkpoint(run) if again else None
         if checkpoint:
             run = checkpoint.forward
         # guard: letting go of the input
         batch = batch.take()
-        with use_stream(self.stream), note:
+        with use_stream(self.stream), noted(self):
             for lane, parts in self._by_lane(self.arriving) if self.arriving else ():
                 # guard: lane of arriving Wait
                 batch = batch.map(partial(wait, lane, self.stream), parts)
@@ -158,19 +157,18 @@ class Cell:
         staying = None if last else partial(branched, fork)
         return self._on_lanes(batch, partial(branched, departing), staying), phonies
 
-    @property
-    def note(self) -> noted:
-        """Context manager that adds a note with this cell to exceptions."""
-        return noted(f"raised in partition {self.j}, micro-batch {self.i}")
+    def __str__(self) -> str:
+        """The note on an exception of the cell."""
+        return f"raised in partition {self.j}, micro-batch {self.i}"
 
-    def _new_checkpoint(self, run: Callable[..., Batch], note: noted) -> Checkpoint:
+    def _new_checkpoint(self, run: Callable[..., Batch]) -> Checkpoint:
         state = self.body.state
         assert state is not None
         return Checkpoint(
             partial(run, copies=[]) if state.buffers.any else run,
             self.step.context,
             self.stream,
-            noted(note.note, labels.of("R", self.j, self.i)),
+            noted(str(self), labels.of("R", self.j, self.i)),
             state.lasting,
             state.always_calls,
             state.shapes,

@@ -63,6 +63,7 @@ from torch import Tensor
 
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.stages import Stages
@@ -187,7 +188,7 @@ class Pipeline:
             # guard: letting go of a skip
             part = self.skips[cell.i].pop(skip, None)
             if part is None:
-                with cell.note:
+                with noted(cell):
                     raise not_stashed(skip)
             popped[skip] = part
         return batch.with_skips(popped, self.shared[cell.i])
