@@ -38,11 +38,11 @@ class noted:
     If a layer raised it, the note also names the layer.
 
     Args:
-        note: the note.
+        note: the note, or an object whose text it is, which nobody asks for until it is needed.
         label: the label of the work within the block, if somebody observes it.
     """
 
-    def __init__(self, note: str, label: labels.Label | None = None) -> None:
+    def __init__(self, note: object, label: labels.Label | None = None) -> None:
         self.note, self.label = note, label
 
     def __enter__(self) -> None:
@@ -62,7 +62,7 @@ class noted:
         if error is not None:
             # An exception that takes no notes stays without one.
             with suppress(Exception):
-                add_note(error, self.note + (f", layer {name} ({layer.kind})" if name else ""))
+                add_note(error, f"{self.note}" + (f", layer {name} ({layer.kind})" if name else ""))
 
 
 def add_note(error: BaseException, note: str) -> None:

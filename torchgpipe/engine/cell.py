@@ -93,22 +93,22 @@ class Cell:
             BaseException: what a layer raised, with a note that names the cell.
         """
         step = self.step
-        note = self.note
         run: Callable[..., Batch] = self.body.run
         if self.body.visited:
-            run = partial(run, note=note.note)
+            run = partial(run, note=str(self))
         recording = step.stages.recording
         if recording is not None:
             run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
         checkpoint = None
         if again:
-            within = noted(note.note, labels.of("R", self.j, self.i))
+            # Not the cell itself, which the checkpoint would keep.
+            within = noted(str(self), labels.of("R", self.j, self.i))
             checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
             run = checkpoint.forward
         # guard: letting go of the input
         batch = batch.take()
-        with use_stream(self.stream), note:
+        with use_stream(self.stream), noted(self):
             for lane, parts in self._by_lane(self.arriving) if self.arriving else ():
                 # guard: lane of arriving Wait
                 batch = batch.map(partial(wait, lane, self.stream), parts)
@@ -160,10 +160,9 @@ class Cell:
         staying = None if last else partial(branched, fork)
         return self._on_lanes(batch, partial(branched, departing), staying), phonies
 
-    @property
-    def note(self) -> noted:
-        """Context manager that adds a note with this cell to exceptions."""
-        return noted(f"raised in partition {self.j}, micro-batch {self.i}")
+    def __str__(self) -> str:
+        """The note on an exception of the cell."""
+        return f"raised in partition {self.j}, micro-batch {self.i}"
 
     def _on_lanes(self, batch: Batch, departing: Function, staying: Function | None) -> Batch:
         """Apply autograd functions to the output.

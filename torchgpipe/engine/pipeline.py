@@ -62,6 +62,7 @@ from torch import Tensor
 
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.nesting import holding
+from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.stages import Stages
@@ -143,7 +144,7 @@ class Pipeline:
         batch = self.batches[i]
         popped = self.stages.skip_layout.popped[j]
         if popped:
-            with cell.note:
+            with noted(cell):
                 batch = self.parcels[i].unpacked(batch, popped)
         phonies = self.phonies_for(i, j) if self.step.fenced else []
         # guard: join [1] before the layers

@@ -57,6 +57,10 @@ class Computation:
         #: The stream that it computes on.
         self.stream = executor.links.home[self.j]
 
+    def __str__(self) -> str:
+        """The note on an exception of it."""
+        return self.executor.where(self.w, self.op)
+
     @property
     def label(self) -> labels.Label | None:
         """The label of its work, if somebody observes it."""
@@ -69,7 +73,7 @@ class Computation:
 
     def doing(self) -> noted:
         """Context manager that tells what is computed, in notes on exceptions and by labels."""
-        return noted(self.executor.where(self.w, self.op), self.label)
+        return noted(self, self.label)
 
     def on(self, stream: AbstractStream, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function that does a piece of this computation on a stream."""
@@ -132,7 +136,8 @@ class Forward(Computation):
             run,
             executor.criterion if j == executor.last else None,
             again=again,
-            within=noted(executor.where(self.w, self.op)) if again else NOTHING,
+            # What the checkpoint holds, it must not hold this.
+            within=noted(str(self)) if again else NOTHING,
         )
 
     def settle(self, found: Batch) -> None:

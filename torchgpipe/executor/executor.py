@@ -143,23 +143,11 @@ class Executor:
         self.around(lambda: self.crew.workers.run(tasks, self.step.context))
 
     def _tasks(self) -> list[Task]:
-        line = [self.plan.devices[:w].count(device) for w, device in enumerate(self.plan.devices)]
-        place: dict[Op, tuple[int, int]] = {}
-        tasks = []
-        for number, (w, instruction, edges) in enumerate(self.plan.order):
-            for op in operations(instruction):
-                place[op] = w, number
-            others = [place[source] for source, _ in edges]
-            tasks.append(
-                Task(
-                    number,
-                    self.plan.devices[w],
-                    partial(self.perform, w, instruction),
-                    [other for worker, other in dict.fromkeys(others) if worker != w],
-                    line[w],
-                )
-            )
-        return tasks
+        plan = self.plan
+        return [
+            Task(number, plan.devices[w], partial(self.perform, w, x), needs, plan.lines[w])
+            for number, ((w, x, _), needs) in enumerate(zip(plan.order, plan.needs))
+        ]
 
     def around(self, run: Callable[[], None]) -> None:
         """Call a function that runs all instructions, with random numbers and streams prepared."""

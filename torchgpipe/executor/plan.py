@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,14 @@ from torch.nn import Module
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.partition.arguments import Modes
 from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.program import Edge, Instruction, Program, operations_of
+from torchgpipe.schedule.program import (
+    Edge,
+    Instruction,
+    Op,
+    Program,
+    operations,
+    operations_of,
+)
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import named
 from torchgpipe.schedule.simulator import in_order
@@ -56,6 +63,23 @@ class Plan:
     devices: tuple[torch.device, ...]
     order: Sequence[tuple[int, Instruction, Sequence[Edge]]]
     again: frozenset[tuple[int, int]]
+
+    # A plan serves for many steps.
+    @cached_property
+    def lines(self) -> list[int]:
+        """For each worker, how many workers of the same device come before it."""
+        return [self.devices[:w].count(device) for w, device in enumerate(self.devices)]
+
+    @cached_property
+    def needs(self) -> list[list[int]]:
+        """For each instruction, the places of those of other workers that it needs."""
+        place: dict[Op, tuple[int, int]] = {}
+        found = []
+        for number, (w, instruction, edges) in enumerate(self.order):
+            place.update(dict.fromkeys(operations(instruction), (w, number)))
+            sources = dict.fromkeys([place[source] for source, _ in edges])
+            found.append([other for worker, other in sources if worker != w])
+        return found
 
 
 def plan(

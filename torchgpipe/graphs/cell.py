@@ -363,4 +363,6 @@ def _as_traced(grad: Tensor | None, tangent: Any) -> Tensor | None:
     if grad is None or tangent is None:
         return grad
     expected: Tensor = tangent.meta["val"]
-    return laid_out(grad.to(expected.dtype), expected.stride())
+    if grad.dtype != expected.dtype:
+        grad = grad.to(expected.dtype)
+    return laid_out(grad, expected.stride())

@@ -57,15 +57,14 @@ class Order:
     Attributes:
         blocks: the places of tensors whose rows are block by block, among those that the layers
             have returned for the second micro-batch.
-        known: whether the second micro-batch was computed.
+        known: whether no micro-batch is left that tells anything.
     """
 
     def __init__(self, layers: nn.Module, before: Order | None = None) -> None:
         self._layers, self._before = layers, before
-        #: The rows of the first micro-batch; None before it.
-        self._rows: int | None = None
-        #: Whether the layers have returned more rows than they were given.
-        self._grows = False
+        #: Whether the layers have returned more rows than they were given; None before they have
+        #: computed the first micro-batch.
+        self._grows: bool | None = None
         self._watch: Watch | None = None
         self.blocks: frozenset[int] = frozenset()
         self.known = False
@@ -76,7 +75,7 @@ class Order:
         Args:
             given: the tensors that the layers are called with.
         """
-        if self._rows is None:
+        if self._grows is None or self.known:
             return NOTHING
         entering = self._before.blocks if self._before is not None else ()
         rows = rows_of(given)
@@ -93,15 +92,20 @@ class Order:
             given: the tensors that the layers were called with, or others with as many rows.
             returned: the tensors that they have returned.
         """
-        if self._rows is None:
-            self._rows = rows = rows_of(given)
+        before = self._before
+        if self._grows is None:
+            rows = rows_of(given)
             self._grows = any(rows_of([x]) > rows > 0 for x in returned)
+            # Most models have no rows in blocks, which nobody pays for more than once in a step.
+            joined = before is None or (before.known and not before.blocks)
+            self.known = joined and not self._grows
             return
-        self.known = True
         if self._watch is not None:
             watch, self._watch = self._watch, None
             watch.over = True
             self.blocks = frozenset([k for k, x in enumerate(returned) if watch.is_in_blocks(x)])
+        # Last, since the layers behind may be in another thread.
+        self.known = True
 
 
 class Watch(TorchFunctionMode):
@@ -205,7 +209,10 @@ def _products(shape: Iterable[int]) -> list[int]:
 
 def rows_of(tensors: Iterable[Tensor]) -> int:
     """The first size of the first of some tensors that has a row; 0 without any."""
-    return next((x.shape[0] for x in tensors if is_dense(x) and x.dim() and x.shape[0]), 0)
+    for x in tensors:
+        if is_dense(x) and x.dim() and (rows := x.shape[0]):
+            return rows
+    return 0
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -33,6 +33,23 @@ def test_note_names_the_layer_that_raised():
     assert note_of(caught.value) == "where, layer 0.inner (Linear)"
 
 
+def test_nobody_asks_for_the_text_of_a_note_that_is_not_needed():
+    class Place:
+        asked = 0
+
+        def __str__(self):
+            self.asked += 1
+            return "where"
+
+    place = Place()
+    with noted(place):
+        pass
+    assert not place.asked
+    with pytest.raises(KeyError) as caught, noted(place):
+        raise KeyError
+    assert note_of(caught.value) == "where"
+
+
 def test_block_within_a_layer_leaves_its_name():
     with pytest.raises(KeyError) as caught, noted("where"):
         layer.name, layer.kind = "outer", "Module"

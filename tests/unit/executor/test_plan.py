@@ -83,6 +83,31 @@ def test_skips_are_needs():
     assert {str(source) for source, _ in edges} == {"0F0", "1F0"}
 
 
+def test_instructions_of_other_workers_that_an_instruction_needs():
+    made = make("1f1b", skips=[(0, 2)])
+    names = [str(x) for _, x, _ in made.order]
+    needed = {name: {names[k] for k in needs} for name, needs in zip(names, made.needs)}
+    assert needed["0F0"] == set()
+    assert needed["2F1"] == {"1F1", "0F1"}
+    # Its own forward is on the same worker.
+    assert needed["1B3"] == {"2B3"}
+    assert made.needs is made.needs
+
+
+def test_an_overlap_is_one_instruction_to_those_that_need_it():
+    text = "0F0 0F1 0B0 0B1\n1F0 (1F1;1B0) 1B1"
+    made = make(parse(text, (0, 1), 2), GPUS[:2], 2)
+    names = [str(x) for _, x, _ in made.order]
+    needed = {name: {names[k] for k in needs} for name, needs in zip(names, made.needs)}
+    assert needed["(1F1;1B0)"] == {"0F1"}
+    assert needed["0B0"] == {"(1F1;1B0)"}
+
+
+def test_workers_of_one_device_have_lines():
+    assert make("1f1b", CPUS).lines == [0, 1, 2, 3]
+    assert make("1f1b").lines == [0] * 4
+
+
 @pytest.mark.parametrize(("mode", "kinds_of_mode"), [("never", "FB"), ("always", "FRB")])
 def test_modes(mode, kinds_of_mode):
     assert kinds(make("1f1b", mode=mode)) == {*kinds_of_mode}

@@ -153,6 +153,45 @@ def test_nobody_watches_layers_whose_outputs_nobody_joins(outputs, monkeypatch):
     assert len(made) == outputs
 
 
+def test_the_second_micro_batch_tells_something_behind_layers_that_return_more_rows_alone():
+    x, layer = torch.rand(4, 2), nn.Linear(2, 2)
+    before = Order(layer)
+    growing = Order(layer, before)
+    behind = Order(layer, growing)
+    for order, result in ((before, x), (growing, x.repeat(2, 1)), (behind, x.repeat(2, 1))):
+        given = (x if order is not behind else x.repeat(2, 1),)
+        with order.begin(given):
+            assert torch._C._len_torch_function_stack() == 0
+        order.end(given, (result,))
+    assert [order.known for order in (before, growing, behind)] == [True, False, False]
+    with growing.begin((x,)):
+        result = x.repeat(2, 1)
+    growing.end((x,), (result,))
+    with behind.begin((result,)):
+        assert torch._C._len_torch_function_stack() == 1
+        output = layer(result)
+    behind.end((result,), (output,))
+    assert growing.blocks == behind.blocks == {0}
+    assert growing.known
+    assert behind.known
+
+
+def test_layers_that_begin_behind_known_rows_in_blocks():
+    """The layers before may have computed the second micro-batch by then."""
+    x, layer = torch.rand(4, 2), nn.Linear(2, 2)
+    growing = Order(layer)
+    behind = Order(layer, growing)
+    for _ in range(2):
+        with growing.begin((x,)):
+            result = x.repeat(2, 1)
+        growing.end((x,), (result,))
+    for _ in range(2):
+        with behind.begin((result,)):
+            output = layer(result)
+        behind.end((result,), (output,))
+    assert behind.blocks == {0}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [2, 5])
 def test_weights_that_are_joined_have_no_rows(rows, kind):
