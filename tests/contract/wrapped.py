@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.support.helpers import notes_of
 from tests.support.size import SOAK
-from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+from torchgpipe import Chunks, GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.values.structure import Arguments
 
 #: The runs: for each its wrapper, and for schedules the name and the kind of stages.
@@ -135,7 +135,7 @@ class Wrapped:
     def loss(self, input, *targets):
         """The loss of a mini-batch, before its backward."""
         self.output = self.forward(input)
-        if not isinstance(self.output, list):
+        if not any(isinstance(x, Chunks) for x in targets):
             return self._loss_of(self.output, targets)
         # The caller has divided the mini-batch.
         each = zip(self.output, *[x.values for x in targets])

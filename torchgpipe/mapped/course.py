@@ -156,7 +156,7 @@ class Course:
                 else:
                     if self.step.is_visited(mapped.module):
                         tensors = tensors_of((args, kwargs))
-                        visit = Visit(mapped.module, tensors, tuple, note.note)
+                        visit = Visit(mapped.module, tensors, tuple, str(note.note))
                         inner = partial(_visited, visit, inner)
                     if self.step.recording is not None:
                         inner = self._recorded(inner, cell)
@@ -177,7 +177,7 @@ class Course:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
         run: Callable[..., Batch] = partial(_run, body, given, starts_in_place(mapped.module))
         if self.step.is_visited(mapped.module):
-            run = partial(run, note=note.note)
+            run = partial(run, note=str(note.note))
         if self.step.recording is not None:
             run = self.step.recording.around(run, self._where(cell))
         checkpoint = body.checkpoint(run, self.step.new_context(), cell.stage.compute, note)
