@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import torchgpipe
-from tests.contract.autograd import trained
 from tests.contract.promises import promise
+from tests.contract.wrapped import trained
 
 
 class Block(nn.Module):
