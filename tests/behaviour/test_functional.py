@@ -86,17 +86,6 @@ def same(a, b):
 # functional_call.
 
 
-def test_some_replaced_parameters(models, input):
-    found = []
-    for model in models:
-        name, leaf = next(iter(replacements(model).items()))
-        functional_call(model, {name: leaf * 2}, (input,)).square().sum().backward()
-        own = dict(model.named_parameters())
-        assert own.pop(name).grad is None
-        found.append([leaf.grad, *[p.grad for p in own.values()]])
-    same(*found)
-
-
 def test_replaced_buffers_are_updated_instead_of_the_own(models, input):
     found = []
     for model in models:

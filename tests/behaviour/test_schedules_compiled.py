@@ -1,5 +1,7 @@
 """Compiled layers refuse a retained graph, and are right under any schedule all the same."""
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo
@@ -72,11 +74,20 @@ def flex():
     return layers, plain, torch.rand(8, LENGTH, 8), torch.rand(8, LENGTH, 8)
 
 
+def whole():
+    """Layers that are compiled as a whole, the same without, an input and a target."""
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6)) for _ in range(4)]
+    plain = nn.Sequential(*copy.deepcopy(blocks))
+    layers = [torch.compile(block, backend="aot_eager") for block in blocks]
+    return layers, plain, torch.rand(8, 6), torch.rand(8, 6)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients(mode, caplog):
+@pytest.mark.parametrize("kind", [whole, flex])
+def test_gradients(kind, mode, caplog):
     """Compiled layers run their whole backward at I, which a debug message says once."""
     torch.manual_seed(0)
-    layers, plain, x, y = flex()
+    layers, plain, x, y = kind()
     F.mse_loss(plain(x), y).backward()
     # The first backward of a compiled layer decides that it frees what it has saved.
     layers[0](x).sum().backward()

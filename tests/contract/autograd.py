@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.contract.promises import Otherwise, promise
 from tests.contract.values import batch
-from tests.contract.wrapped import assert_same_grads, linears, plain_step
+from tests.contract.wrapped import assert_same_grads, linears, plain_step, trained
 from torchgpipe import is_recomputing
 
 #: A step across processes has its backward inside.
@@ -44,15 +44,6 @@ def pair(make, layers=None, **options):
 
 def plain_loss(layers, input, target):
     return F.mse_loss(layers(input), target)
-
-
-def trained(model, layers, rows=(8, 8), step=None):
-    """Check losses and gradients of steps against the plain layers."""
-    for count in rows:
-        x, y, *moved = batch(count, model)
-        expected = plain_step(layers, x, y)
-        torch.testing.assert_close((step or model.step)(*moved).cpu(), expected)
-        assert_same_grads(model, layers)
 
 
 def same(found, expected):
@@ -395,20 +386,41 @@ def transforms(make):
     trained(model.train(), layers)
 
 
-@promise("``functional_call`` computes with other parameters, which get the gradients.", **LOSS)
-def other_parameters(make):
-    model, layers, plain, own = pair(make)
-    others = {name: torch.rand_like(x) for name, x in layers.named_parameters()}
-    found = []
-    for run in ("plain", "own"):
-        leaves = {name: x.clone().requires_grad_() for name, x in others.items()}
-        given = {name: (x * 2).tanh() for name, x in leaves.items()}
-        if run == "plain":
-            loss = F.mse_loss(functional_call(layers, given, (plain[0],)), plain[1])
-        else:
-            loss = model.loss_with(given, *own)
-        # Long after the own parameters are back in their places.
-        loss.backward()
-        found.append([leaf.grad for leaf in leaves.values()])
-    torch.testing.assert_close(*found)
-    assert not [*filter(torch.is_tensor, model.grads.values())]
+class Rows(nn.Module):
+    """A layer that counts rows in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x):
+        if not is_recomputing():
+            self.rows += len(x)
+        return x.sin()
+
+
+@promise("``functional_call`` takes other parameters and buffers, all of them or some.", **LOSS)
+def other_tensors(make):
+    model, layers, plain, own = pair(make, nn.Sequential(*linears(6, 6), Rows(), nn.Linear(6, 6)))
+    names = [name for name, _ in layers.named_parameters()]
+    for some in (names, names[1:3]):
+        found = []
+        for loss_with in (partial(functional_call, layers), model.loss_with):
+            torch.manual_seed(0)
+            leaves = {name: torch.rand(6).requires_grad_() for name in some}
+            shapes = {name: layers.get_parameter(name).shape for name in some}
+            given = {name: (x * 2).tanh().expand(shapes[name]) for name, x in leaves.items()}
+            given["2.rows"] = rows = torch.zeros(())
+            if loss_with == model.loss_with:
+                loss = loss_with(given, *own)
+            else:
+                loss = F.mse_loss(loss_with(given, (plain[0],)), plain[1])
+            # Long after the own tensors are back in their places.
+            loss.backward()
+            found.append([leaf.grad for leaf in leaves.values()])
+            # On another device there is a copy.
+            assert rows == 8 or model.first.type != "cpu"
+        torch.testing.assert_close(*found)
+    # Those that were not replaced have their own.
+    assert_same_grads(model, layers)
+    assert not any(model.buffers.values())

@@ -8,10 +8,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn.modules import module as of_all_modules
 
-from tests.contract.autograd import trained
 from tests.contract.promises import Otherwise, promise
 from tests.contract.values import batch
-from tests.contract.wrapped import assert_same_grads, linears, plain_step
+from tests.contract.wrapped import assert_same_grads, linears, plain_step, trained
 from torchgpipe import is_recomputing
 
 M = 4

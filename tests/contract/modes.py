@@ -4,6 +4,7 @@ import contextvars
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.contract.autograd import NO_GRAPH, pair, plain_loss, same, trained
+from tests.contract.autograd import NO_GRAPH, pair, plain_loss, same
 from tests.contract.promises import Otherwise, promise
 from tests.contract.values import batch
-from tests.contract.wrapped import assert_same_grads, linears, plain_step
+from tests.contract.wrapped import assert_same_grads, linears, plain_step, trained
 from tests.unit.ambient.test_context import MODES, entered
 from torchgpipe import is_recomputing
 from torchgpipe.ambient.context import Modes
@@ -76,6 +77,47 @@ def evaluation(make):
             expected = layers(x).detach(), plain_loss(layers, x, y).detach()
             found = model.forward(moved[0]), model.loss(*moved)
             torch.testing.assert_close([x.detach().cpu() for x in found], [*expected])
+
+
+ALONE = Otherwise("In eval mode it computes the loss alone.", "does not require grad")
+
+
+@promise(
+    "In eval mode there are gradients, too, for which no layer runs again.",
+    otherwise=dict.fromkeys(["ScheduledLoss", "ScheduledLoss of graphs", "Pipe"], ALONE),
+    modes=True,
+    eager=True,
+)
+def eval_gradients(make):
+    log = []
+    layers = nn.Sequential(*[Look(log) for _ in range(4)])
+    model, layers, plain, own = pair(make, layers)
+    model.train(False)
+    plain_step(layers, *plain)
+    model.loss(*own).backward()
+    assert_same_grads(model, layers)
+    assert not any(again for again, _ in log)
+
+
+class Partly(nn.Module):
+    """A layer that changes the grad mode itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.one(x).abs().mean(1, keepdim=True)
+            with torch.enable_grad():
+                y = self.one(x)
+        return (self.other(x) / scale + y).tanh()
+
+
+@promise("Layers may leave and enter grad mode themselves.", modes=True, devices=True)
+def partly_without_grad(make):
+    layers = nn.Sequential(*[Partly() for _ in range(4)])
+    trained(make(layers), layers)
 
 
 @promise("A layer that is in eval mode stays so while the model trains.", modes=True)
@@ -252,6 +294,13 @@ class SinesOfOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Placed(nn.Module):
+    """A layer that computes by the default device."""
+
+    def forward(self, x):
+        return x * 2 if torch.ones(()).device.type == "meta" else x
+
+
 @promise(
     "Modes of the caller may replace what layers call, while they are active.",
     modes=True,
@@ -259,10 +308,11 @@ class SinesOfOperators(TorchDispatchMode):
     eager=True,
 )
 def replaced(make):
-    layers = linears(6, 6, 6)
+    layers = nn.Sequential(*linears(6, 6), Placed(), *linears(6, 6))
     model = make(layers)
     x, y, *moved = batch(8, model)
-    for around in (SinesOfOperators, nullcontext, Sines, nullcontext):
+    meta = partial(torch.device, "meta")
+    for around in (SinesOfOperators, nullcontext, meta, Sines, nullcontext):
         with around():
             expected = plain_step(layers, x, y)
             torch.testing.assert_close(model.step(*moved).cpu(), expected)

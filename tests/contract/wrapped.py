@@ -157,15 +157,15 @@ class Wrapped:
         """Clip the gradients, and return their norm before."""
         return nn.utils.clip_grad_norm_(self.layers.parameters(), norm)
 
-    def loss_with(self, parameters, input, *targets):
-        """The loss with other parameters in place of those of the layers, by their names."""
-        own = {id(x): name for name, x in self.layers.named_parameters()}
-        each = self.model.named_parameters()
-        given = {name: parameters[own[id(x)]].to(x.device) for name, x in each}
+    def loss_with(self, tensors, input, *targets):
+        """The loss with other parameters and buffers, by their names in the layers."""
+        own = {id(x): name for name, x in _tensors(self.layers)}
+        each = [(name, own[id(x)], x.device) for name, x in _tensors(self.model)]
+        given = {name: tensors[key].to(device) for name, key, device in each if key in tensors}
         return self.called_with(given, input, *targets)
 
     def called_with(self, given, input, *targets):
-        """The loss with other parameters, by the names of the wrapper."""
+        """Likewise, by their names in the wrapper."""
         return self.criterion(functional_call(self.model, given, (input,)), *targets)
 
     def train(self, mode=True):
@@ -222,6 +222,10 @@ class Wrapped:
             warnings.simplefilter("always")
             yield found
         found += self.all([str(x.message) for x in caught])
+
+
+def _tensors(module):
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 class Mapped(Wrapped):
@@ -296,3 +300,13 @@ def assert_same_grads(model, layers, **tolerance):
     for name, grad in expected.items():
         if grad is not None:
             torch.testing.assert_close(found[name].to(grad.device), grad, **tolerance)
+
+
+def trained(model, layers, rows=(8, 8), step=None):
+    """Check losses and gradients of steps against the plain layers, which have six features."""
+    for count in rows:
+        x, y = torch.rand(2, count, 6)
+        expected = plain_step(layers, x, y)
+        found = (step or model.step)(x.to(model.first), y.to(model.last))
+        torch.testing.assert_close(found.cpu(), expected)
+        assert_same_grads(model, layers)
