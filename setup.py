@@ -14,7 +14,7 @@ demo = ["scikit-learn", "tqdm"]
 examples = ["accelerate", "lightning", "safetensors", "transformers"]
 # Not among all: it needs torchvision, which has to be made for the very build of torch.
 timm = ["timm"]
-test = ["hypothesis", "peft", "pytest"]
+test = ["expecttest", "hypothesis", "peft", "pytest"]
 check = ["mypy", "pre-commit", "ruff"]
 # Not among all either: only `make coverage` and `make dist` use them.
 coverage = ["coverage[toml]"]

@@ -169,6 +169,24 @@ def test_change_that_begins_later_is_an_error(wrapper):
         model(torch.randn(6, 4)).mean().backward()
 
 
+def test_the_remedy_of_a_change_that_begins_later():
+    class Late(Scaled):
+        steps = 0
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.scale.mul_(1)
+            return super().forward(x) if self.steps else x * self.scale.clone()
+
+    layers, found = model_of(nn.Linear(4, 4), Late("in place"), nn.Linear(4, 4), nn.Tanh()), []
+    for mode in ("never", "always"):
+        model = gpipe(copy.deepcopy(layers), mode)
+        for model[1].steps in range(2):
+            model(torch.ones(7, 4)).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    same(*found)
+
+
 def test_verification_finds_nothing():
     model = gpipe(
         model_of(nn.Linear(4, 4), *[Scaled(change) for change in [*CHANGES][:3]]), "always"

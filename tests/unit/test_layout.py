@@ -24,7 +24,6 @@ OF_ALL = {
 ELSEWHERE = {
     "recompute/verification": "behaviour/test_verify_recomputation.py",
     "mapped/attributes": "behaviour/test_mapped_attributes.py",
-    "mapped/contents": "behaviour/test_mapped_attributes.py",
     "ambient/autocast": "behaviour/test_autocast.py",
     "ambient/thread": "behaviour/test_unwinding.py",
     "ambient/transforms": "behaviour/test_functional.py",

@@ -45,6 +45,11 @@ TESTS = {
         "threads modes": ("test_mapped_threads", "modes_that_only_the_caller_computes_in", {}),
         "threads failures": ("test_mapped_threads", "a_failure_ends_all_threads", {}),
         "threads attributes": ("test_mapped_threads", "attributes", {}),
+        "shared box": (
+            "test_mapped_values",
+            "a_box_that_blocks_on_several_devices_share",
+            {},
+        ),
         "threads ends": (
             "test_mapped_threads",
             "micro_batches_that_end_leave_the_numbers_of_others",
@@ -111,7 +116,8 @@ MUTANTS = {
     ),
     "errors of the first micro-batch": (("min(self._failed, i)", "-1"), "mapped threads failures"),
     "attributes of a call": (("now is not value", "False"), "attributes of a call"),
-    "contents of a call": (("if not _same", "if False and not _same"), "contents of a call"),
+    "contents of a call": (("if _same", "if True or _same"), "contents of a call"),
+    "contents of several devices": (("body.lock, ", ""), "mapped shared box"),
     "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from torchgpipe.mapped.contents import Content, Contents, fill
+from torchgpipe.mapped.contents import Contents, Replaced, fill
 from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
@@ -204,7 +204,7 @@ class RestoredAttributes:
     def __init__(self, given: Given) -> None:
         self._given = given
         self._before: list[tuple[dict[str, Any], str, Any]] = []
-        self._filled: list[Content] = []
+        self._filled: list[Replaced] = []
 
     def __enter__(self) -> None:
         tables, keys, deep, found = self._given
@@ -221,8 +221,8 @@ class RestoredAttributes:
                 self._filled += found.contents[key].put()
 
     def __exit__(self, *_: object) -> None:
-        for container, elements in reversed(self._filled):
-            fill(container, elements)
+        for replaced in reversed(self._filled):
+            fill(*replaced)
         for table, name, value in self._before:
             _put(table, name, value)
 

@@ -27,8 +27,15 @@ DEPTH, COUNT = 6, 1000
 _SEQUENCES = (list, deque, set)
 _DICTS = (dict, OrderedDict, defaultdict)
 
+#: Where classes are defined whose objects are not looked into: functions and modules of Python have
+#: attributes, too, and the calls of mapped modules refer to what lasts.
+_OTHERS = ("builtins", "torch", "torchgpipe", "threading", "logging")
+
 #: A container, and its elements; of a dict, or of the attributes of an object, keys and values.
 Content: TypeAlias = tuple[Any, list[Any]]
+
+#: A container, elements that it had, and whether these are all.
+Replaced: TypeAlias = tuple[Any, list[Any], bool]
 
 
 class Contents(NamedTuple):
@@ -61,21 +68,40 @@ class Contents(NamedTuple):
         """Whether a container has other elements now."""
         return not all(_same(_elements(container), elements) for container, elements in self.found)
 
-    def put(self) -> list[Content]:
+    def put(self) -> list[Replaced]:
         """Give the containers these elements; return those they had, of containers that change."""
-        before = []
+        before: list[Replaced] = []
         for container, elements in self.found:
-            now = _elements(container)
+            now, whole = _elements(container), True
             # guard: contents of a call
-            if not _same(now, elements):
-                before.append((container, now))
-                fill(container, elements)
+            if _same(now, elements):
+                continue
+            half = len(now) // 2
+            if isinstance(container, dict) and _same(now[:half], elements[: len(elements) // 2]):
+                # Some values: other threads may use others meanwhile.
+                pairs = zip(now[:half], now[half:], elements[half:])
+                changed = [x for x in pairs if x[1] is not x[2]]
+                keys, whole = [key for key, _, _ in changed], False
+                now = [*keys, *[had for _, had, _ in changed]]
+                elements = [*keys, *[wanted for _, _, wanted in changed]]
+            before.append((container, now, whole))
+            fill(container, elements, whole)
         return before
 
 
-def fill(container: Any, elements: list[Any]) -> None:
-    """Give a container other elements."""
-    container.clear()
+def fill(container: Any, elements: list[Any], whole: bool = True) -> None:
+    """Give a container other elements.
+
+    Args:
+        container: the container.
+        elements: the elements; of a dict, the keys and the values.
+        whole: whether these are all.
+    """
+    if isinstance(container, list):
+        container[:] = elements
+        return
+    if whole:
+        container.clear()
     if isinstance(container, dict):
         half = len(elements) // 2
         container.update(zip(elements[:half], elements[half:]))
@@ -99,8 +125,7 @@ def _container(x: Any) -> Any:
     kind = type(x)
     if kind in _SEQUENCES or kind in _DICTS:
         return x
-    # Functions and modules of Python have attributes, too, and PyTorch's objects hold more.
-    if kind.__module__.split(".")[0] in ("builtins", "torch") or isinstance(x, Tensor | nn.Module):
+    if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
         return None
     # Objects with a way of their own may keep more than their attributes in step.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]

@@ -336,7 +336,9 @@ def _run(
         batch = _cloned(batch)
     # Most models store nothing.
     if given is not None and (given.keys or given.deep) and is_recomputing():
-        with given.restored(), inside():
+        # Modules of several devices may share what is within their attributes.
+        # guard: contents of several devices
+        with body.lock, given.restored(), inside():
             return body.run(batch, copies)
     with inside():
         return body.run(batch, copies, note)
