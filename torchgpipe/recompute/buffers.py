@@ -227,6 +227,10 @@ class Buffers:
         """
         return FirstRun(self, copies)
 
+    def late(self) -> list[Copy]:
+        """What layers have changed for the first time, for a second run, which shall not do so."""
+        return [(seen.place, _buffer(seen.place)) for seen in self._quiet if seen.is_changed]
+
     def settle(self) -> None:
         """Take note, after a forward, of the buffers that checkpointed cells have not changed."""
         for seen in self._watched or ():
