@@ -228,7 +228,7 @@ class Buffers:
         return FirstRun(self, copies)
 
     def late(self) -> list[Copy]:
-        """What layers have changed for the first time, for a second run, which shall not do so."""
+        """List what layers have begun to change, for second runs, which shall not change it, too."""
         return [(seen.place, _buffer(seen.place)) for seen in self._quiet if seen.is_changed]
 
     def settle(self) -> None:
