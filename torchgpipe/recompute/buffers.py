@@ -228,7 +228,7 @@ class Buffers:
         return FirstRun(self, copies)
 
     def late(self) -> list[Copy]:
-        """List what layers have begun to change, for second runs, which shall not change it, too."""
+        """List what layers have begun to change, which second runs shall not change again."""
         return [(seen.place, _buffer(seen.place)) for seen in self._quiet if seen.is_changed]
 
     def settle(self) -> None:
