@@ -108,24 +108,6 @@ def ties(model):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cuts", [None, "two", "each"])
-@pytest.mark.parametrize("make", MODELS)
-def test_training(make, cuts, mode, device, input):
-    """Tied parameters train within a partition and across partitions."""
-    reference = make().to(device)
-    model = divided(make(), device, cuts=cuts, mode=mode)
-    assert len(list(model.parameters())) == len(list(reference.parameters()))
-    expected = train(reference, lambda x: plain(reference, x, 3), input)
-    for a, b in zip(expected, train(model, model, input), strict=True):
-        torch.testing.assert_close(b, a)
-    assert ties(model) == ties(reference)
-    # Across partitions it is no longer the same order in which a norm sees micro-batches.
-    ordered = cuts is None or make is not with_a_norm
-    for a, b in zip(reference.buffers(), model.buffers(), strict=True):
-        assert torch.equal(a, b) or not (ordered or a.dim() == 0)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_gradients(mode, device, input):
     found = []
     module = language_model().to(device)

@@ -124,6 +124,27 @@ def tied(make):
                 optimizer.step()
 
 
+@promise(
+    "A batch norm that comes twice counts what both places have seen.",
+    modes=True,
+    otherwise={
+        "Pipe": Otherwise(
+            "each process would have statistics of its own: an error says so",
+            "a norm with running statistics must be in one process",
+        )
+    },
+)
+def norm_in_two_places(make):
+    norm, x = nn.BatchNorm1d(4), torch.rand(8, 4)
+    layers = nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh(), norm, nn.Linear(4, 3))
+    model = make(layers, loss=mean_of_squares)
+    for _ in range(2):
+        expected = plain_step(layers, x, loss=mean_of_squares, chunks=4)
+        torch.testing.assert_close(model.step(x), expected)
+    assert_same_grads(model, layers)
+    assert model.buffers["1.num_batches_tracked"] == 16
+
+
 # In place.
 
 

@@ -45,12 +45,15 @@ NORMS = {
 # Deferred norms.
 
 
-def checked_deferred(make, batches, **options):
+def checked_deferred(make, batches, converted=True, **options):
     """Check that deferred norms have the statistics of mini-batches, whatever the micro-batches."""
     plain = between(nn.BatchNorm1d(4, **options), nn.Sequential(nn.BatchNorm1d(4, **options)))
     # The second norm sees what the first one has made of micro-batches.
-    deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
-    model = make(deferred, loss=mean_of_squares, chunks=3)
+    if converted:
+        deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
+        model = make(deferred, loss=mean_of_squares, chunks=3)
+    else:
+        model = make(plain, loss=mean_of_squares, chunks=3, deferred_batch_norm=True)
     for x in batches:
         model.step(x.to(model.first))
         y = plain[0](x)
@@ -62,15 +65,16 @@ def checked_deferred(make, batches, **options):
 
 
 @promise(
-    "Deferred batch norms update their statistics once per mini-batch, with its mean and variance, "
-    "whatever the micro-batches are.",
+    "Deferred batch norms, converted before or by deferred_batch_norm=True, update their "
+    "statistics once per mini-batch, with its mean and variance, whatever the micro-batches are.",
     modes=True,
     eager=True,
     devices=True,
 )
 def deferred_norms(make):
-    model = checked_deferred(make, inputs(9, 9, 9))
-    assert model.buffers["1.num_batches_tracked"] == 3
+    for converted in (True, False):
+        model = checked_deferred(make, inputs(9, 9, 9), converted)
+        assert model.buffers["1.num_batches_tracked"] == 3
 
 
 @promise(

@@ -29,6 +29,9 @@ class Tied:
         loss: the loss, which may have weights of the layers.
         routes: in which process each stage is.
         peers: the processes.
+
+    Raises:
+        ValueError: several processes have a norm with running statistics, which would differ.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Tied:
         modules = [*zip(routes.placement, partitions)]
         if isinstance(loss, nn.Module):
             modules.append((routes.placement[-1], loss))
+        _verify_norms(modules)
         for process, layers in modules:
             for table in tables(layers):
                 for name, x in table.items():
@@ -105,3 +109,18 @@ class Tied:
             weight = table[name]
             if weight is not None:
                 yield weight, ranks
+
+
+def _verify_norms(modules: Iterable[tuple[int, nn.Module]]) -> None:
+    """Check that each norm with running statistics is in one process."""
+    found: dict[nn.Module, int] = {}
+    for process, layers in modules:
+        for name, norm in layers.named_modules():
+            tracks = getattr(norm, "num_batches_tracked", None) is not None
+            if tracks and found.setdefault(norm, process) != process:
+                raise ValueError(
+                    "a norm with running statistics must be in one process, since each process "
+                    f"would have statistics of its own (layer: {name}, processes: "
+                    f"{[found[norm], process]}); make a norm for each place, or choose a balance "
+                    "that has both places in one process"
+                )

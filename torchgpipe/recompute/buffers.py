@@ -254,6 +254,10 @@ class Buffers:
         """
         return FirstRun(self, copies)
 
+    def late(self) -> list[Copy]:
+        """List what layers have begun to change, which second runs shall not change again."""
+        return [(seen.place, _buffer(seen.place)) for seen in self._quiet if seen.is_changed]
+
     def settle(self) -> None:
         """Take note, after a forward, of the buffers that checkpointed cells have not changed."""
         for seen in self._watched or ():

@@ -269,6 +269,7 @@ class LayersState:
                 table[name] = copy
             # guard: buffers of before the first run
             put(copies)
+            put(self.buffers.late())
         except BaseException:
             self._write(now, self._read())
             raise
