@@ -51,7 +51,8 @@ class Plan:
         return self.error
 
     def __exit__(self, *_):
-        self.kind = None
+        # Its traceback holds the step.
+        self.kind = self.error = None
 
     def comes(self, kind, marker):
         number = int(marker.flatten()[0])

@@ -15,3 +15,10 @@ OF_DEVICES = {name for name, promise in PROMISES.items() if promise.devices}
 )
 def test_promise(name, run, mode, devices):
     keeps(name, Maker(run, mode, devices[:2]))
+
+
+@pytest.mark.parametrize("k", [[0, "cpu"], [0, 0]])
+def test_beside_the_cpu_and_on_one_device_twice(k, devices):
+    places = [x if x == "cpu" else devices[x] for x in k]
+    for name in ("memory:loop", "errors:anywhere"):
+        keeps(name, Maker("GPipe", "always", places))
