@@ -135,14 +135,3 @@ def load_plain(group):
 
 def test_plain_state_dicts(processes):
     processes.run(load_plain, 2)
-
-
-def unloaded(group):
-    """Check that weights that nobody has loaded do not pass for loaded ones."""
-    pipe = pipe_of(layers(4, "meta"), group, "1f1b", 2)
-    assert all(x.isnan().all() for x in pipe.parameters())
-    assert not any(x.is_meta for x in pipe.parameters())
-
-
-def test_weights_on_the_meta_device(processes):
-    processes.run(unloaded, 2)

@@ -174,9 +174,7 @@ def test_compiled_modules():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"chunks": 0}, ValueError, "chunks"),
         ({"threads": 0}, ValueError, "threads"),
-        ({"checkpoint": "sometimes"}, ValueError, "checkpoint must be one of"),
     ],
 )
 def test_wrong_options(options, error, message):

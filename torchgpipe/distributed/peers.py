@@ -95,7 +95,9 @@ class Peers:
         All processes pass whole numbers alone, or each passes a float.
         """
         whole = all(isinstance(x, int) for x in numbers)
-        own = torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64)
+        dtype = torch.int64 if whole else torch.float64
+        # The default device may be another one, as where a model is made without memory.
+        own = torch.tensor(numbers, dtype=dtype, device="cpu")
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.group)
         return [x.tolist() for x in found]
