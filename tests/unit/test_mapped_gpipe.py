@@ -57,16 +57,10 @@ def test_train_and_eval_reach_the_model():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(copied):
-    pipe = wrapped(checkpoint="always")
+    pipe = wrapped()
     again = copied(pipe)
     assert again.module is not pipe.module
     assert again.scale is again.module.scale
-    x = torch.rand(4, 3)
-    for each in (pipe, again):
-        each(x)["loss"].mean().backward()
-    for own, other in zip(pipe.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
-        assert own is not other
     # A copy of the model alone is an ordinary model.
     assert copied(pipe.module).first._compiled_call_impl is None
 
