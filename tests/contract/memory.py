@@ -205,5 +205,6 @@ def loop(make):
             found = kinds(failing)
             with plan(found[k % len(found)], 0):
                 assert failing.raised(step, failing)
+            failing.zero_grad()
 
     verify_nothing_stays(run, allocated=lambda: sum(map(torch.accelerator.memory_allocated, used)))
