@@ -59,7 +59,7 @@ def evaluate(model):
 
 
 def emptied(model):
-    """How many new tensors live when gradients and outputs do not."""
+    """The number of new tensors that live when gradients and outputs do not."""
     model.zero_grad()
     model.output = None
     # isinstance() would ask some objects for their class.

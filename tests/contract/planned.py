@@ -219,7 +219,7 @@ def verify_early(new):
 
 
 def kinds(model):
-    """What may fail in a checkpoint mode; one of them where nothing follows an error."""
+    """The kinds of runs that may fail; one of them where nothing follows an error."""
     mode = model.maker.mode
     without = {"recomputation"} if mode == "never" else set()
     without |= set() if isinstance(model.layers[1], Hooked) else {"hook"}

@@ -26,7 +26,6 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.ambient.nesting import first_run
 from torchgpipe.ambient.random_numbers import (
     CellNumbers,
@@ -38,6 +37,7 @@ from torchgpipe.ambient.random_numbers import (
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.plan import Plan
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 

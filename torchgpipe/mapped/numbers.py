@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.ambient.random_numbers import (
     CellNumbers,
     StepNumbers,
@@ -21,6 +20,7 @@ from torchgpipe.ambient.random_numbers import (
     get_state,
     set_state,
 )
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 
