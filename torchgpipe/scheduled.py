@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
-from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
 from torchgpipe.engine.mini_batch import MiniBatch
@@ -170,20 +169,19 @@ class ScheduledLoss(nn.Module):
         """
         model = self.model
         mini_batch = model._divided(input)
-        inputs = [[*batch] for batch in mini_batch.batches]
         recorded = self.training and torch.is_grad_enabled()
         if recorded:
             model._traps.no_pipelining(len(model.devices), model.chunks)
         with torch.set_grad_enabled(recorded):
             executor = self._executor(mini_batch, (targets, more))
-            with executor.without_hooks, explaining(targets, model[0]):
+            with explaining(targets, model[0]):
                 mini_batch.compute(executor.run, model.devices, model._norms)
         criterion = executor.criterion
         mini_batch.look(criterion.shapes)
         total, divisor = criterion.total()
         value = total if divisor is None else total / divisor
         if recorded and criterion.depends:
-            value = hand_over(executor, value, divisor, inputs)
+            value = hand_over(executor, value, divisor)
         if criterion.outputs is None:
             return value
         return value, criterion.joined(mini_batch.rows, executor.step.blocks)
@@ -221,7 +219,6 @@ class ScheduledLoss(nn.Module):
         """A step that is about to run."""
         model, m, batches = self.model, mini_batch.m, mini_batch.batches
         recorded = torch.is_grad_enabled()
-        weights = self._weights()
         crew = self._crew_of(model)
         arguments, arriving = arguments_of(
             terms, mini_batch.rows, m, crew.streams, model.devices[-1]
@@ -234,9 +231,14 @@ class ScheduledLoss(nn.Module):
             self.outputs,
         )
         chosen = self._plan(m, forward=not recorded)
-        tensors = chain(*weights, *batches)
-        hooks = without_hooks([x for x in tensors if x.requires_grad])
-        return Executor(crew, chosen, batches, criterion, weights, hooks, arriving)
+        executor = Executor(crew, chosen, batches, criterion, arriving)
+        if any(map(is_shard, chain(*executor.weights))):
+            raise ValueError(
+                "a scheduled loss must not have layers that are sharded by FSDP2, which gathers "
+                "and frees weights around a backward of its own (schedule: "
+                f"{self.schedule!r}); use the GPipe itself, with the loss behind it"
+            )
+        return executor
 
     @property
     def schedule(self) -> Choice:
@@ -322,22 +324,6 @@ class ScheduledLoss(nn.Module):
                 )
             crew = self.__dict__["_crew"] = Crew(model._stages, cells, basis)
         found: Crew = crew
-        return found
-
-    def _weights(self) -> list[list[Tensor]]:
-        """For each stage, its weights that require a gradient."""
-        own: list[nn.Module] = [*self.model.partitions]
-        found: list[list[Tensor]] = [
-            [x for x in layers.parameters() if x.requires_grad] for layers in own
-        ]
-        if isinstance(self.loss, nn.Module):
-            found[-1] += [x for x in self.loss.parameters() if x.requires_grad]
-        if any(map(is_shard, chain(*found))):
-            raise ValueError(
-                "a scheduled loss must not have layers that are sharded by FSDP2, which gathers "
-                "and frees weights around a backward of its own (schedule: "
-                f"{self.schedule!r}); use the GPipe itself, with the loss behind it"
-            )
         return found
 
     def _scale(self) -> Callable[[Tensor], Tensor] | None:

@@ -18,11 +18,6 @@ TESTS = {
         "targets": ("test_schedule_races", "targets_from_another_device", {}),
         "evaluation": ("test_schedule_races", "evaluation_with_targets_from_another_device", {}),
         "what arrives": ("test_schedule_memory", "what_arrives_is_let_go_of", {}),
-        "one buffer": (
-            "test_schedule_races",
-            "layer_that_returns_one_buffer_each_time",
-            {},
-        ),
         "the CPU beside": (
             "test_random_numbers",
             "stages_on_an_accelerator_and_the_cpu",
@@ -33,7 +28,6 @@ TESTS = {
             "stages_on_an_accelerator_and_the_cpu",
             {"place": ["own", None], "schedule": "1f1b", "is_first": False},
         ),
-        "copies": ("test_schedule_times", "makespan", {"name": "1f1b", "copy": 0.25}),
     }.items()
 } | {
     name: (f"unit.{module}", f"test_{function}", arguments)
@@ -104,10 +98,6 @@ MUTANTS = {
         ("pools[device][taken[device]]", "outside"),
         "time of one device",
     ),
-    "clone of what is sent": (("x.clone()", "x"), "one buffer"),
-    "lane after computing": (DROP, "a V"),
-    "recording what is sent": (DROP, "a V"),
-    "lane of the source": (("other=lane", "other=here"), "copies"),
     "waiting for what is sent": (DROP, "a V"),
     "recording what is received": (DROP, "a V"),
     "recording what goes to the caller": (DROP, "workers of one device"),

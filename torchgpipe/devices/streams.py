@@ -200,3 +200,10 @@ def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
         # A gradient of an embedding may be sparse, which is two tensors.
         for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
             part.record_stream(stream)
+
+
+def record_all(tensors: Iterable[Tensor | None], stream: AbstractStream) -> None:
+    """Do as :func:`record_stream` does, for each tensor that is there."""
+    for tensor in tensors:
+        if tensor is not None:
+            record_stream(tensor, stream)

@@ -15,7 +15,6 @@ from torchgpipe._torch import pipelining
 from torchgpipe._torch.dynamo import mark_if_possible, uncompiled
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
-from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.batchnorm import defer, deferred_batch_norms
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, part_of
@@ -381,7 +380,6 @@ class Pipe(Settings, nn.Module):
             # No argument tells the number of rows.
             arguments, arriving = self._reader.arguments(terms, agreed.rows, agreed.m)
         m, batches = agreed.m, given.batches
-        inputs = [[*batch] for batch in batches]
         rows = microbatch.divided(agreed.rows, m) if m > 1 else []
         runtime, plan = self._programs.get(m, recorded, self._checkpoint)
         criterion: Criterion = Collector(m)
@@ -393,19 +391,18 @@ class Pipe(Settings, nn.Module):
         sharded = sharded_in(self.__dict__["_layers"])
         output = None
         with whole(sharded), torch.set_grad_enabled(recorded):
-            weights = self._weights()
-            known = [x for x in chain(*weights, *inputs) if x.requires_grad]
-            with without_hooks(known) as hooks:
-                worker = Worker(
-                    *(self._routes, self._tied, not agreed.with_numbers),
-                    *(self._crew, plan, batches, criterion, weights, hooks, arriving),
-                )
-                self._mail.begin(worker, agreed.shapes, rows or [0], agreed.with_numbers)
-                try:
-                    run = partial(worker.around, runtime.run)
-                    compute(run, self, [self._device], norms, in_all)
-                finally:
-                    self._mail.end()
+            partitions: list[Partition] = self.__dict__["_layers"]
+            verify_placement(partitions, [self._device] * len(partitions))
+            worker = Worker(
+                *(self._routes, self._tied, not agreed.with_numbers),
+                *(self._crew, plan, batches, criterion, arriving),
+            )
+            self._mail.begin(worker, agreed.shapes, rows or [0], agreed.with_numbers)
+            try:
+                run = partial(worker.around, runtime.run)
+                compute(run, self, [self._device], norms, in_all)
+            finally:
+                self._mail.end()
             # Before the others take the step for done, since this may fail.
             if criterion.outputs is not None and self.is_last:
                 output = criterion.joined(rows, worker.step.blocks)
@@ -413,32 +410,21 @@ class Pipe(Settings, nn.Module):
             found = self._agreement.end(worker, self._routes.placement, total, divisor)
             self._traps.coupled(criterion.shapes, rows, (), self.parameters())
             if found is not None and recorded:
-                self._hand_over(worker, found, inputs)
+                self._hand_over(worker, found)
                 reduce(sharded)
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 
-    def _hand_over(self, worker: Worker, loss: Loss, inputs: Sequence[Sequence[Tensor]]) -> None:
+    def _hand_over(self, worker: Worker, loss: Loss) -> None:
         """Add the gradients of a step to those of the weights and of the input."""
         # guard: gradients of tied weights
         self._tied.add_up(worker.sums[0])
         if self._replicas is not None:
             average(chain(*worker.weights), worker.sums[0], self._replicas)
-        outcome = hand_over(worker, loss.value, loss.divisor, inputs)
+        outcome = hand_over(worker, loss.value, loss.divisor)
         # There may be nothing that requires a gradient here.
         if outcome.requires_grad:
             outcome.backward()
-
-    def _weights(self) -> list[list[Tensor]]:
-        """For each stage, its weights that require a gradient; none for those elsewhere."""
-        partitions: list[Partition] = self.__dict__["_layers"]
-        verify_placement(partitions, [self._device] * len(partitions))
-        found: list[list[Tensor]] = [
-            [x for x in layers.parameters() if x.requires_grad] for layers in partitions
-        ]
-        if isinstance(self.loss, nn.Module):
-            found[-1] += [x for x in self.loss.parameters() if x.requires_grad]
-        return found
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -81,9 +81,6 @@ class Executor:
         batches: the micro-batches; each is let go of when it is computed. An empty list if the
             first stage is in another process.
         criterion: the loss of each micro-batch.
-        weights: for each stage, its weights that require a gradient; those of the loss belong to
-            the last stage.
-        without_hooks: the block around the step in which tensors have no hooks.
         arriving: the events of copies that the last stage waits for.
     """
 
@@ -95,20 +92,22 @@ class Executor:
         plan: Plan,
         batches: list[Batch],
         criterion: Criterion,
-        weights: Sequence[Sequence[Tensor]],
-        without_hooks: without_hooks,
         arriving: Sequence[Any] = (),
     ) -> None:
-        self.without_hooks = without_hooks
         self.crew, self.plan, self.criterion, self.arriving = crew, plan, criterion, arriving
         self.stages = stages = crew.stages
-        self.weights = [list(x) for x in weights]
-        self.step = Step(
-            stages,
-            plan.schedule.chunks,
-            {j for j, _ in plan.again},
-            criterion.loss if isinstance(criterion.loss, nn.Module) else None,
-        )
+        behind = criterion.loss if isinstance(criterion.loss, nn.Module) else None
+        #: For each stage, its weights that require a gradient; the last one has those of the loss.
+        self.weights: list[list[Tensor]] = [
+            [x for x in layers.parameters() if x.requires_grad] for layers in stages.partitions
+        ]
+        if behind is not None:
+            self.weights[-1] += [x for x in behind.parameters() if x.requires_grad]
+        #: For each micro-batch, the tensors that came from the caller.
+        self.inputs = [[*batch] for batch in batches]
+        given = [x for x in chain(*self.inputs) if x.requires_grad]
+        self._without_hooks = without_hooks([*chain(*self.weights), *given])
+        self.step = Step(stages, plan.schedule.chunks, {j for j, _ in plan.again}, behind)
         self.new_cell = crew.cells.begin()
         recording = stages.recording
         #: Takes the times of instructions, while somebody traces the model.
@@ -168,6 +167,7 @@ class Executor:
         if self.stages.recording is not None:
             self.stages.recording.begin_step()
         with ExitStack() as within:
+            within.enter_context(self._without_hooks)
             within.enter_context(self.step.numbers)
             within.enter_context(self.crew.draws.step(self.step, self.plan, self.quiet))
             for sums, weights in zip(self.sums, self._weights_of_one()):
@@ -259,7 +259,7 @@ class Executor:
     def met(self, j: int, strays: list[Tensor]) -> None:
         """Take weights that a stage uses, and that are not among its own, for its own."""
         # guard: hooks of strays
-        self.without_hooks.add(strays)
+        self._without_hooks.add(strays)
         self.weights[j] += strays
 
     def received(self, j: int, i: int) -> Batch:

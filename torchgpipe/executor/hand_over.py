@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -15,21 +15,15 @@ from torchgpipe.executor.executor import Executor
 __all__: list[str] = []
 
 
-def hand_over(
-    executor: Executor,
-    value: Tensor,
-    divisor: Tensor | None,
-    inputs: Sequence[Sequence[Tensor]],
-) -> Tensor:
+def hand_over(executor: Executor, value: Tensor, divisor: Tensor | None) -> Tensor:
     """Make the loss hand the gradients over in its backward.
 
     Args:
         executor: the step.
         value: the loss.
         divisor: what its sum was divided by, if by anything.
-        inputs: for each micro-batch, the tensors of the input.
     """
-    links, criterion = executor.links, executor.criterion
+    links, criterion, inputs = executor.links, executor.criterion, executor.inputs
     #: By stream: the sums, and the tensors that they belong to. A weight stays on its stream.
     sums: dict[AbstractStream, Sums] = {}
     tensors: dict[AbstractStream, dict[int, Tensor]] = {}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.ambient import labels
-from torchgpipe.autograd.copy import moved
+from torchgpipe.autograd.copy import copy, hand_over, leave
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.recorder import Recorder, copy_mark
 from torchgpipe.devices.streams import (
@@ -31,6 +31,7 @@ from torchgpipe.devices.streams import (
     current_stream,
     has_streams,
     record,
+    record_all,
     record_stream,
     use_stream,
     wait_for,
@@ -153,74 +154,49 @@ class Links:
         if here == there:
             # Devices without streams have done all that was issued before.
             return Sent(tuple(tensors))
-        # The compute stream goes on, and may change what leaves: a layer may return one buffer
-        # each time.
-        # guard: clone of what is sent
-        leaving = [x.clone() for x in present]
         number = self._used[way]
         self._used[way] += 1
         sources, targets = self._lanes[way]
         lane, arriving = sources[number % len(sources)], targets[number % len(targets)]
-        # guard: lane after computing
-        wait_stream(lane, here)
-        for x in leaving:
-            # guard: recording what is sent
-            record_stream(x, lane)
+        leaving = leave(here, lane, *present)
+        mark = None
         with use_stream(arriving):
-            if lane.device == arriving.device:
-                wait_stream(arriving, lane)
-                for x in leaving:
-                    record_stream(x, arriving)
-                found = leaving
-            else:
-                mark = None
-                if self._recorder is not None:
-                    mark = self._recorder.begin(copy_mark(arriving, source, target, i), lane)
-                with labels.within(labels.of("copy", source, i, target)):
-                    # guard: lane of the source
-                    found = list(moved(leaving, lane, arriving, other=lane))
-                if self._recorder is not None and mark is not None:
-                    self._recorder.end(mark)
-        event = record(arriving)
-        rest = iter(found)
-        return Sent(tuple([None if x is None else next(rest) for x in tensors]), event)
+            if self._recorder is not None and lane.device != arriving.device:
+                mark = self._recorder.begin(copy_mark(arriving, source, target, i), lane)
+            with labels.within(labels.of("copy", source, i, target)):
+                found = iter(copy(lane, arriving, *leaving))
+            if self._recorder is not None and mark is not None:
+                self._recorder.end(mark)
+        return Sent(tuple([x if x is None else next(found) for x in tensors]), record(arriving))
 
     def receive(self, sent: Sent, target: int) -> tuple[Tensor | None, ...]:
         """Receive tensors on the compute stream of a stage, which is current."""
-        stream = self.compute[self._placement[target]]
         if sent.event is not None:
+            stream = self.compute[self._placement[target]]
             # guard: waiting for what is sent
             wait_for(stream, sent.event)
-            for x in sent.tensors:
-                if x is not None:
-                    # guard: recording what is received
-                    record_stream(x, stream)
+            # guard: recording what is received
+            record_all(sent.tensors, stream)
         return sent.tensors
 
     def lend(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
         """Announce that tensors of a worker's compute stream are used on its other stream."""
         if stream != self.compute[w]:
-            for x in tensors:
-                if x is not None:
-                    # guard: lending to an overlap
-                    record_stream(x, stream)
+            # guard: lending to an overlap
+            record_all(tensors, stream)
 
     def give_back(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
         """Announce that tensors of a worker's other stream are used on its compute stream."""
         if stream != self.compute[w]:
-            for x in tensors:
-                if x is not None:
-                    # guard: back from an overlap
-                    record_stream(x, self.compute[w])
+            # guard: back from an overlap
+            record_all(tensors, self.compute[w])
 
     def leave(self, tensors: Iterable[Tensor | None], j: int) -> None:
         """Announce that tensors of a stage are used by the caller."""
         w = self._placement[j]
         if self.home[j] != self.outside[w]:
-            for x in tensors:
-                if x is not None:
-                    # guard: recording what goes to the caller
-                    record_stream(x, self.outside[w])
+            # guard: recording what goes to the caller
+            record_all(tensors, self.outside[w])
 
     def begin(self, arriving: Iterable[tuple[Tensor, Any]]) -> None:
         """Make compute streams wait for the caller's, who may have changed weights.
@@ -284,14 +260,13 @@ def fetched(
             return x
         # The last streams, since links take the first ones.
         here, there = (pool.some(where, pool.POOL - 1)[-1] for where in (x.device, device))
-        wait_stream(here, current_stream(x.device))
-        record_stream(x, here)
+        hand_over([x], current_stream(x.device), here)
         with use_stream(there):
-            copy: Tensor = moved([x], here, there, other=here)[0]
+            (found,) = copy(here, there, x)
         event = record(there)
         if event is not None:
-            arriving.append((copy, event))
-        return copy
+            arriving.append((found, event))
+        return found
 
     # Not a function that refers to itself, which only Python's collector would free.
     def leaf(x: Any) -> Any:
