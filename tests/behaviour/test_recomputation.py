@@ -60,18 +60,6 @@ def test_layers_that_save_each_other_s_tensors_are_an_error():
         loss.backward()
 
 
-@pytest.mark.parametrize("mode", CHECKPOINTED)
-def test_error_of_a_layer_in_its_second_run_is_named_too(mode):
-    def fail(x):
-        raise KeyError("again")
-
-    model = wrap([nn.Identity(), Differs(torch.exp, fail, rows=0)], mode=mode, balance=[1, 1])
-    with pytest.raises(KeyError, match="again") as caught:
-        model(numbered()).sum().backward()
-    assert note_of(caught.value) == "raised in partition 1, micro-batch 0, layer 1 (Differs)"
-    assert not is_recomputing()
-
-
 def test_a_layer_may_differ_if_it_saves_the_same():
     """The gradient is that of the second run, which only verify_recomputation() notices."""
     model = wrap([Differs(torch.sin, lambda x: (x * 1).sin(), rows=1)])

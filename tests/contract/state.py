@@ -28,7 +28,7 @@ def same_state(found, expected):
 def verify_steps(model, layers, count=1, buffers=True):
     """Check that a model and the plain layers do the same in a step, micro-batch by micro-batch."""
     for _ in range(count):
-        x, y = torch.rand(8, 4), torch.rand(8, 4)
+        x, y = torch.rand(2, 8, 4, dtype=next(layers.parameters()).dtype)
         layers.zero_grad()
         model.zero_grad()
         expected = plain_step(layers, x, y, chunks=4)
@@ -126,6 +126,10 @@ def _frozen(layers):
     layers[3].weight.requires_grad_(False)
 
 
+def _all_but_the_last_frozen(layers):
+    layers[:-1].requires_grad_(False)
+
+
 def _unfrozen(layers):
     layers.requires_grad_(True)
 
@@ -160,8 +164,8 @@ def _momentum(layers):
     layers[1].momentum = 0.5
 
 
-CHANGES = (_data, _in_place, _loaded, _frozen, _unfrozen, _replaced, _removed, _added)
-CHANGES += (_one_in_eval, _buffers, _one_in_train, _momentum)
+CHANGES = (_data, _in_place, _loaded, _frozen, _all_but_the_last_frozen, _unfrozen, _replaced)
+CHANGES += (_removed, _added, _one_in_eval, _buffers, _one_in_train, _momentum)
 
 
 @promise(
@@ -188,6 +192,44 @@ def replaced(make):
         plain[k][1] = nn.Linear(4, 4)
         model.layers[k][1] = copy.deepcopy(plain[k][1]).to((model.first, model.last)[k])
         verify_steps(model, plain, 2)
+
+
+class Extra(nn.Module):
+    """A layer that returns another value while it trains, whose other end takes either."""
+
+    def __init__(self, back):
+        super().__init__()
+        self.layer, self.back = nn.Linear(4, 4), back
+
+    def forward(self, x):
+        if self.back:
+            return self.layer(x[0] if isinstance(x, tuple) else x)
+        x = self.layer(x)
+        return (x, 2 * x) if self.training else x
+
+
+@promise("What passes between layers may have another form, or dtype, in the next step.")
+def forms(make):
+    plain = nn.Sequential(nn.Linear(4, 4), Extra(False), Extra(True), nn.Linear(4, 4))
+    model = make(plain)
+    verify_steps(model, plain, 2)
+    for training in (False, True):
+        for layers in (plain, model.layers):
+            layers[1].train(training)
+        verify_steps(model, plain, 2)
+    for layers in (plain, model.layers):
+        layers.double()
+    verify_steps(model, plain, 2)
+
+
+@promise("A model may be wrapped without memory, on the meta device. What nobody loads shows.")
+def meta(make):
+    source = norms(1)
+    with torch.device("meta"):
+        model = make(norms())
+    assert all(x.isnan().all() for x in model.model.parameters())
+    model.pipe.load_state_dict(source.state_dict())
+    verify_steps(model, source)
 
 
 OPTIMIZERS = (

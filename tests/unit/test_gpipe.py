@@ -176,13 +176,6 @@ def test_changed_between_steps(model, input):
     assert sizes == [1] * 10
 
 
-def test_input_on_another_device(model, device):
-    with pytest.raises(
-        ValueError, match=rf"first partition: {device}, input: meta\).*devices\[0\]"
-    ):
-        model(torch.empty(4, 3, device="meta"))
-
-
 class Twice(nn.Module):
     """A layer that returns one tensor in two places, or a tensor and its view."""
 

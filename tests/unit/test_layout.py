@@ -32,6 +32,7 @@ ELSEWHERE = {
     "balance/storages": "behaviour/test_memory.py",
     "autograd/entrance": "unit/test_scheduled.py",
     "executor/cell": "behaviour/test_schedules.py",
+    "values/blocks": "contract/errors.py",
     "executor/computation": "virtual/test_schedules.py",
     "executor/hand_over": "unit/test_scheduled.py",
     "executor/targets": "unit/test_scheduled.py",

@@ -50,16 +50,10 @@ def test_names_are_those_of_the_model():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(copied):
-    pipe = wrapped(checkpoint="always")
+    pipe = wrapped()
     again = copied(pipe)
     assert again.module is not pipe.module
     assert again.scale is again.module.scale
-    x = torch.rand(4, 3)
-    for each in (pipe, again):
-        each(x)["loss"].mean().backward()
-    for own, other in zip(pipe.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
-        assert own is not other
     # A copy of the model alone is an ordinary model.
     assert copied(pipe.module).first._compiled_call_impl is None
 
@@ -138,9 +132,7 @@ def test_compiled_modules():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"chunks": 0}, ValueError, "chunks"),
         ({"threads": 0}, ValueError, "threads"),
-        ({"checkpoint": "sometimes"}, ValueError, "checkpoint must be one of"),
     ],
 )
 def test_wrong_options(options, error, message):

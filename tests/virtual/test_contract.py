@@ -19,3 +19,10 @@ def test_promise(name, run, mode, devices):
     with observe(jitter=0) as seen:
         keeps(name, Maker(run, mode, devices[:2]))
     assert_no_races(seen)
+
+
+@pytest.mark.parametrize("k", [[0, "cpu"], [0, 0]])
+def test_beside_the_cpu_and_on_one_device_twice(k, devices):
+    places = [x if x == "cpu" else devices[x] for x in k]
+    for name in ("memory:loop", "errors:anywhere"):
+        keeps(name, Maker("GPipe", "always", places))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, Apply, note_of
 from torchgpipe import GPipe
 
 WIDTH = 4
@@ -90,42 +89,3 @@ def test_a_graph_holds_no_other_partitions(devices):
     del model, layers
     gc.collect()
     assert torch.accelerator.memory_allocated(devices[0]) == before
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.fails:
-            raise ArithmeticError("x")
-        return grad, None
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_error_of_a_function_in_a_thread_of_a_device(devices, mode):
-    """The middle layer fails in the backward of one micro-batch, and the next step is right."""
-    fails = [False, True, False]
-    layers = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        Apply(lambda x: FailsInBackward.apply(x, bool(fails) and fails.pop(0))),
-        nn.Linear(WIDTH, WIDTH),
-    )
-    model = GPipe(layers, [1, 1, 1], devices=devices[:3], chunks=3, checkpoint="never")
-    x = torch.rand(3, WIDTH, device=devices[0])
-    with pytest.raises(ArithmeticError) as caught:
-        model(x).sum().backward()
-    expected = "raised in partition 1, micro-batch 1, layer 1 (Apply), in its backward"
-    assert note_of(caught.value) == expected
-    model.zero_grad()
-    model.checkpoint = mode
-    model(x).sum().backward()
-    found = [parameter.grad.cpu() for parameter in model.parameters()]
-    model.zero_grad()
-    # The plain layers, with the copies between devices.
-    y = layers[0](x).to(devices[2])
-    layers[2](y).sum().backward()
-    torch.testing.assert_close(found, [parameter.grad.cpu() for parameter in model.parameters()])

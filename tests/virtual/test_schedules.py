@@ -151,7 +151,7 @@ def test_failure(devices, when):
 
 
 def test_a_schedule_and_its_model_have_one_set_of_streams_and_threads(devices, monkeypatch):
-    """Also if the loss calls the model, in a thread of a worker that the model needs, too."""
+    """The loss calls the model here, in a thread that the model needs."""
     made, new_stream = Counter(), pool.new_stream
 
     def counted(device):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ import torch
 from torchgpipe._torch.draws import can_see, seeing
 from torchgpipe.ambient.sources import Elsewhere, Source
 from torchgpipe.ambient.thread import registered
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 

@@ -24,8 +24,8 @@ from torch.nn import Parameter
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.devices.streams import CPU, AbstractStream, record_stream
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 

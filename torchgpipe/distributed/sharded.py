@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from torchgpipe._torch import pipelining
-from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.partition.sharding import is_sharded
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 

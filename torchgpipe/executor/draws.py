@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from torchgpipe._torch import checkpoints
-from torchgpipe.ambient.blocks import contextmanager
 from torchgpipe.ambient.defaults import content, default_state, generator_of
 from torchgpipe.ambient.nesting import can_see_draws, first_run, nesting, seeing_draws
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers
@@ -31,6 +30,7 @@ from torchgpipe.ambient.sources import Own, Source, Watched
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.plan import Plan
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 

@@ -428,7 +428,7 @@ def test_worker_holds_no_task_after_it():
 
 
 def test_worker_that_comes_to_its_workers_runs_all_itself():
-    """It would wait for itself, as where the loss of a step calls the wrapped model."""
+    """A worker would wait for itself, as where the loss of a step calls the wrapped model."""
     workers, seen = Workers(CPUS), []
     inner = [Task(k, x, lambda: seen.append(threading.get_ident())) for k, x in enumerate(CPUS)]
     run(workers, (B, lambda: workers.run(inner, Context())))

@@ -1,6 +1,5 @@
 """The graphs of a stage: one for each kind of micro-batch, and each state of the layers."""
 
-import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -285,17 +284,6 @@ def test_steps_are_let_go_of():
     assert [y() for y in found] == [None, None]
 
 
-def test_replaced_parameters_are_seen():
-    layer = nn.Linear(3, 3)
-    training = training_of(layer)
-    step(training)
-    layer.weight = nn.Parameter(torch.zeros(3, 3))
-    layer.bias = nn.Parameter(torch.zeros(3))
-    x = torch.ones(4, 3)
-    assert training(x, x) == 1
-    assert traces(graphs_of(training)) == 1
-
-
 def test_graphs_are_let_go_of_with_the_model():
     layer = nn.Linear(3, 3)
     training = training_of(layer)
@@ -304,19 +292,6 @@ def test_graphs_are_let_go_of_with_the_model():
     del training, layer
     gc.collect()
     assert [x() for x in found] == [None, None]
-
-
-def test_copies_have_graphs_of_their_own():
-    training = training_of(nn.Linear(3, 3))
-    step(training)
-    other = copy.deepcopy(training)
-    with torch.no_grad():
-        for x in other.parameters():
-            x.zero_()
-    x = torch.ones(4, 3)
-    assert other(x, x) == 1
-    assert training(x, x) != 1
-    assert graphs_of(other) is not graphs_of(training)
 
 
 def test_gradients_that_do_not_come():
