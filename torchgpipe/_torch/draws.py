@@ -1,4 +1,4 @@
-"""Draws of random numbers: a thread may have them from another generator than the default one.
+"""Draws of random numbers, which a thread may make from another generator than the default one.
 
 The CPU's default generator is one for all threads. PyTorch has a dispatch key that it keeps for
 its own tests. Each operator that draws gets a kernel for that key, which may put another generator
@@ -35,7 +35,7 @@ MAKERS |= {"rand_like", "randn_like", "randint_like"}
 
 
 class Source(Protocol):
-    """What the operators of a thread draw from."""
+    """The generators that the operators of a thread draw from."""
 
     def begin(self) -> torch.Generator | None:
         """The generator of the draw that begins; None for the default one."""

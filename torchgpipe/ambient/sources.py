@@ -1,4 +1,4 @@
-"""What the operators of a cell draw from on the CPU.
+"""Sources: what the operators of a cell draw from on the CPU.
 
 The CPU's default generator is one for all threads. So cells that several threads compute draw from
 generators of their own (:class:`Own`), and none from the default one. That does for operators, but

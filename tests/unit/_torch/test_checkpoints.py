@@ -8,12 +8,12 @@ from torchgpipe._torch.checkpoints import find, generator_again
 
 
 def test_canary():
-    """If this fails, look for the new names of the local variables."""
+    """Look for the new names of the local variables if this fails."""
     assert checkpoints.can_find()
 
 
 def found_in(*levels):
-    """What is found within checkpoints, in their first runs and in backward."""
+    """Look within checkpoints, in their first runs and in backward."""
     found = []
 
     def compute(x, levels):

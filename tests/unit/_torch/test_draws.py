@@ -72,7 +72,7 @@ def draw(function, own):
 
 
 def expected(function, seed):
-    """What a function returns, and the state of the default generator after it."""
+    """Call a function; return its result, and the default generator's state after it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return function(), torch.get_rng_state()

@@ -45,7 +45,7 @@ def test_turns_are_taken_in_the_first_step_of_a_kind():
 
 @pytest.mark.parametrize("drawing", [False, True])
 def test_cells_run_side_by_side(drawing):
-    """That needs no luck, since each waits for another one; the layers count their calls, too."""
+    """Each waits for another one. The layers count their calls, too."""
     layers, (training,) = trainings(Layer, balances=[(1, 2)])
     switch(layers, drawing)
     for k in range(2):
@@ -138,7 +138,7 @@ class Compiled(nn.Module):
 
 
 def test_numbers_of_compiled_layers():
-    """Also where they are compiled anew, for other rows, in a step of cells side by side."""
+    """For other rows they are compiled anew, in a step of cells side by side."""
     layers, (training, plain) = trainings(Compiled, mode="always")
     for k, rows in enumerate([8, 8, 8, 9, 9]):
         assert_same(step(training, layers, k, rows), step(plain, layers, k, rows))
