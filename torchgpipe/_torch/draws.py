@@ -1,4 +1,4 @@
-"""Draws of random numbers, which a thread may make from another generator than the default one.
+"""Operators that draw random numbers: a thread may have them draw from a generator of its own.
 
 The CPU's default generator is one for all threads. PyTorch has a dispatch key that it keeps for
 its own tests. Each operator that draws gets a kernel for that key, which may put another generator
