@@ -56,8 +56,11 @@ MUTANTS = {
     "layers that set the generator": (DROP, "set"),
     "layers that set the generator later": (("True", "False"), "set later"),
     "steps that are watched": (("False", "True"), "set"),
-    "turns of forwards": (("self._turn(j, inner, source)", "inner"), "turns"),
-    "turns of backwards": (("self._turn(j, source, source)", "source"), "turns of backwards"),
+    "turns of forwards": (("self._turn(j, inner, watched)", "inner"), "turns"),
+    "turns of backwards": (
+        ("self._turn(j, backward, backward.watched)", "backward"),
+        "turns of backwards",
+    ),
     "numbers of a generator of its own": (DROP, "begins"),
     "numbers of backward": (("self._generator is not None", "False"), "backward"),
     "first runs of PyTorch's checkpoints": ((" not in ", " in "), "begins in checkpoints"),

@@ -37,17 +37,6 @@ class Own:
         self._state: Tensor | None = state
         self._generator: torch.Generator | None = None
 
-    @property
-    def touched(self) -> bool:
-        """Whether anything but operators is known to have used the default generator."""
-        return False
-
-    def start(self) -> None:
-        """Take note that nobody else uses the default generator from here on."""
-
-    def look(self) -> None:
-        """Take note of its state, where nothing should have changed it."""
-
     def get_state(self) -> Tensor:
         """The state."""
         if self._generator is not None:
