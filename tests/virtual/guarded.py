@@ -145,7 +145,7 @@ TESTS = {
         {},
     ),
     "one at a generator": (
-        "unit.ambient.test_random_numbers",
+        "unit.ambient.test_defaults",
         "test_one_thread_at_a_time_uses_a_generator",
         {},
     ),

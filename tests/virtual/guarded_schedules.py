@@ -18,16 +18,6 @@ TESTS = {
         "targets": ("test_schedule_races", "targets_from_another_device", {}),
         "evaluation": ("test_schedule_races", "evaluation_with_targets_from_another_device", {}),
         "what arrives": ("test_schedule_memory", "what_arrives_is_let_go_of", {}),
-        "the CPU beside": (
-            "test_random_numbers",
-            "stages_on_an_accelerator_and_the_cpu",
-            {"place": ["CPU", "own"], "schedule": "1f1b", "is_first": True},
-        ),
-        "others": (
-            "test_random_numbers",
-            "stages_on_an_accelerator_and_the_cpu",
-            {"place": ["own", None], "schedule": "1f1b", "is_first": False},
-        ),
     }.items()
 } | {
     name: (f"unit.{module}", f"test_{function}", arguments)
@@ -48,18 +38,6 @@ TESTS = {
             "large_weights_of_two_workers",
             {},
         ),
-        "quiet": (
-            "executor.test_draws",
-            "turns_are_taken_until_nothing_was_drawn",
-            {"draws": True},
-        ),
-        "unexpected": (
-            "executor.test_draws",
-            "gradients_of_a_step_that_draws_unexpectedly",
-            {"stages": "eager"},
-        ),
-        "turns of backwards": ("executor.test_draws", "backward_that_sets_the_generator", {}),
-        "turns": ("executor.test_draws", "numbers_are_those_of_gpipe", {}),
     }.items()
 }
 
@@ -88,12 +66,6 @@ MUTANTS = {
     "strays": (("cell.look_for_strays()", "[]"), "strays"),
     "hooks of strays": (DROP, "hooks of strays"),
     "autocast in backward": (("without_autocast(), ", ""), "autocast"),
-    "quiet steps": ((" and flags == self._quiet", ""), "quiet"),
-    "turns of backwards": (("if alone", "if True"), "turns of backwards"),
-    "turns of forwards": (("_Turn(self._lock, numbers)", "numbers"), "turns"),
-    "numbers that nobody expected": (("side_by_side if", "first_run if"), "unexpected"),
-    "turns beside the CPU": (("_Turn(self._lock, inner)", "inner"), "the CPU beside"),
-    "the generator of others": (("apart(numbers)", "numbers"), "others"),
     "own streams of workers": (
         ("pools[device][taken[device]]", "outside"),
         "time of one device",

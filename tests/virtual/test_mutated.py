@@ -9,6 +9,7 @@ import torch
 from tests.distributed.guarded import MUTANTS as ELSEWHERE
 from tests.virtual import (
     guarded,
+    guarded_draws,
     guarded_graphs,
     guarded_kept,
     guarded_mapped,
@@ -16,7 +17,10 @@ from tests.virtual import (
 )
 from tests.virtual.mutants import guards, mutated
 
-GUARDED = (guarded, guarded_schedules, guarded_mapped, guarded_graphs, guarded_kept)
+GUARDED = (
+    *(guarded, guarded_schedules, guarded_mapped, guarded_graphs, guarded_kept),
+    guarded_draws,
+)
 MUTANTS = {name: x for some in GUARDED for name, x in some.MUTANTS.items()}
 TESTS = {name: x for some in GUARDED for name, x in some.TESTS.items()}
 

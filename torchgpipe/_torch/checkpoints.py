@@ -26,8 +26,10 @@ STATE, RUN = "fwd_cpu_state", "device_autocast_ctx"
 def can_find() -> bool:
     """Whether this PyTorch has its local variables where :func:`find` looks for them."""
     function = _torch.checkpoint_of.__code__
-    (again,) = [x for x in function.co_consts if getattr(x, "co_name", "") == "recompute_fn"]
-    return STATE in again.co_freevars and RUN in again.co_varnames + again.co_cellvars
+    again = [x for x in function.co_consts if getattr(x, "co_name", "") == "recompute_fn"]
+    return any(
+        STATE in code.co_freevars and RUN in code.co_varnames + code.co_cellvars for code in again
+    )
 
 
 def find() -> tuple[list[Tensor], tuple[Tensor, Any] | None]:

@@ -1,4 +1,4 @@
-"""Draws of random numbers: a thread may have them from another generator than the default one.
+"""Operators that draw random numbers: a thread may have them draw from a generator of its own.
 
 The CPU's default generator is one for all threads. PyTorch has a dispatch key that it keeps for
 its own tests. Each operator that draws gets a kernel for that key, which may put another generator
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch.library import Library, fallthrough_kernel
 
 from torchgpipe import _torch
 from torchgpipe._torch import checkpoints
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe._torch.names import NAMES, has
 
 __all__: list[str] = []
@@ -34,7 +35,7 @@ MAKERS |= {"rand_like", "randn_like", "randint_like"}
 
 
 class Source(Protocol):
-    """What the operators of a thread draw from."""
+    """The generators that the operators of a thread draw from."""
 
     def begin(self) -> torch.Generator | None:
         """The generator of the draw that begins; None for the default one."""
@@ -83,6 +84,9 @@ def _key() -> Any:
 
 def _register(aten: Library, find: Find) -> None:
     after = _torch.keys_after(_key())
+    plain = after
+    for name in ("Python", "PythonTLSSnapshot"):
+        plain = plain.remove(_torch.dispatch_key(name))
     for schema in _torch.schemas():
         room, _, name = schema.name.partition("::")
         names = [x.name for x in schema.arguments]
@@ -92,13 +96,13 @@ def _register(aten: Library, find: Find) -> None:
         overload = schema.overload_name
         call = getattr(getattr(torch.ops.aten, name), overload or "default").redispatch
         if is_maker:
-            kernel = _maker(call, after)
+            kernel: Callable[..., Any] = partial(_make, call, after, plain)
         else:
             types = [str(x.type) for x in schema.arguments]
             if "out" not in names and "Tensor" not in types:
                 continue
-            filled = types.index("Tensor")
-            kernel = _drawing(call, after, names.index("generator"), filled, find)
+            places = names.index("generator"), types.index("Tensor")
+            kernel = partial(_draw, call, after, places, find)
         aten.impl(f"{name}.{overload}" if overload else name, kernel, with_keyset=True)
     # These have no fallback for all of them.
     for operator in _torch.higher_operators.values():
@@ -106,48 +110,54 @@ def _register(aten: Library, find: Find) -> None:
     _torch.higher_fallthrough.append(_key())
 
 
-def _drawing(
-    call: Callable[..., Any], after: Any, place: int, filled: int, find: Find
-) -> Callable[..., Any]:
-    """The kernel of an operator with a generator, and a tensor, at some places."""
-    generator: Any = torch.default_generator
+@cache
+def _default() -> int:
     # It may come as another object of Python's.
-    default = generator._cdata
+    generator: Any = torch.default_generator
+    found: int = generator._cdata
+    return found
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # Among arguments by place it is the last one.
-        if len(args) > place:
-            kwargs["generator"], args = args[place], args[:place]
-        given = kwargs.get("generator")
-        if given is None or given._cdata == default:
-            tensor: Tensor = args[filled] if filled < len(args) else kwargs["out"]
-            # guard: draws on the CPU alone
-            if tensor.device.type == "cpu" and not _is_traced():
-                source = find()
-                kwargs["generator"] = source.begin()
-                found = call(keys & after, *args, **kwargs)
-                source.end()
-                return found
+
+@uncompiled
+def _draw(
+    call: Callable[..., Any],
+    after: Any,
+    places: tuple[int, int],
+    find: Find,
+    keys: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The kernel of an operator with a generator, and a tensor, at some places."""
+    place, filled = places
+    # Among arguments by place it is the last one.
+    if len(args) > place:
+        kwargs["generator"], args = args[place], args[:place]
+    given = kwargs.get("generator")
+    if given is None or given._cdata == _default():
+        tensor: Tensor = args[filled] if filled < len(args) else kwargs["out"]
+        # guard: draws on the CPU alone
+        if tensor.device.type == "cpu" and not _is_traced():
+            source = find()
+            kwargs["generator"] = source.begin()
+            found = call(keys & after, *args, **kwargs)
+            source.end()
+            return found
+    return call(keys & after, *args, **kwargs)
+
+
+@uncompiled
+def _make(
+    call: Callable[..., Any], after: Any, plain: Any, keys: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """The kernel of an operator without a generator, which calls another operator to draw."""
+    # guard: draws within a mode
+    if not _torch.count_dispatch_modes() or _is_traced():
         return call(keys & after, *args, **kwargs)
-
-    return kernel
-
-
-def _maker(call: Callable[..., Any], after: Any) -> Callable[..., Any]:
-    """The kernel of an operator without one, which calls another operator to draw."""
-    plain = after
-    for name in ("Python", "PythonTLSSnapshot"):
-        plain = plain.remove(_torch.dispatch_key(name))
-
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _torch.count_dispatch_modes() or _is_traced():
-            return call(keys & after, *args, **kwargs)
-        # Within a mode PyTorch excludes the key, and nobody would see the other operator.
-        # guard: draws within a mode
-        with _torch.without_modes():
-            return call(keys & plain, *args, **kwargs)
-
-    return kernel
+    # PyTorch excludes the key within a mode, and nobody would see the other operator.
+    with _torch.without_modes():
+        return call(keys & plain, *args, **kwargs)
 
 
 def _is_traced() -> bool:

@@ -97,7 +97,7 @@ _C, _AUTOGRAD = "torch._C:", "torch._C._autograd:"
 _STREAMS = "streams of accelerators"
 _FUNCTIONS, _DISPATCH = "torch-function modes", "dispatch modes"
 _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
-_DRAWS = "random numbers beside other threads"
+_DRAWS = "random numbers beside others"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
 #: What this package calls each, and the name itself.

@@ -1,4 +1,4 @@
-"""What the operators of a cell draw from on the CPU.
+"""Sources: what the operators of a cell draw from on the CPU.
 
 The CPU's default generator is one for all threads. So cells that several threads compute draw from
 generators of their own (:class:`Own`), and none from the default one. That does for operators, but
@@ -36,17 +36,6 @@ class Own:
     def __init__(self, state: Tensor) -> None:
         self._state: Tensor | None = state
         self._generator: torch.Generator | None = None
-
-    @property
-    def touched(self) -> bool:
-        """Whether anything but operators is known to have used the default generator."""
-        return False
-
-    def start(self) -> None:
-        """Take note that nobody else uses the default generator from here on."""
-
-    def look(self) -> None:
-        """Take note of its state, where nothing should have changed it."""
 
     def get_state(self) -> Tensor:
         """The state."""

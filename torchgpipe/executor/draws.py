@@ -26,7 +26,7 @@ from torchgpipe._torch import checkpoints
 from torchgpipe.ambient.defaults import content, default_state, generator_of
 from torchgpipe.ambient.nesting import can_see_draws, first_run, nesting, seeing_draws
 from torchgpipe.ambient.random_numbers import CellNumbers, StepNumbers
-from torchgpipe.ambient.sources import Own, Source, Watched
+from torchgpipe.ambient.sources import Own, Watched
 from torchgpipe.devices.streams import CPU
 from torchgpipe.engine.step import Step
 from torchgpipe.executor.plan import Plan
@@ -53,7 +53,7 @@ class Draws:
             step: the step.
             plan: its plan.
         """
-        self._step, self._touched = step, False
+        self._step, self.touched = step, False
         counts = Counter(map(generator_of, plan.devices))
         self._has_cpu = CPU in counts
         # Modes of the caller would not see what the kernels do.
@@ -80,32 +80,33 @@ class Draws:
                 # So do two checkpoints of PyTorch that have set it at the same time.
                 self._suspected.add(kind)
                 # guard: layers that set the generator later
-                self._touched = True
-            self._plain[kind] = self._sees and not self._touched
+                self.touched = True
+            self._plain[kind] = self._sees and not self.touched
             if isinstance(outer, Watched):
-                outer.touched |= self._touched
+                outer.touched |= self.touched
         finally:
             del self._step
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the first run of a cell."""
-        numbers = self._step.numbers
+        numbers, device = self._step.numbers, self._step.stages.devices[j]
         if self._is_own[j]:
             return _Forward(numbers, i)
-        device, source = self._step.stages.devices[j], self._source(i)
-        inner: Any = numbers.of(i, device, source)
+        if self._free:
+            return self._turn(j, _Both(numbers.of(i, device), _Forward(numbers, i)))
+        watched = Watched() if self._sees else None
+        inner: Any = numbers.of(i, device, watched)
         if self._has_cpu and inner.device != CPU:
-            inner = _Both(inner, numbers.of(i, CPU, source))
+            inner = _Both(inner, numbers.of(i, CPU, watched))
         # guard: turns of forwards
-        return self._turn(j, inner, source)
+        return self._turn(j, inner, watched)
 
     def again(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the second run of a cell."""
         if self._free:
-            cell = _Cell(self._step.numbers, i)
-            return self._turn(j, cell, cell)
-        source = self._source(i)
-        return self._turn(j, first_run(self._step.numbers.place(source)), source)
+            return self._turn(j, _Cell(self._step.numbers, i))
+        watched = Watched() if self._sees else None
+        return self._turn(j, first_run(self._step.numbers.place(watched)), watched)
 
     def backward(self, i: int, j: int, is_half: bool) -> AbstractContextManager[Any]:
         """Context manager for the backward of a cell, in which layers may draw, too.
@@ -116,27 +117,18 @@ class Draws:
             is_half: whether this is W, which need not come before the backward of other stages.
         """
         if not self._sees:
-            return self._turn(j, nullcontext(), None)
-        source = (_Backward if self._free else _WatchedBackward)(
-            self._step.numbers, (i, j if is_half else 0)
-        )
+            return self._turn(j, nullcontext())
+        place = (i, j if is_half else 0)
+        if self._free:
+            return self._turn(j, _Backward(self._step.numbers, place))
+        backward = _WatchedBackward(self._step.numbers, place)
         # guard: turns of backwards
-        return self._turn(j, source, source)
-
-    def _source(self, i: int) -> Source | None:
-        if not self._sees:
-            return None
-        return Own(self._step.numbers.states[i][CPU.type]) if self._free else Watched()
+        return self._turn(j, backward, backward.watched)
 
     def _turn(
-        self, j: int, inner: AbstractContextManager[Any], source: Source | None
+        self, j: int, inner: AbstractContextManager[Any], watched: Watched | None = None
     ) -> AbstractContextManager[Any]:
-        return _Turn(self, inner, source) if self._in_turns[j] else inner
-
-    def end(self, source: Source) -> None:
-        """Take note of what a cell has drawn from."""
-        source.look()
-        self._touched |= source.touched
+        return _Turn(self, inner, watched) if self._in_turns[j] else inner
 
 
 class _Cell(Own):
@@ -216,27 +208,17 @@ class _WatchedBackward(_Backward):
         super().__init__(numbers, place)
         self.watched = Watched()
 
-    @property
-    def touched(self) -> bool:
-        return self.watched.touched
-
-    def start(self) -> None:
-        self.watched.start()
-
-    def look(self) -> None:
-        self.watched.look()
-
     def begin(self) -> torch.Generator | None:
         if checkpoints.find()[1] is not None:
             return None
-        self.look()
-        return None if self.touched else super().begin()
+        self.watched.look()
+        return None if self.watched.touched else super().begin()
 
 
 class _Both:
     """The random numbers of a cell on an accelerator: those of the device, and the CPU's."""
 
-    def __init__(self, own: CellNumbers, cpu: CellNumbers) -> None:
+    def __init__(self, own: CellNumbers, cpu: CellNumbers | _Forward) -> None:
         self.own, self.cpu = own, cpu
 
     def __enter__(self) -> None:
@@ -252,15 +234,15 @@ class _Turn:
     """A context manager entered while no other cell has a turn."""
 
     def __init__(
-        self, draws: Draws, inner: AbstractContextManager[Any], source: Source | None
+        self, draws: Draws, inner: AbstractContextManager[Any], watched: Watched | None
     ) -> None:
-        self.draws, self.inner, self.source = draws, inner, source
+        self.draws, self.inner, self.watched = draws, inner, watched
 
     def __enter__(self) -> None:
         self.draws.lock.acquire()
         try:
-            if self.source is not None:
-                self.source.start()
+            if self.watched is not None:
+                self.watched.start()
             self.inner.__enter__()
         except BaseException:
             self.draws.lock.release()
@@ -269,7 +251,8 @@ class _Turn:
     def __exit__(self, *exception: Any) -> None:
         try:
             self.inner.__exit__(*exception)
-            if self.source is not None:
-                self.draws.end(self.source)
+            if self.watched is not None:
+                self.watched.look()
+                self.draws.touched |= self.watched.touched
         finally:
             self.draws.lock.release()

@@ -1,14 +1,10 @@
 """States of random number generators, and the numbers of micro-batches."""
 
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 import torch
 
-from torchgpipe.ambient import defaults
 from torchgpipe.ambient.random_numbers import FirstNumbers, StepNumbers, _set, get_state, set_state
 
 CPU = torch.device("cpu")
@@ -187,54 +183,3 @@ def test_meta_device_has_the_generator_of_the_cpu():
     with draws:
         found = drawn(draws, 0, META), drawn(draws, 0, CPU)
     assert all(map(torch.equal, expected, [*found, torch.rand(3)]))
-
-
-class CountingGenerator:
-    """A generator that notes how many threads use it at a time."""
-
-    def __init__(self):
-        self.inside, self.most = 0, 0
-
-    def get_state(self):
-        self.inside += 1
-        time.sleep(0.01)
-        self.most = max(self.most, self.inside)
-        self.inside -= 1
-
-    def set_state(self, state):
-        self.get_state()
-
-
-def test_one_thread_at_a_time_uses_a_generator(monkeypatch):
-    generator = CountingGenerator()
-    monkeypatch.setattr(defaults, "_generator", lambda device: generator)
-    threads = [threading.Thread(target=lambda: set_state(CPU, get_state(CPU))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert generator.most == 1
-
-
-def test_threads_do_not_block_each_other_at_a_generator():
-    """Python may let another thread run while PyTorch holds the lock of a generator."""
-    program = """
-import gc, threading, time, torch
-from torchgpipe.ambient.random_numbers import get_state, set_state
-class Garbage:
-    def __init__(self):
-        self.own = self
-    def __del__(self):
-        time.sleep(0.0001)
-gc.set_threshold(1, 1, 1)
-def run():
-    for _ in range(30):
-        Garbage()
-        set_state(torch.device("cpu"), get_state(torch.device("cpu")))
-threads = [threading.Thread(target=run) for _ in range(2)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
