@@ -74,9 +74,16 @@ class Across(Wrapped):
         return self.model.clip_grad_norm_(norm)
 
     def step(self, input, *targets):
-        loss, output = self.model.step(input, *targets)
-        self.output = self._everywhere(output)[-1]
+        loss, self.output = self.model.step(input, *targets)
         return loss
+
+    @property
+    def output(self):
+        return self._everywhere(self._output)[-1]
+
+    @output.setter
+    def output(self, output):
+        self._output = output
 
     def input_grads(self, tensors):
         return self._everywhere(super().input_grads(tensors))[0]

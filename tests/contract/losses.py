@@ -14,7 +14,7 @@ from torchgpipe import NoChunk
 #: The wrappers whose loss is called for each micro-batch.
 INSIDE = ("ScheduledLoss", "ScheduledLoss of graphs", "Pipe")
 
-BACKWARD = {"Pipe": Otherwise("backward is inside of the step", "has its backward inside")}
+BACKWARD = {"Pipe": Otherwise("backward is inside of the step", "does not require grad")}
 
 
 def tokens(output, target, weight):

@@ -73,7 +73,9 @@ class Traps:
                 f"(input: {named}, entries: {rows}, micro-batches: {micro_batches}); pass a tensor "
                 "to have it split, such as the indices of the entries, a tuple to have the tensors "
                 "in it split, what every micro-batch shall get whole as torchgpipe.NoChunk(value), "
-                "and what is divided already as torchgpipe.Chunks(values)"
+                "and what is divided already as torchgpipe.Chunks(values). If the entries are no "
+                "rows, silence this by warnings.filterwarnings('ignore', "
+                f"'{self._wrapper} splits tensors, and lists')"
             )
             self._known.add("lists")
 
