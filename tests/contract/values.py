@@ -268,5 +268,6 @@ def one_tensor_in_two_places(make):
 
     layers = layers_of(nn.Linear(3, 3), Partial(lambda x: {"a": [x], "b": x}), Partial(look))
     model = assert_as_plain(make, layers, rows(4))
-    assert model.output[0] is model.output[1]
+    output = model.output
+    assert output[0] is output[1]
     assert model.output[2] is True
