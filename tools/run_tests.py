@@ -21,7 +21,7 @@ from pathlib import Path
 #: should be about equal, since the longest bounds the whole.
 PROCESSES = {
     "virtual": ["tests/virtual"],
-    "examples": ["tests/examples", "tests/benchmarks", "tests/schedule"],
+    "examples": ["tests/examples", "tests/benchmarks", "tests/schedule", "tests/contract"],
     "others": [],
 }
 

@@ -269,7 +269,7 @@ def test_parameter_that_is_passed_on_is_not_changed(view, chunks, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_output_that_the_caller_changes(mode):
-    for end in (torch.sin, lambda x: x[:, 1:], torch.relu_):
+    for end in (torch.sin, lambda x: x[:, 2:], torch.relu_):
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Apply(end))
         wrapped = wrap(copy.deepcopy(module), mode=mode, chunks=2, balance=[1, 2])
         x = leaf(requires_grad=True)

@@ -6,7 +6,6 @@ model.
 
 import copy
 import threading
-from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, wrap
 from torchgpipe import is_recomputing
-from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.ambient.random_numbers import get_state
 
 BALANCES = [[4], [1, 3], [2, 2], [1, 1, 1, 1]]
 WIDTH = 4
@@ -177,17 +176,6 @@ def gone_on(state, steps):
     return torch.get_rng_state()
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 8])
-@pytest.mark.parametrize("balance", BALANCES)
-def test_nothing_drawn_leaves_the_generator_as_found(balance, chunks, device):
-    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-    x = batch(device, rows=8)
-    for mode in MODES:
-        before = get_state(device)
-        wrap(module, device, mode, chunks, balance=balance)(x).sum().backward()
-        assert torch.equal(before, get_state(device))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_generator_goes_on_where_the_first_micro_batch_left_it(mode):
     module = nn.Sequential(*[Drawing(lambda x: x + torch.rand(1)) for _ in range(4)])
@@ -197,14 +185,6 @@ def test_generator_goes_on_where_the_first_micro_batch_left_it(mode):
         torch.set_rng_state(before)
         wrap(module, mode=mode, chunks=chunks, balance=[1, 3])(batch()).sum().backward()
         assert torch.equal(expected, torch.get_rng_state())
-
-
-def test_first_micro_batch_draws_what_the_plain_model_draws():
-    module, x = draws_twice("dropout"), batch(rows=6)
-    torch.manual_seed(1)
-    expected = module(x[:2])
-    torch.manual_seed(1)
-    assert torch.equal(expected, wrap(module, mode="never", balance=[2, 2])(x)[:2])
 
 
 class Uniform(nn.Module):
@@ -222,15 +202,6 @@ def test_all_numbers_differ(balance):
     model = wrap(nn.Sequential(layer, layer), mode="never", chunks=8, balance=balance)
     drawn = torch.cat([model(torch.empty(8, 0).double()) for _ in range(4)])
     assert len(drawn.unique()) == drawn.numel() == 3200
-
-
-def test_seeds_that_follow_each_other_give_other_numbers():
-    model = wrap(nn.Sequential(Uniform()), mode="never", chunks=8, balance=[1])
-    drawn = []
-    for seed in range(20):
-        torch.manual_seed(seed)
-        drawn.append(model(torch.empty(8, 20).double()))
-    assert len(torch.cat(drawn).unique()) == 20 * 8 * 20
 
 
 class Selective(nn.Module):
@@ -303,37 +274,6 @@ def test_recomputation_that_fails_leaves_the_generator_as_found():
     before = torch.get_rng_state()
     with pytest.raises(ArithmeticError):
         output.sum().backward()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-WITHOUT = {"grad": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("name", WITHOUT)
-def test_monte_carlo_dropout(name, chunks):
-    """Only dropout layers are in train mode."""
-    module, x = draws_twice("dropout").eval(), batch()
-    for layer in module:
-        layer.train(isinstance(layer, nn.Dropout))
-    found = []
-    models = [
-        wrap(module, mode=mode, chunks=chunks, balance=balance)
-        for balance in BALANCES
-        for mode in MODES
-    ]
-    for model in [*([module] if chunks == 1 else []), *models]:
-        torch.manual_seed(1)
-        with WITHOUT[name]():
-            found.append([model(x), model(x), torch.get_rng_state()])
-        assert not torch.equal(found[-1][0], found[-1][1])
-    assert all(same(other, found[0]) for other in found[1:])
-
-
-def test_dropout_in_eval_mode_leaves_the_generator_as_found():
-    model = wrap(draws_twice("dropout"), mode="never", balance=[2, 2]).eval()
-    before = torch.get_rng_state()
-    model(batch()).sum().backward()
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -411,13 +351,3 @@ def test_each_of_several_threads_draws_other_numbers():
     for thread in threads:
         thread.join(30)
     assert len(torch.cat(drawn).unique()) == 3 * 10 * 20
-
-
-def test_state_of_the_generator_can_be_saved_between_steps():
-    """A training loop saves the state to go on tomorrow."""
-    model, x = wrap(draws_twice("dropout"), mode="never", balance=[2, 2]), batch()
-    model(x)
-    saved = get_state(x.device)
-    expected = model(x), model(x)
-    set_state(x.device, saved)
-    assert same((model(x), model(x)), expected)
