@@ -177,7 +177,7 @@ class ScheduledLoss(nn.Module):
             with explaining(targets, model[0]):
                 mini_batch.compute(executor.run, model.devices, model._norms)
         criterion = executor.criterion
-        mini_batch.look(criterion.shapes)
+        mini_batch.warn_of_coupled(criterion.shapes)
         total, divisor = criterion.total()
         value = total if divisor is None else total / divisor
         if recorded and criterion.depends:

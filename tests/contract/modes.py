@@ -38,17 +38,18 @@ def settings():
 class Look(nn.Module):
     """A layer that logs what is set, in each of its runs."""
 
-    def __init__(self, log):
+    def __init__(self, note):
         super().__init__()
-        self.linear, self.log = nn.Linear(6, 6), log
+        # A function: a list would be put back for second runs, as several layers add to it.
+        self.linear, self.note = nn.Linear(6, 6), note
 
     def __deepcopy__(self, memo):
-        found = Look(self.log)
+        found = Look(self.note)
         found.load_state_dict(self.state_dict())
         return found
 
     def forward(self, x):
-        self.log.append((is_recomputing(), settings()))
+        self.note((is_recomputing(), settings()))
         return self.linear(x).float().tanh()
 
 
@@ -90,7 +91,7 @@ ALONE = Otherwise("In eval mode it computes the loss alone.", "does not require 
 )
 def eval_gradients(make):
     log = []
-    layers = nn.Sequential(*[Look(log) for _ in range(4)])
+    layers = nn.Sequential(*[Look(log.append) for _ in range(4)])
     model, layers, plain, own = pair(make, layers)
     model.train(False)
     plain_step(layers, *plain)
@@ -135,7 +136,7 @@ def frozen_norm(make):
 )
 def no_grad(make):
     log = []
-    layers = nn.Sequential(Look(log), *linears(6, 6), Look(log))
+    layers = nn.Sequential(Look(log.append), *linears(6, 6), Look(log.append))
     model = make(layers)
     x, y, *moved = batch(8, model)
     with torch.no_grad():
@@ -209,7 +210,7 @@ def autocast_within(make):
 def looked(make, backward=None):
     """Check what layers see under each set of modes, and under that of a backward outside."""
     log = []
-    model = make(nn.Sequential(*[Look(log) for _ in range(4)]))
+    model = make(nn.Sequential(*[Look(log.append) for _ in range(4)]))
     moved = batch(8, model)[2:]
     for name in [x for x in MODES if not backward or "inference" not in x]:
         log.clear()

@@ -128,4 +128,4 @@ def assert_same(found, expected):
 
 def is_free(training):
     """Whether cells of the last step had generators of their own."""
-    return training.__dict__["_crew"].draws._free
+    return training.__dict__["_crew"].draws.is_free

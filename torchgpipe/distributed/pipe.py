@@ -409,7 +409,7 @@ class Pipe(Settings, nn.Module):
                 output = criterion.joined(worker.step.blocks)
             total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
             found = self._agreement.end(worker, self._routes.placement, total, divisor)
-            self._traps.coupled(criterion.shapes, rows, (), self.parameters())
+            self._traps.coupled([criterion.shapes], rows, (), self.parameters())
             if found is not None and recorded:
                 self._hand_over(worker, found)
                 reduce(sharded)

@@ -95,7 +95,7 @@ class MiniBatch:
 
     @property
     def different(self) -> Sequence[Batch]:
-        """The micro-batches of which one says nothing of another."""
+        """The micro-batches to check: all if the caller made them, else one that stands for all."""
         return self.batches if self.division.is_given else self.batches[:1]
 
     @property
@@ -117,8 +117,8 @@ class MiniBatch:
         """Compute the micro-batches: see :func:`compute`."""
         compute(step, self.wrapper, devices, norms, self.whole)
 
-    def look(self, outputs: Sequence[torch.Size]) -> None:
-        """Warn of outputs that compare rows, by the shapes of those of the first micro-batch."""
+    def warn_of_coupled(self, *outputs: Sequence[torch.Size]) -> None:
+        """Warn of outputs that compare rows, by the shapes of the first ones, and of the last."""
         self._traps.coupled(outputs, self.division.rows, self._shapes, self.wrapper.parameters())
 
     def joined(self, blocks: Container[int]) -> Any:
@@ -127,5 +127,5 @@ class MiniBatch:
         Args:
             blocks: the places of tensors with several rows for each row, block by block.
         """
-        self.look(self.batches[0].shapes)
+        self.warn_of_coupled(self.batches[0].shapes, self.batches[-1].shapes)
         return joined(self.batches, self.division, blocks)

@@ -121,7 +121,7 @@ class Forward(Computation):
         self.executor.links.lend(self.batch, self.w, self.stream)
 
     def _around(self) -> AbstractContextManager[Any]:
-        return self.executor.crew.draws.of(self.i, self.j)
+        return self.executor.draws.of(self.i, self.j)
 
     def begin(self) -> Any:
         executor, i, j = self.executor, self.i, self.j
@@ -158,7 +158,7 @@ class Recomputation(Computation):
     """R."""
 
     def _around(self) -> AbstractContextManager[Any]:
-        return self.executor.crew.draws.again(self.i, self.j)
+        return self.executor.draws.again(self.i, self.j)
 
     def begin(self) -> Any:
         return self.executor.cells[self.j, self.i].recompute()
@@ -173,7 +173,7 @@ class BackwardWeight(Computation):
             return function(*args)
 
     def _around(self) -> AbstractContextManager[Any]:
-        return self.executor.crew.draws.backward(self.i, self.j, self.op.kind == "W")
+        return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
 
     def begin(self) -> Any:
         return self._last_of_cell().backward_weight()

@@ -40,61 +40,78 @@ class Draws:
 
     def __init__(self) -> None:
         #: Whether nothing but operators has used it, by kind of step.
-        self._plain: dict[Any, bool] = {}
-        #: The kinds of steps that have left it changed, though nobody should have used it.
-        self._suspected: set[Any] = set()
+        self.plain: dict[Any, bool] = {}
+        #: How often a kind of step has left it changed, though nobody should have used it.
+        self.changed: Counter[Any] = Counter()
+        #: Whether cells of the latest step had generators of their own.
+        self.is_free = False
         self.lock = threading.RLock()
 
     @contextmanager
-    def step(self, step: Step, plan: Plan) -> Iterator[None]:
+    def step(self, step: Step, plan: Plan) -> Iterator[StepDraws]:
         """Prepare for a step, and learn from it, in a ``with`` block around it.
 
         Args:
             step: the step.
             plan: its plan.
         """
-        self._step, self.touched = step, False
+        outer = nesting.source
+        kind = (torch.is_grad_enabled(), *[x.training for x in step.stages.partitions])
+        # guard: steps that are watched
+        is_plain = self.plain.get(kind, False)
+        found = StepDraws(self.lock, step, plan, is_plain or isinstance(outer, Own))
+        self.is_free = found.free
+        before = content(default_state(CPU)) if found.free else b""
+        with seeing_draws(found.sees):
+            yield found
+        if found.free and content(default_state(CPU)) != before:
+            self.changed[kind] += 1
+            # guard: layers that set the generator later
+            found.touched = True
+        # Two checkpoints of PyTorch that set it at the same time leave it changed, too. So one sign
+        # is no proof, and a second one is taken for one.
+        self.plain[kind] = found.sees and not found.touched and self.changed[kind] < 2
+        if isinstance(outer, Watched):
+            outer.touched |= found.touched
+
+
+class StepDraws:
+    """The generators that the cells of one step draw from.
+
+    Args:
+        lock: the lock that a cell holds while it has its turn.
+        step: the step.
+        plan: its plan.
+        is_plain: whether nothing but operators is expected to use the CPU's default generator.
+    """
+
+    def __init__(self, lock: threading.RLock, step: Step, plan: Plan, is_plain: bool) -> None:
+        self.lock, self._step = lock, step
+        #: Whether a cell has used the default generator in another way than by operators.
+        self.touched = False
         counts = Counter(map(generator_of, plan.devices))
         self._has_cpu = CPU in counts
-        # Modes of the caller would not see what the kernels do.
-        self._sees = self._has_cpu and not step.context.alone and can_see_draws()
-        kind = (torch.is_grad_enabled(), *[x.training for x in step.stages.partitions])
-        outer = nesting.source
-        # guard: steps that are watched
-        is_plain = self._plain.get(kind, False)
+        #: Whether draws are seen. Modes of the caller would not see what the kernels do.
+        self.sees = self._has_cpu and not step.context.alone and can_see_draws()
         #: Whether cells on the CPU have generators of their own, as the cell around has.
-        self._free = self._sees and (is_plain or isinstance(outer, Own))
-        own = [*map(generator_of, step.stages.devices)]
+        self.free = self.sees and is_plain
+        places = [*map(generator_of, step.stages.devices)]
         in_turns = {x for x, count in counts.items() if count > 1 and x != CPU}
-        if self._has_cpu and not self._free:
+        if self._has_cpu and not self.free:
             in_turns = {*counts}
         #: For each stage, whether its cells take turns.
-        self._in_turns = [x in in_turns for x in own]
+        self._in_turns = [x in in_turns for x in places]
         #: For each stage, whether its cells have nothing but a generator of their own.
-        self._is_own = [self._free and x == CPU for x in own]
-        found = content(default_state(CPU)) if self._free else b""
-        try:
-            with seeing_draws(self._sees):
-                yield
-            if self._free and content(default_state(CPU)) != found and kind not in self._suspected:
-                # So do two checkpoints of PyTorch that have set it at the same time.
-                self._suspected.add(kind)
-                # guard: layers that set the generator later
-                self.touched = True
-            self._plain[kind] = self._sees and not self.touched
-            if isinstance(outer, Watched):
-                outer.touched |= self.touched
-        finally:
-            del self._step
+        self._is_own = [self.free and x == CPU for x in places]
 
     def of(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the first run of a cell."""
         numbers, device = self._step.numbers, self._step.stages.devices[j]
         if self._is_own[j]:
             return _Forward(numbers, i)
-        if self._free:
+        if self.free:
             return self._turn(j, _Both(numbers.of(i, device), _Forward(numbers, i)))
-        watched = Watched() if self._sees else None
+        watched = Watched() if self.sees else None
         inner: Any = numbers.of(i, device, watched)
         if self._has_cpu and inner.device != CPU:
             inner = _Both(inner, numbers.of(i, CPU, watched))
@@ -103,9 +120,9 @@ class Draws:
 
     def again(self, i: int, j: int) -> AbstractContextManager[Any]:
         """Context manager for the second run of a cell."""
-        if self._free:
+        if self.free:
             return self._turn(j, _Cell(self._step.numbers, i))
-        watched = Watched() if self._sees else None
+        watched = Watched() if self.sees else None
         return self._turn(j, first_run(self._step.numbers.place(watched)), watched)
 
     def backward(self, i: int, j: int, is_half: bool) -> AbstractContextManager[Any]:
@@ -116,10 +133,10 @@ class Draws:
             j: the stage.
             is_half: whether this is W, which need not come before the backward of other stages.
         """
-        if not self._sees:
+        if not self.sees:
             return self._turn(j, nullcontext())
         place = (i, j if is_half else 0)
-        if self._free:
+        if self.free:
             return self._turn(j, _Backward(self._step.numbers, place))
         backward = _WatchedBackward(self._step.numbers, place)
         # guard: turns of backwards
@@ -234,7 +251,7 @@ class _Turn:
     """A context manager entered while no other cell has a turn."""
 
     def __init__(
-        self, draws: Draws, inner: AbstractContextManager[Any], watched: Watched | None
+        self, draws: StepDraws, inner: AbstractContextManager[Any], watched: Watched | None
     ) -> None:
         self.draws, self.inner, self.watched = draws, inner, watched
 

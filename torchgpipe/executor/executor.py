@@ -160,7 +160,7 @@ class Executor:
         with ExitStack() as within:
             within.enter_context(self._without_hooks)
             within.enter_context(self.step.numbers)
-            within.enter_context(self.crew.draws.step(self.step, self.plan))
+            self.draws = within.enter_context(self.crew.draws.step(self.step, self.plan))
             for sums, weights in zip(self.sums, self._weights_of_one()):
                 within.enter_context(sums.adding_at_once(weights))
             self.links.begin(self.arriving)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -75,12 +75,13 @@ def arguments_of(
     for name, x in each:
         for path, leaf in names(x, leaves_in(x, rows)):
             path = _path(name, path)
-            if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    "targets must not require a gradient, since the loss hands over those of its "
-                    f"input and weights (argument: {path}, shape: {tuple(leaf.shape)}); pass "
-                    "target.detach(), or make it an input that the layers pass on"
-                )
+            for tensor in _tensors(leaf) if torch.is_grad_enabled() else ():
+                if tensor.requires_grad:
+                    raise ValueError(
+                        "targets must not require a gradient, since the loss hands over those of "
+                        f"its input and weights (argument: {path}, shape: {tuple(tensor.shape)}); "
+                        "pass target.detach(), or make it an input that the layers pass on"
+                    )
             if isinstance(leaf, Chunks) and len(leaf) != m:
                 raise ValueError(
                     "targets that are divided must be as many as the micro-batches of the input "
@@ -91,7 +92,13 @@ def arguments_of(
                 found[path] = count, leaf
     if division.is_ready and found:
         # The input does not say how many rows there are, so the first target does.
-        rows, _ = next(iter(found.values()))
+        (path, (rows, _)), *_ = found.items()
+        if rows < m:
+            raise ValueError(
+                "targets must have a row for each micro-batch that Chunks has made (argument: "
+                f"{path}, rows: {rows}, micro-batches: {m}); divide them, too, or pass "
+                "torchgpipe.NoChunk(value)"
+            )
         division = division._replace(sizes=divided(rows, m))
     for path, (count, leaf) in found.items() if m > 1 else ():
         if count != rows:
@@ -122,6 +129,15 @@ def _path(name: str, path: str) -> str:
     if path == "the value":
         return name
     return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
+
+
+def _tensors(leaf: Any) -> Iterator[Tensor]:
+    """The tensors of a leaf, which may be marked."""
+    value = leaf.values if isinstance(leaf, Chunks) else getattr(leaf, "value", leaf)
+    if is_of_input(leaf) or isinstance(leaf, list):
+        yield from (x for x in trees.leaves_of(value) if isinstance(x, Tensor))
+    elif isinstance(leaf, Tensor):
+        yield leaf
 
 
 def _whole(leaf: Any) -> Any:

@@ -74,7 +74,7 @@ class Contents(NamedTuple):
         for container, elements in self.found:
             now, whole = _elements(container), True
             # guard: contents of a call
-            if _same(now, elements) or _is_log(container, now, elements):
+            if _same(now, elements):
                 continue
             half = len(now) // 2
             if isinstance(container, dict) and _same(now[:half], elements[: len(elements) // 2]):
@@ -109,13 +109,6 @@ def fill(container: Any, elements: list[Any], whole: bool = True) -> None:
         container.update(elements)
     else:
         container.extend(elements)
-
-
-def _is_log(container: Any, *times: list[Any]) -> bool:
-    """Whether a list has no tensors, as one in which blocks note what they did, second runs too."""
-    if isinstance(container, dict):
-        return False
-    return not any(isinstance(x, Tensor) for elements in times for x in elements)
 
 
 def _elements(container: Any) -> list[Any]:

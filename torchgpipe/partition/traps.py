@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.values import trees
-from torchgpipe.values.division import row_count
+from torchgpipe.values.division import is_list_of_tensors, leaves_in, row_count
 from torchgpipe.values.marks import is_of_input
-from torchgpipe.values.structure import Arguments
+from torchgpipe.values.structure import Arguments, names
 
 __all__: list[str] = []
 
@@ -61,23 +61,42 @@ class Traps:
             self._known.add("sequence")
 
     def lists(self, input: Any, micro_batches: int) -> None:
-        """Warn of lists and arrays with an entry for each row, of which some are split."""
-        if micro_batches == 1 or "lists" in self._known:
+        """Warn of lists and arrays with an entry for each row: most are not split."""
+        if micro_batches == 1:
             return
-        found, rows = dict(lists(input, "", of_tensors=True)), row_count(input)
-        named = ", ".join(path for path, length in found.items() if length == rows)
-        if rows and named:
+        rows = row_count(input)
+        found = [path for path, length in lists(input, "") if length == rows > 0]
+        if found and "lists" not in self._known:
             warn(
-                f"{self._wrapper} splits tensors, and lists with a tensor for each row. It gives "
-                "other lists and arrays whole to every micro-batch "
-                f"(input: {named}, entries: {rows}, micro-batches: {micro_batches}); pass a tensor "
-                "to have it split, such as the indices of the entries, a tuple to have the tensors "
-                "in it split, what every micro-batch shall get whole as torchgpipe.NoChunk(value), "
-                "and what is divided already as torchgpipe.Chunks(values). If the entries are no "
-                "rows, silence this by warnings.filterwarnings('ignore', "
-                f"'{self._wrapper} splits tensors, and lists')"
+                f"{self._wrapper} splits tensors, and gives lists and arrays whole to every "
+                f"micro-batch (input: {', '.join(found)}, entries: {rows}, micro-batches: "
+                f"{micro_batches}); pass a tensor to have it split, such as the indices of the "
+                "entries, what is divided already as torchgpipe.Chunks(values), and what every "
+                "micro-batch shall get whole as torchgpipe.NoChunk(value)"
+                f"{self._silenced('splits tensors, and gives lists')}"
             )
             self._known.add("lists")
+        # With other numbers of rows the tensors in such a list would be split.
+        either = [
+            name
+            for name, leaf in names(input, leaves_in(input))
+            if is_list_of_tensors(leaf) and all(len(x) == rows for x in leaf)
+        ]
+        if either and "either" not in self._known:
+            warn(
+                f"{self._wrapper} splits a list with a tensor for each row as a list, and not the "
+                f"tensors in it (input: {', '.join(either)}, entries: {rows}, rows: {rows}); pass "
+                "a tuple to have the tensors in it split"
+                f"{self._silenced('splits a list')}"
+            )
+            self._known.add("either")
+
+    def _silenced(self, words: str) -> str:
+        """The end of a message, which says how to silence it."""
+        return (
+            ". If all is as you mean it, silence this by warnings.filterwarnings('ignore', "
+            f"'{self._wrapper} {words}')"
+        )
 
     def no_pipelining(self, devices: int, chunks: int) -> None:
         """Warn if a model on several devices trains with one micro-batch."""
@@ -92,7 +111,7 @@ class Traps:
 
     def coupled(
         self,
-        outputs: Sequence[torch.Size],
+        outputs: Sequence[Sequence[torch.Size]],
         rows: Sequence[int],
         inputs: Sequence[torch.Size],
         parameters: Iterable[Tensor],
@@ -100,16 +119,22 @@ class Traps:
         """Warn if an output compares the rows of its micro-batch with each other.
 
         Args:
-            outputs: the shapes in the output of the first micro-batch.
+            outputs: the shapes in the outputs of the first micro-batch and, if they are known, of
+                the last.
             rows: the number of rows of each micro-batch; none if there is one.
-            inputs: the shapes in its input. A size in them may be no number of rows.
+            inputs: the shapes of the input. If one has a size equal to the rows, the output's size
+                may come from there.
             parameters: those of the layers, likewise.
         """
-        if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known:
+        if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return
-        if (rows[0], rows[0]) not in outputs:
+        if (rows[0], rows[0]) not in outputs[0]:
             return
-        if any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters):
+        if rows[-1] != rows[0] and len(outputs) > 1:
+            # Another number of rows tells whether the size follows it.
+            if (rows[-1], rows[-1]) not in outputs[-1]:
+                return
+        elif any(rows[0] in x[1:] for x in inputs) or any(rows[0] in x.shape for x in parameters):
             return
         warn(
             "an output has an entry for each pair of rows, so each row is compared with those of "
@@ -131,15 +156,8 @@ def _sequence_first(module: nn.Module, path: str = "") -> Iterator[str]:
         yield from _sequence_first(child, f"{path}.{name}" if path else name)
 
 
-def lists(value: Any, path: str, of_tensors: bool = False) -> Iterator[tuple[str, int]]:
-    """The lists and arrays in a value that may have an entry for each row: path and length.
-
-    Args:
-        value: the value.
-        path: how it is called.
-        of_tensors: whether to include lists of tensors, each of which has as many rows as the list
-            has entries, so that either may be meant.
-    """
+def lists(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    """The lists and arrays without tensors in a value: the path and the length of each."""
     if isinstance(value, Arguments):
         # The arguments of a call are no list, however many they are.
         entries = [(f"args[{k}]", x) for k, x in enumerate(value.args)]
@@ -147,8 +165,6 @@ def lists(value: Any, path: str, of_tensors: bool = False) -> Iterator[tuple[str
     elif isinstance(value, Mapping):
         entries = [(f"{path}[{key!r}]", x) for key, x in value.items()]
     elif isinstance(value, list | tuple) and _is_container(value):
-        if of_tensors and type(value) is list and all(_has_rows(x, len(value)) for x in value):
-            yield path, len(value)
         entries = [(f"{path}[{k}]", x) for k, x in enumerate(value)]
     else:
         entries = []
@@ -156,11 +172,7 @@ def lists(value: Any, path: str, of_tensors: bool = False) -> Iterator[tuple[str
         if length is not None:
             yield path, length
     for name, entry in entries:
-        yield from lists(entry, name, of_tensors)
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+        yield from lists(entry, name)
 
 
 def _is_container(value: Any) -> bool:

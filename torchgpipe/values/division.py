@@ -45,7 +45,7 @@ class Division(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """The number of rows of each micro-batch; none where nobody joins outputs by them.
+        """The number of rows of each micro-batch; empty if outputs are not joined by rows.
 
         One micro-batch may have no rows.
         """
@@ -83,7 +83,13 @@ def division_of(value: Any, chunks: int) -> Division:
             f"(input: {type(value).__name__}); pass the value itself, or "
             "torchgpipe.NoChunk(value) if every micro-batch shall get all of it"
         )
-    shapes, given = _looked_at(value, chunks)
+    shapes, given, sparse = _looked_at(value)
+    if sparse and max(chunks, *given.values(), 1) > 1:
+        raise ValueError(
+            "only dense tensors can be split into micro-batches "
+            f"({'; '.join(sparse)}); pass a dense one, mark it by torchgpipe.NoChunk, or set "
+            "chunks=1"
+        )
     if len({*given.values()}) > 1:
         raise ValueError(
             "all Chunks of a call must have the same length, the number of micro-batches "
@@ -115,30 +121,30 @@ def division_of(value: Any, chunks: int) -> Division:
 
 
 def _looked_at(
-    value: Any, chunks: int
-) -> tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, int]]:
-    """The rows and the shape of each leaf that has rows, and the length of each :class:`Chunks`."""
-    shapes, given = {}, {}
+    value: Any,
+) -> tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, int], list[str]]:
+    """The leaves of a mini-batch, by name.
+
+    Returns:
+        The rows and the shape of each leaf that has rows; the length of each :class:`Chunks`; texts
+        about tensors that have no rows to be split.
+    """
+    shapes, given, sparse = {}, {}, []
     for name, leaf in names(value, leaves_in(value)):
         if isinstance(leaf, Chunks):
             given[name] = len(leaf)
         elif isinstance(leaf, Tensor) and leaf.dim() and not is_dense(leaf):
-            if chunks > 1:
-                raise ValueError(
-                    "only dense tensors can be split into micro-batches "
-                    f"(input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}); pass "
-                    "a dense one, mark it by torchgpipe.NoChunk, or set chunks=1"
-                )
+            sparse.append(f"input: {name}, layout: {'nested' if leaf.is_nested else leaf.layout}")
         elif (rows := rows_in(leaf)) is not None:
             tensor = leaf.value if isinstance(leaf, Chunk) else leaf
             shapes[name] = rows, tuple(getattr(tensor, "shape", (rows,)))
         elif not isinstance(leaf, NoChunk | Tensor):
             verify_leaf(leaf)
-    return shapes, given
+    return shapes, given, sparse
 
 
 def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
-    """A function that tells whether an object in a value is divided, or left, as one.
+    """Make a predicate for what is one leaf: marks, and lists with a tensor for each row.
 
     Args:
         value: the value.
@@ -156,8 +162,15 @@ def leaves_in(value: Any, rows: int | None = None) -> Callable[[Any], bool]:
 
 
 def is_list_of_tensors(value: Any) -> bool:
-    """Whether a value is a list of nothing but tensors, which may have one for each row."""
-    return type(value) is list and bool(value) and all(isinstance(x, Tensor) for x in value)
+    """Whether a value is a list of nothing but tensors, which may have one for each row.
+
+    A list of numbers, as of learned scales, has none.
+    """
+    return (
+        type(value) is list
+        and bool(value)
+        and all(isinstance(x, Tensor) and x.dim() > 0 for x in value)
+    )
 
 
 def rows_in(leaf: Any) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchgpipe.values import trees
@@ -46,7 +47,7 @@ class Chunk:
 
     Raises:
         TypeError: the value is no tensor, or the dimension no integer.
-        ValueError: the tensor has no such dimension.
+        ValueError: the tensor has no such dimension, or is sparse or nested.
     """
 
     __slots__ = ("dim", "value")
@@ -57,6 +58,12 @@ class Chunk:
                 "Chunk marks a tensor and the dimension of its rows (value: "
                 f"{type(value).__name__}, dim: {dim!r}); mark each tensor of a container, as "
                 "Chunk(tensor, dim=1)"
+            )
+        if value.layout != torch.strided or value.is_nested:
+            raise ValueError(
+                "Chunk marks a dense tensor, which has rows and views (layout: "
+                f"{'nested' if value.is_nested else value.layout}); pass a dense one, or divide it "
+                "yourself, as Chunks([first, second])"
             )
         if not -value.dim() <= dim < value.dim():
             raise ValueError(
@@ -86,14 +93,15 @@ class Chunks:
         values: an entry for each micro-batch.
 
     Raises:
-        TypeError: the values are no sequence.
+        TypeError: the values have no order, or there are marks in them.
         ValueError: there is no entry.
     """
 
     __slots__ = ("values",)
 
     def __init__(self, values: Iterable[Any]) -> None:
-        if isinstance(values, Tensor | Mapping | str | bytes) or not isinstance(values, Iterable):
+        refused = (Tensor, Mapping, str, bytes, set, frozenset)
+        if isinstance(values, refused) or not isinstance(values, Iterable):
             raise TypeError(
                 "Chunks marks a list with an entry for each micro-batch (values: "
                 f"{type(values).__name__}); pass such as Chunks(tensor.split(4)), or "
@@ -104,6 +112,12 @@ class Chunks:
             raise ValueError(
                 "Chunks must have an entry for each micro-batch (entries: 0); skip the step where "
                 "there is none"
+            )
+        marks = [type(x).__name__ for x in trees.leaves_of(self.values, is_mark) if is_mark(x)]
+        if marks:
+            raise TypeError(
+                "marks must not be within Chunks, whose entries go to one micro-batch each "
+                f"(marks: {marks}); pass the values themselves"
             )
 
     @classmethod
@@ -168,6 +182,11 @@ class PerMicroBatch(NamedTuple):
 def is_of_input(leaf: Any) -> bool:
     """Whether a leaf is a mark that belongs in the input of a wrapped model."""
     return isinstance(leaf, NoChunk | Chunk | Chunks)
+
+
+def is_mark(value: Any) -> bool:
+    """Whether a value is a mark of any kind."""
+    return is_of_input(value) or is_marked(value)
 
 
 def is_marked(value: Any) -> bool:

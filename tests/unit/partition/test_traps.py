@@ -198,7 +198,7 @@ def test_texts_name_the_wrapper():
     sequence, lists = messages(step)
     assert sequence.startswith("MappedGPipe splits dimension 0")
     assert "(layers: the model (GRU), chunks: 2)" in sequence
-    assert lists.startswith("MappedGPipe splits tensors, and lists")
+    assert lists.startswith("MappedGPipe splits tensors, and gives lists")
 
 
 # Rows that are compared with each other.

@@ -80,5 +80,12 @@ def test_what_cannot_be_divided(value, text):
 
 
 def test_marks_within_marks():
+    with pytest.raises(TypeError, match=r"within Chunks.*marks: \['NoChunk'\]"):
+        Chunks([[NoChunk(X)], X])
     with pytest.raises(TypeError, match="not within another mark"):
-        scatter((X, Chunks([NoChunk(X), X])), 2)
+        scatter((X, NoChunk([NoChunk(X)])), 2)
+
+
+def test_a_list_of_numbers_goes_whole():
+    scales = [torch.tensor(float(k)) for k in range(4)]
+    assert all(part[1] == scales for part in parts((X, scales), 2))
