@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.values.division import has_chunks
 from torchgpipe.values.structure import Arguments, arguments
 
 __all__: list[str] = []
@@ -27,7 +28,14 @@ def arguments_of(sample: Any) -> Arguments:
 
     Raises:
         TypeError: the sample is of another kind.
+        ValueError: the sample is divided already.
     """
+    if has_chunks(sample):
+        raise ValueError(
+            "a sample has rows, which are divided in several ways and measured, so it must not be "
+            f"divided already (sample: {type(sample).__name__} with Chunks); pass a mini-batch "
+            "that has rows"
+        )
     if isinstance(sample, Arguments):
         return sample
     if isinstance(sample, Mapping):
