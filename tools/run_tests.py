@@ -1,7 +1,7 @@
 """Run the tests in processes side by side, show their progress, and sum up what came of them.
 
-Accelerators are made before the first backward of a process, so ``tests/virtual`` has a process of
-its own. Needs nothing but pytest; ``make test`` calls it.
+Accelerators are made before the first backward of a process, so ``tests/virtual`` has processes of
+its own, and each computes on one core. Needs nothing but pytest; ``make test`` calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 #: The paths that each process tests. The last one tests all that the others do not. Their times
 #: should be about equal, since the longest bounds the whole.
 PROCESSES = {
-    "virtual": ["tests/virtual"],
+    "virtual": ["tests/virtual", "--ignore=tests/virtual/test_mutated.py"],
+    "mutants": ["tests/virtual/test_mutated.py"],
     "examples": ["tests/examples", "tests/benchmarks", "tests/schedule", "tests/contract"],
     "others": [],
 }
@@ -39,7 +40,8 @@ class Tests:
         self.name = name
         paths = PROCESSES[name]
         if not paths:
-            paths = [f"--ignore={path}" for others in PROCESSES.values() for path in others]
+            others = [path for some in PROCESSES.values() for path in some]
+            paths = [f"--ignore={path}" for path in others if not path.startswith("-")]
         self.log = LOGS / f"{name}.log"
         self.began = self.ended = time.monotonic()
         with self.log.open("wb") as file:

@@ -127,5 +127,6 @@ class MiniBatch:
         Args:
             blocks: the places of tensors with several rows for each row, block by block.
         """
+        found = joined(self.batches, self.division, blocks)
         self.warn_of_coupled(self.batches[0].shapes, self.batches[-1].shapes)
-        return joined(self.batches, self.division, blocks)
+        return found
