@@ -12,6 +12,7 @@ from torch import nn
 from tests.contract.planned import Hooked, Layer, loss, step, verify_anywhere, verify_early
 from tests.contract.wrapped import Maker, Scheduled
 from tests.support.helpers import MODES
+from tests.support.size import soak
 from torchgpipe import GPipe, ScheduledLoss
 
 NAMES = [f"{x} {stages}" for x in ("dualpipe_v", "interleaved") for stages in ("eager", "graph")]
@@ -39,6 +40,7 @@ def test_errors_anywhere(name, mode, draws):
     verify_anywhere(training, autocast)
 
 
+@soak
 @pytest.mark.parametrize("name", NAMES)
 def test_errors_before_anything_is_known(name):
     verify_early(partial(training_of, name, "always", 0.2))

@@ -15,8 +15,8 @@ OF_DEVICES = {name for name, promise in PROMISES.items() if promise.devices}
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "run", "mode"),
-    # Every second one without a soak, so that each promise takes two of four wrappers.
-    [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES][:: some(1, 2)],
+    # Every third one without a soak, so that each promise takes one or two of four wrappers.
+    [x for x in cases(LOCAL) if x.values[0] in OF_DEVICES][:: some(1, 3)],
 )
 def test_promise(name, run, mode, devices):
     if name.startswith("memory:"):

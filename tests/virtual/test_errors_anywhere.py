@@ -7,10 +7,13 @@ from tests.contract.planned import made, plan, verify_anywhere
 from tests.contract.test_contract import LOCAL
 from tests.contract.wrapped import Maker
 from tests.support.helpers import MODES
+from tests.support.size import some
 from torchgpipe.autograd import copy
 
 # Micro-batches on their way at the same time.
-RUNS = [*LOCAL, "MappedGPipe, threads"]
+RUNS = some(
+    [*LOCAL, "MappedGPipe, threads"], ["GPipe", "ScheduledLoss zbh1", "MappedGPipe, threads"]
+)
 
 NUMBER = torch.zeros(1, device="cpu")
 
