@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.state_of_layers import Memory
 from tests.support.changing_buffers import LAYERS, Average, Codebook, changing
 from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
 from torchgpipe import is_recomputing, verify_recomputation
@@ -170,19 +171,6 @@ def test_failing_step_is_learned_from_as_far_as_it_went(rows, device):
     model[3].fails = False
     module.load_state_dict(model.module.state_dict())
     verify_like_plain(module, model, rows)
-
-
-class Memory(nn.Module):
-    """A buffer that carries its gradient from micro-batch to micro-batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4))
-        self.register_buffer("memory", torch.ones(4))
-
-    def forward(self, input):
-        self.memory.mul_(0.5).add_((input * self.weight).mean(0))
-        return (input * self.memory.clone()).sin()
 
 
 def test_buffer_with_a_gradient(mode, rows, device):

@@ -82,8 +82,8 @@ class MiniBatch:
     def __init__(self, wrapper: nn.Module, input: Any, chunks: int, traps: Traps) -> None:
         verify_no_transform()
         self.wrapper, self._traps, self._chunks = wrapper, traps, chunks
-        #: The micro-batches. Whoever computes them puts their outputs in their places.
         self.division = division = division_of(input, chunks)
+        #: The micro-batches. Whoever computes them puts their outputs in their places.
         self.batches = batches = [Batch(part) for part in split(input, division)]
         verify_call(wrapper, chain.from_iterable(self.different))
         self.m = division.m

@@ -226,6 +226,17 @@ def test_layers_that_begin_to_set_the_generator_take_turns_from_the_next_step_on
         assert not is_free(training)
 
 
+def test_layers_that_set_the_generator_now_and_then_take_turns_for_good():
+    layers, (training, _) = trainings(lambda: Setting(noisy))
+    free = []
+    for k in range(8):
+        for layer in layers:
+            layer.function[0] = seeded if k % 3 == 2 else noisy
+        step(training, layers, k)
+        free.append(is_free(training))
+    assert free == [False, True, True, False, True, True, False, False]
+
+
 class Shake(torch.autograd.Function):
     """A function that draws in its backward alone."""
 
