@@ -15,8 +15,6 @@ transformers = pytest.importorskip("transformers", exc_type=MISSING)
 from torchgpipe import MappedGPipe  # noqa: E402
 from torchgpipe.transformers import pipelined  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:.*pin_memory")
-
 
 class WithOwnLoss(transformers.Trainer):
     """Compute what trainers of preferences do: two forwards, another model, a loss of logits."""
