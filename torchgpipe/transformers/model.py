@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.transformers.loss import counts_of, shares_of, told, whole
@@ -27,14 +28,14 @@ class PipelinedModel:
         names: the arguments that are labels.
         shifted: whether the first label in each row counts nowhere.
         device: where the loss goes to.
-        moved: whether all other outputs go there, too.
+        alone: whether nobody looks at other outputs than the loss. Else they go there, too.
     """
 
     _pipe: MappedGPipe
     _names: Sequence[str]
     _shifted: bool
     _device: torch.device
-    _moved: bool
+    _alone: bool
 
     def __init__(
         self,
@@ -42,10 +43,10 @@ class PipelinedModel:
         names: Sequence[str],
         shifted: bool,
         device: torch.device,
-        moved: bool,
+        alone: bool,
     ) -> None:
         self.__dict__.update(
-            _pipe=pipe, _names=names, _shifted=shifted, _device=device, _moved=moved
+            _pipe=pipe, _names=names, _shifted=shifted, _device=device, _alone=alone
         )
 
     @property  # type: ignore[misc]
@@ -78,7 +79,8 @@ class PipelinedModel:
         counts = counts_of(self._labels(kwargs, sum(sizes)), sizes, self._shifts(kwargs))
         if items is not None:
             kwargs["num_items_in_batch"] = Chunks(told(counts, items))
-        output = pipe(*args, **kwargs)
+        with loss_alone(pipe.module) if self._alone else nullcontext():
+            output = pipe(*args, **kwargs)
         return self._finished(output, sizes, shares_of(counts))
 
     def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
@@ -88,7 +90,7 @@ class PipelinedModel:
         def finished(name: str, value: Any) -> Any:
             if isinstance(value, Tensor) and is_stacked(name, value, m, rows):
                 return whole(value, shares).to(self._device)
-            return trees.map_leaves(self._arrived, value) if self._moved else value
+            return value if self._alone else trees.map_leaves(self._arrived, value)
 
         if isinstance(output, tuple):
             return tuple([finished("" if k else "loss", x) for k, x in enumerate(output)])
@@ -123,3 +125,22 @@ def is_stacked(name: str, value: Tensor, m: int, rows: int) -> bool:
     one_each = value.shape == (m,) and value.is_floating_point()
     # Where each micro-batch has one row, the shape says nothing.
     return one_each and (m != rows or name.endswith("loss"))
+
+
+@contextmanager
+def loss_alone(model: nn.Module) -> Iterator[None]:
+    """Have a model return its loss alone within a ``with`` block.
+
+    The logits of all micro-batches, joined, would take more memory than anything else.
+    """
+
+    def alone(model: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, dict):
+            return {"loss": output["loss"]} if "loss" in output else output
+        return output[:1] if isinstance(output, tuple) else output
+
+    handle = model.register_forward_hook(alone)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -118,19 +118,19 @@ class Pipelined:
             or getattr(self, "compute_loss_func", None) is not None
             or super().compute_loss.__func__ is not transformers.Trainer.compute_loss  # type: ignore[misc]
         )
-        called = self._called(model, needed)
+        called = self._called(model, not needed)
         return super().compute_loss(called, inputs, return_outputs, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
-        return super().prediction_step(self._called(model, True), *args, **kwargs)  # type: ignore[misc]
+        return super().prediction_step(self._called(model, False), *args, **kwargs)  # type: ignore[misc]
 
-    def _called(self, model: Any, moved: bool) -> Any:
+    def _called(self, model: Any, alone: bool) -> Any:
         """The object to call in place of the model; another model is called itself."""
         if type(model) is PipelinedModel or self.accelerator.unwrap_model(model) is not self.model:
             return model
         return PipelinedModel(
-            self.pipe, self.label_names, shifts_labels(self.model), self.args.device, moved
+            self.pipe, self.label_names, shifts_labels(self.model), self.args.device, alone
         )
 
 
