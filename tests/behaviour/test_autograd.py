@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.autograd.functional import jacobian
 
 from tests.support.helpers import MODES, Plain
 from torchgpipe import GPipe
@@ -53,16 +52,6 @@ def test_gradient_of_the_output_that_is_given(mode, device):
     compare(way, mode, device)
 
 
-def test_gradient_penalty(mode, device):
-    def way(model, x):
-        output = model(x).square().sum()
-        (grad,) = torch.autograd.grad(output, x, create_graph=True)
-        (output + grad.square().sum()).backward()
-        return grads(model, x)
-
-    compare(way, mode, device, chunks=(1, 2, 5), several=True)
-
-
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3), slice(-1, None)], ids=str)
 def test_loss_of_some_rows(rows, mode, device):
     def way(model, x):
@@ -70,11 +59,6 @@ def test_loss_of_some_rows(rows, mode, device):
         return grads(model, x)
 
     compare(way, mode, device, chunks=(2, 5))
-
-
-@pytest.mark.parametrize("vectorize", [False, True])
-def test_jacobian(vectorize, mode, device):
-    compare(lambda model, x: [jacobian(model, x, vectorize=vectorize)], mode, device, chunks=(1, 3))
 
 
 def test_gradcheck(mode):

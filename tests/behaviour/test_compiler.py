@@ -125,18 +125,6 @@ def input_of(rows):
     return torch.rand(rows, 6, dtype=torch.double)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", WAYS)
-def test_parity(way, mode, backend):
-    model = wrapped(blocks(), way, backend, chunks=4, checkpoint=mode)
-    plain = micro_batches(blocks())
-    for _ in range(2):
-        input = input_of(8)
-        torch.testing.assert_close(step(model, input), step(plain, input))
-    # One graph for the input, and one for tensors with a gradient, as for the plain model.
-    assert backend.frame_count == 2
-
-
 @cache
 def counts_of_plain_layers():
     """Number of graphs after the micro-batches of each mini-batch."""
@@ -360,29 +348,6 @@ def test_parameters_in_a_dict_of_another_kind():
     model = GPipe(nn.Sequential(*layers), [2, 2], devices=["cpu"] * 2, chunks=4).double()
     input = input_of(8)
     torch.testing.assert_close(step(model, input), step(micro_batches(blocks()), input))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("around", [False, True], ids=["model", "parent"])
-def test_wrapper(around, mode, backend):
-    """The wrapper breaks the graph; PyTorch compiles the code around it, and none of its own."""
-    model = GPipe(nn.Sequential(*blocks()), [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint=mode)
-    plain, whole = micro_batches(blocks()), nn.Module()
-    whole.forward, whole.model = lambda x: model(x * 2) * 3, model.double()
-    run = torch.compile(whole if around else model, backend=backend)
-    for _ in range(2):
-        input = input_of(8)
-        reference = plain(input * 2) * 3 if around else plain(input)
-        model.zero_grad()
-        plain.zero_grad()
-        output = run(input)
-        for x in (output, reference):
-            x.square().sum().backward()
-        torch.testing.assert_close(output, reference)
-        torch.testing.assert_close(
-            [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]
-        )
-    assert backend.frame_count == 2 * around
 
 
 def test_no_warnings(backend):

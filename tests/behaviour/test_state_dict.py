@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.state import Versioned
 from torchgpipe import GPipe
 
 
@@ -105,14 +106,6 @@ def test_layer_called_partitions_with_layers_of_the_same_names():
     model = GPipe(module(), [1, 1], devices=["cpu"] * 2)
     assert model.load_state_dict(source.state_dict()) == ([], [])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters()))
-
-
-class Versioned(nn.Linear):
-    _version = 7
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-        self.loaded = local_metadata.get("version")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 @pytest.mark.parametrize("balance", [[1, 2], [2, 1], [3]])
