@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.contract.layers import Pop
 from tests.support.helpers import MODES, note_of
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.ambient import backward
-from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.skip import skippable, stash
 
 
 class Fails(torch.autograd.Function):
@@ -176,16 +177,11 @@ def test_graph_of_another_micro_batch():
 def test_skips_within_a_partition():
     """The layer that stashes is named, and not the one that pops."""
 
-    @skippable(stash=["s"])
+    @skippable(stash=["far"])
     class Stash(Square):
         def forward(self, x):
-            yield stash("s", Fails.apply(x, self.fail))
+            yield stash("far", Fails.apply(x, self.fail))
             return x
-
-    @skippable(pop=["s"])
-    class Pop(nn.Module):
-        def forward(self, x):
-            return x + (yield pop("s"))
 
     first = Stash()
     model = GPipe(nn.Sequential(nn.Linear(4, 4), first, Pop()), [3], devices=["cpu"], chunks=1)
