@@ -115,16 +115,6 @@ def test_two_backwards_note_once():
     assert note_of(error) == NOTE.replace("micro-batch 1", "micro-batch 0")
 
 
-def test_second_derivative():
-    model, x = made(), torch.rand(4, 4, requires_grad=True)
-    plain = model.module
-    found = []
-    for net in (model, plain):
-        (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(grad.square().sum(), x)[0])
-    torch.testing.assert_close(*found)
-
-
 def test_functions_of_the_caller_have_no_note():
     model = made(chunks=1)
     error = ValueError("x")
@@ -202,20 +192,6 @@ def test_parameters_of_the_caller_have_no_note():
     with pytest.raises(ValueError, match="x"):
         torch.func.functional_call(model, weights, (torch.rand(4, 4),)).sum().backward()
     assert not getattr(error, "__notes__", ())
-
-
-def test_error_of_second_run_has_one_note():
-    model = made("always", chunks=1)
-    output = model(torch.rand(4, 4)).sum()
-    error = ValueError("x")
-
-    def fail(*_):
-        raise error
-
-    model[2].forward = fail
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        output.backward()
-    assert "in its backward" not in note_of(caught.value)
 
 
 def test_graph_that_a_layer_detaches_is_freed_at_once():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.contract.state_of_layers import Memory
-from tests.support.changing_buffers import LAYERS, Average, Codebook, changing
+from tests.support.changing_buffers import LAYERS, Average, changing
 from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
 from torchgpipe import is_recomputing, verify_recomputation
 
@@ -55,14 +55,6 @@ def test_verification_finds_nothing(name, mode, rows, device):
     for _ in range(2):
         with verify_recomputation():
             model(rows).square().sum().backward()
-
-
-def test_mode_that_changes_between_steps(rows, device):
-    module = changing("average in place").to(device)
-    model = wrap(copy.deepcopy(module), device, "never")
-    for mode in (*MODES, *reversed(MODES)):
-        model.checkpoint = mode
-        verify_like_plain(module, model, rows, steps=1)
 
 
 def test_buffer_that_changes_in_a_later_micro_batch_first(mode, rows, device):
@@ -113,24 +105,6 @@ def test_inference_tensor_as_buffer(mode, rows, device):
             loss.backward()
     for a, b in zip(model.parameters(), nn.Sequential(*reference).parameters()):
         torch.testing.assert_close(a.grad, b.grad)
-
-
-def test_failing_step_is_learned_from_as_far_as_it_went(rows, device):
-    class Fail(nn.Module):
-        fails = True
-
-        def forward(self, x):
-            if self.fails:
-                raise ValueError("once")
-            return x
-
-    module = nn.Sequential(nn.Linear(4, 4), Codebook(), nn.Linear(4, 4)).to(device)
-    model = wrap([*copy.deepcopy(module), Fail()], device, balance=[3, 1])
-    with pytest.raises(ValueError, match="once"):
-        model(rows)
-    model[3].fails = False
-    module.load_state_dict(model.module.state_dict())
-    verify_like_plain(module, model, rows)
 
 
 def test_buffer_with_a_gradient(mode, rows, device):

@@ -23,8 +23,6 @@ from torchgpipe.skip import Namespace, pop, skippable, stash
 # The compiler reads the gradient of every input, also of one that is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-#: Layers that are compiled a partition at a time, before, and in place.
-WAYS = ["sequence", "partitions"]
 
 #: The backend where only the number of graphs matters.
 COUNTING = some("aot_eager", "eager")

@@ -76,30 +76,6 @@ def test_all_hidden_states(llama):
         out.hidden_states[1].sum().backward()
 
 
-def test_frozen_blocks(llama):
-    model, inputs = llama
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.2" in name)
-    plain = copy.deepcopy(model)
-    wrapped(model, checkpoint="always")(**inputs).loss.mean().backward()
-    torch.stack(
-        [plain(**{key: x[k : k + 2] for key, x in inputs.items()}).loss for k in (0, 2)]
-    ).mean().backward()
-    assert_equal_gradients(model, plain)
-
-
-def test_autocast(llama):
-    model, inputs = llama
-    plain = copy.deepcopy(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = wrapped(model, checkpoint="always", chunks=1)(**inputs)
-        expected = plain(**inputs)
-    assert out.logits.dtype == expected.logits.dtype == torch.bfloat16
-    out.loss.mean().backward()
-    expected.loss.backward()
-    assert_equal_gradients(model, plain)
-
-
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_distributed_data_parallel(llama, mode, tmp_path):
     model, inputs = llama
