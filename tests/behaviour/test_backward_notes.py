@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.contract.layers import Pop
-from tests.support.helpers import MODES, note_of
+from tests.support.helpers import note_of
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.ambient import backward
 from torchgpipe.skip import skippable, stash
@@ -58,7 +58,6 @@ def mapped(mode):
     return MappedGPipe(nn.Sequential(*layers), {"": "cpu"}, chunks=2, checkpoint=mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrap", [made, mapped])
 def test_note_within_a_checkpoint_of_pytorch(mode, wrap):
     """Once the partition has learned, and before, and after an evaluation without gradients."""
@@ -88,7 +87,6 @@ def test_plain_layers_are_visited_once(wrap):
     assert found == ([False, True] if wrap is made else [False, False, True, False])
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_freed_at_once(mode):
     model = made(mode)
     gc.collect()

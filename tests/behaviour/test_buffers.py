@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
+from tests.support.helpers import plain, same_buffers, same_gradients, wrap
 
 M = 3
 
@@ -31,11 +31,6 @@ def norms(name, **options):
     return nn.Sequential(
         nn.PReLU(), make(**options), nn.PReLU(), nn.Sequential(make(**options), nn.Tanh())
     ).double(), (7, *shape)
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
 
 
 # Norms.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, note_of, plain, wrap
+from tests.support.helpers import note_of, plain, wrap
 from tests.support.recomputation import CHECKPOINTED, M, numbered
 from torchgpipe import GPipe
 
@@ -19,7 +19,6 @@ def layers():
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("mode", MODES)
 def test_switched_between_forward_and_backward(mode, training, device):
     """The gradients are those of the mode of the forward, and the modes stay switched."""
     model = wrap(layers(), device, mode, balance=[2, 1]).train(training)
@@ -38,7 +37,6 @@ def test_switched_between_forward_and_backward(mode, training, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_a_layer_switched_alone(mode, device):
     """Scripts that freeze norms switch them alone, after ``model.train()``."""
     model = wrap(layers(), device, mode, balance=[2, 1])
@@ -81,7 +79,6 @@ def unfrozen(layer, loss):
     return output
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", [hook_removed, hook_added, frozen, unfrozen])
 def test_changed_between_forward_and_backward(change, mode):
     """The graph of the forward counts, and the change stays."""
@@ -99,7 +96,6 @@ def test_changed_between_forward_and_backward(change, mode):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_parameter_changed_in_place_is_an_error(mode, device):
     """PyTorch raises an error without checkpointing; with checkpointing, torchgpipe does."""
     model = wrap(layers(), device, mode, balance=[2, 1])
@@ -113,7 +109,6 @@ def test_parameter_changed_in_place_is_an_error(mode, device):
     assert all(p.grad is None for p in [*model.partitions[0].parameters()])
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_optimizer_step_between_forward_and_backward_is_an_error(mode, device):
     model = wrap(layers(), device, mode, balance=[2, 1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,7 +136,6 @@ class OwnParameter(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
-@pytest.mark.parametrize("mode", MODES)
 def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode, kind):
     """The change is an error even behind the last tensor to be recomputed."""
 

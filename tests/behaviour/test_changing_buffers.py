@@ -8,15 +8,10 @@ from torch import nn
 
 from tests.contract.state_of_layers import Memory
 from tests.support.changing_buffers import LAYERS, Average, changing
-from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
+from tests.support.helpers import plain, same_buffers, same_gradients, wrap
 from torchgpipe import is_recomputing, verify_recomputation
 
 M = 3
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
 
 
 @pytest.fixture

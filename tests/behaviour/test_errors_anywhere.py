@@ -28,7 +28,6 @@ def training_of(name, mode, draws):
     return Scheduled(Maker("ScheduledLoss 1f1b", mode), layers, training, loss)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_errors_anywhere(name, mode):
     k = NAMES.index(name)

@@ -44,11 +44,6 @@ def layers():
     ).double()
 
 
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
-
-
 @pytest.fixture
 def wrapped(device):
     """A wrapper whose checkpoint mode is of no account."""

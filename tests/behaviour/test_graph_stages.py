@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_graphs
+from tests.support.helpers import assert_graphs
 from tests.support.schedules import CASES, NAMES, Case, compare, training_of
 from tests.support.size import SOAK, some
 
@@ -41,7 +41,6 @@ BITS = {"dropout": noisy} | {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["1f1b", "zbh1"])
 @pytest.mark.parametrize("case", BITS)
 def test_bits(case, name, mode):
@@ -73,7 +72,6 @@ class Average(nn.Module):
         return y.tanh()
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_buffers_that_are_read_and_changed(mode):
     torch.manual_seed(0)
     case = Case([Average() for _ in range(4)], torch.rand(8, 6), torch.rand(8, 6))

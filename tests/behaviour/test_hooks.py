@@ -27,11 +27,6 @@ def layers():
     ).double()
 
 
-@pytest.fixture(params=RECOMPUTED)
-def mode(request):
-    return request.param
-
-
 @pytest.fixture
 def models(device, mode):
     """The plain model and the wrapped one."""

@@ -51,18 +51,6 @@ def test_generate(llama):
     assert found.tolist() == plain.generate(prompt, **options).tolist()
 
 
-def test_checkpoints_of_the_model_itself(llama):
-    model, inputs = llama
-    plain = copy.deepcopy(model)
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    next(getattr(model, name) for name in names if hasattr(model, name))()
-    wrapped(model, checkpoint="never")(**inputs).loss.mean().backward()
-    torch.stack(
-        [plain(**{key: x[k : k + 2] for key, x in inputs.items()}).loss for k in (0, 2)]
-    ).mean().backward()
-    assert_equal_gradients(model, plain)
-
-
 def test_all_hidden_states(llama):
     model, inputs = llama
     plain = copy.deepcopy(model)

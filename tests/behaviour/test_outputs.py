@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES
 from tests.support.structures import Partial, Point, model, passed, rows, verify
 from torchgpipe import GPipe, PerMicroBatch
 
@@ -65,7 +64,6 @@ class Recurrent(nn.Module):
         return output, self.function(h), c.transpose(0, 1)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [4, 5, 6])
 def test_rows_in_another_dimension_are_an_error(count, mode):
     x = torch.rand(count, 4, 3)
@@ -94,33 +92,10 @@ def test_fewer_rows_are_an_error_unless_stacked():
     assert output.shape == (2, 2, 3)
 
 
-@pytest.mark.parametrize("count", [4, 5, 3, 2, 1])
-def test_losses_with_a_dimension_are_joined(count):
-    """Losses had to have a dimension of size 1 in torchgpipe 0.0.7."""
-    for shape in [(1,), (1, 1)]:
-        loss = Partial(lambda x, shape=shape: x.square().sum().view(shape))
-        output = verify(model(passed, loss), rows(count))
-        assert output.shape == (min(count, 2), *shape[1:])
-
-
 def test_one_row_for_each_micro_batch_tells_nothing():
     """Five rows for each row, or a matrix: nobody knows. One chunk has nothing to join."""
     assert model(nn.Linear(3, 5), lambda x: x.T @ x, chunks=2)(rows(2)).shape == (10, 5)
     assert model(nn.Linear(3, 5), lambda x: x.T @ x, chunks=1)(rows(4)).shape == (5, 5)
-
-
-def test_one_tensor_marked_and_not():
-    x, stacked = model(lambda x: (x, PerMicroBatch(x)), chunks=2)(rows(4))
-    assert (x.shape, stacked.shape) == ((4, 3), (2, 2, 3))
-
-
-def test_marks_do_not_come_out():
-    nothing, (stacked,) = model(
-        lambda x: (PerMicroBatch(None), PerMicroBatch([PerMicroBatch(x.T @ x)])), chunks=2
-    )(rows(4))
-    assert nothing is None
-    assert stacked.shape == (2, 3, 3)
-    assert model(lambda x: (x, PerMicroBatch(None)), chunks=2)(rows(4))[1] is None
 
 
 def test_marked_ones_of_several_shapes_are_an_error():

@@ -167,7 +167,6 @@ def draws_nothing():
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", ["draws", "draws nothing"])
 def test_wrappers_in_several_threads(others, mode):
     """Wrappers that draw share a generator, but no error blames one for the draws of another."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.contract.layers import Pop, Stash
-from tests.support.helpers import CPUS, MODES, nodes, note_of, plain, run_pipeline
+from tests.support.helpers import CPUS, nodes, note_of, plain, run_pipeline
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
@@ -44,13 +44,12 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [1, 2, 1]])
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_blocks_that_stash_and_pop_within_themselves(balance, checkpoint):
+def test_blocks_that_stash_and_pop_within_themselves(balance, mode):
     """Blocks of this kind need no namespaces, even where they are repeated, copied or nested."""
     block = Block()
     module = nn.Sequential(block, Block(), nn.Sequential(Block(), Block()), copy.deepcopy(block))
     reference = copy.deepcopy(module)
-    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
+    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=mode)
     x = torch.rand(6, WIDTH)
     output = model(x)
     assert torch.equal(output, plain(reference, x, 3))
@@ -97,7 +96,6 @@ def test_devices_between_see_nothing(checkpointed):
     assert len(copies) == 3 * 4
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_error_in_a_generator_names_the_cell(mode):
     @skippable(stash=["far"])
     class Fail(nn.Module):

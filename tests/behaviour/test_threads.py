@@ -65,18 +65,6 @@ def expected(module, input):
     return found(copy.deepcopy(module), input)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_wrappers_in_several_threads(wrap, mode):
-    def train(module, input, right):
-        model = wrap(module, checkpoint=mode)
-        for _ in range(5):
-            torch.testing.assert_close(found(model, input), right)
-
-    cases = [(layers(), batch()) for _ in range(4)]
-    run_in_threads([partial(train, *case, expected(*case)) for case in cases])
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_one_wrapper_in_several_threads(wrap, mode):
     """Threads may run one wrapper at once, except while a backward recomputes."""
     model = wrap(layers(), checkpoint=mode)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from tests.support.helpers import CPUS, MODES, plain, wrap
+from tests.support.helpers import CPUS, plain, wrap
 from torchgpipe import GPipe
 from torchgpipe.partition.placement import tensors, verify_sharing
 from torchgpipe.partition.split import split_module
@@ -107,7 +107,6 @@ def ties(model):
 # On one device.
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_functional_call_replaces_all_uses(mode, device, input):
     model = divided(language_model(), device, cuts="two", mode=mode)
     reference = model.module
@@ -131,7 +130,6 @@ def test_functional_call_replaces_all_uses(mode, device, input):
         torch.testing.assert_close(b, a)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cuts", [None, "each"])
 def test_shared_buffer(cuts, mode, device):
     table = torch.zeros(1)

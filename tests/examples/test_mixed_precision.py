@@ -9,7 +9,7 @@ from torch import nn
 
 from examples import mixed_precision
 from examples.mixed_precision import Cast
-from tests.support.helpers import CPUS, MODES, Plain
+from tests.support.helpers import CPUS, Plain
 from tests.support.loops import BF16, FP16, mean_square
 from torchgpipe import GPipe
 from torchgpipe.partition.arguments import CHECKPOINT_MODES
@@ -70,27 +70,12 @@ def mixed(before, after):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_partition_in_bfloat16(mode):
     models, x = pair(mode, mixed(Cast(BF16), Cast(torch.float32)), (2, 2, 1)), torch.rand(8, 8)
     for model in models:
         mean_square(model(x)).backward()
     verify(*map(gradients, models))
     assert [p.grad.dtype for p in models[0].parameters()][::2] == [torch.float32, BF16, torch.float]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_partition_in_bfloat16_after_wrapping(mode):
-    """Hooks of a partition may do the casts."""
-    models = pair(mode, nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), (1, 1, 1))
-    x, (model, plain) = torch.rand(8, 8), models
-    for part in (model.partitions[1], plain[1]):
-        part.to(BF16)
-        part.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(BF16),))
-        part.register_forward_hook(lambda _, inputs, output: output.float())
-    for each in models:
-        mean_square(each(x)).backward()
-    verify(*map(gradients, models))
 
 
 def test_border_without_a_cast():
@@ -104,7 +89,6 @@ def test_border_without_a_cast():
 
 
 @DTYPES
-@pytest.mark.parametrize("mode", MODES)
 def test_deferred_batch_norm_under_autocast(mode, dtype):
     """A deferred norm has the statistics of the mini-batch, in single precision."""
     norm = nn.BatchNorm2d(4)

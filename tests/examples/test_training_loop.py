@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, swa_utils
+from torch.optim import SGD, swa_utils
 
 from examples import training_loop
-from tests.support.helpers import CPUS, MODES, Plain
+from tests.support.helpers import CPUS, Plain
 from tests.support.loops import cross_entropy, within_backward
 from torchgpipe import GPipe
 
@@ -90,7 +90,6 @@ def verify(mode, loop, models=None):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loop", [lbfgs, sam])
 def test_losses_are_those_of_the_plain_model(loop, mode):
     verify(mode, loop)
@@ -137,26 +136,9 @@ def tied():
     return module
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_steps_within_backward_with_tied_parameters(mode):
     models = pair(mode, tied(), devices=["cpu"] * 3)
     verify(mode, lambda model: within_backward(model, batches(4)), models)
-
-
-@pytest.mark.parametrize("mode", MODES)
-# torch.distributed.optim compiles some functions when it is imported.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_optimizer_in_backward_of_torch(mode):
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    def loop(model):
-        _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.05})
-        for batch in batches(4):
-            loss = cross_entropy(model, batch)
-            loss.backward()
-            yield loss.detach()
-
-    verify(mode, loop)
 
 
 class Sometimes(nn.Linear):
