@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.contract.state_of_layers import Whiten
 from tests.support.helpers import plain, same_buffers, same_gradients, wrap
 
 M = 3
@@ -154,24 +155,11 @@ def test_buffers_are_not_kept_alive(mode, device):
 # Other writes to buffers.
 
 
-class Whiten(nn.Module):
-    """A layer of which autograd saves a buffer, and that writes to it for each micro-batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.scale.mul_(2)
-        return x * self.scale
-
-
 def test_saved_buffer_that_is_written_to(device):
     """Values that backward needs are lost, as in plain PyTorch. Checkpointing computes them."""
-    module = nn.Sequential(nn.Linear(2, 2), Whiten()).to(device)
+    module = nn.Sequential(nn.Linear(4, 4), Whiten()).to(device)
     model = wrap(copy.deepcopy(module), device, "never")
-    x = torch.rand(6, 2, device=device)
+    x = torch.rand(6, 4, device=device)
     for output in (plain(module, x, M), model(x)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()

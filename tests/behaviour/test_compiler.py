@@ -235,10 +235,10 @@ class Pop(nn.Module):
         return self.linear(x).tanh() * skip
 
 
-@pytest.mark.parametrize("way", ["layers", "in place", "partitions"])
-def test_skips(way):
-    backend = CompileCounterWithBackend(COUNTING)
-
+@pytest.mark.parametrize(
+    "way", some(["layers", "in place", "partitions"], ["layers", "partitions"])
+)
+def test_skips(way, backend):
     def layers():
         torch.manual_seed(0)
         outer, inner = Namespace(), Namespace()
@@ -262,9 +262,8 @@ def test_skips(way):
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_batch_normalisation(deferred):
+def test_batch_normalisation(deferred, backend):
     """Norms update statistics once, and PyTorch does not compile a deferred norm in every step."""
-    backend = CompileCounterWithBackend(COUNTING)
 
     def layers():
         torch.manual_seed(0)
@@ -342,7 +341,7 @@ def test_parameters_in_a_dict_of_another_kind():
 
 def test_no_warnings(backend):
     """Steps in train and eval mode compile few graphs, and warn of nothing."""
-    model = wrapped(blocks(count=some(12, 4)), "layers", backend, chunks=4, checkpoint="always")
+    model = wrapped(blocks(count=12), "layers", backend, chunks=4, checkpoint="always")
     with warnings.catch_warnings(record=True) as found:
         for training in (True, False, True, False):
             model.train(training)

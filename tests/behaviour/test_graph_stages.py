@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.helpers import assert_graphs
 from tests.support.schedules import CASES, NAMES, Case, compare, training_of
-from tests.support.size import SOAK, some
+from tests.support.size import SOAK
 
 #: Virtual accelerators run all of them in each run.
 TRACED = [x for x in CASES if x != "deferred norms"]
@@ -36,9 +36,9 @@ def bits(training, case):
     return [*found, torch.get_rng_state()]
 
 
-BITS = {"dropout": noisy} | {
-    name: CASES[name] for name in some(["convolutions and norms", "transformer"], ["transformer"])
-}
+BITS = {"dropout": noisy}
+if SOAK:
+    BITS |= {name: CASES[name] for name in ("convolutions and norms", "transformer")}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbh1"])

@@ -177,6 +177,23 @@ def test_integers_that_are_changed(chunks, mode):
     verify_unless_checkpointed(found, expected, chunks, mode)
 
 
+@CASES
+def test_one_tensor_in_two_places_of_a_structure(chunks, mode):
+    """Both places change, since they hold one tensor."""
+    module = nn.Sequential(
+        nn.Linear(3, 3),
+        Apply(lambda x: {"a": x, "b": [x]}),
+        Apply(lambda value: (value["a"].mul_(2), value["b"][0])),
+        Apply(lambda value: value[0] * value[1].sin()),
+    )
+    found, expected, *_ = outcomes(module, [2, 1, 1], chunks, mode, leaf(requires_grad=True))
+    if is_checkpointed(mode, chunks):
+        assert found.startswith(CHANGED_INPUT)
+    else:
+        verify(found, expected)
+        assert not isinstance(found, str)
+
+
 @pytest.mark.parametrize("j", [0, 1])
 def test_what_every_micro_batch_gets_is_not_to_be_changed(j, mode):
     change = Apply(lambda value: (value[0] + value[1].mul_(2), value[1]))

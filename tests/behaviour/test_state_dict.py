@@ -121,14 +121,6 @@ def test_layers_learn_the_version_of_what_they_load(balance):
     assert list(state._metadata) == keys
 
 
-def test_assigned_on_another_device_is_found():
-    model = wrapped([2, 2])
-    state = {key: value.to("meta") for key, value in layers().state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    with pytest.raises(RuntimeError, match=r"partition 0: cpu, 0\.weight: meta"):
-        model(torch.rand(2, 2))
-
-
 def linears():
     return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
 

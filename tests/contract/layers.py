@@ -181,17 +181,17 @@ def custom_in_place(make):
     },
 )
 def first_in_place(make):
-    for start in (nn.ReLU(inplace=True), nn.Sequential(nn.SiLU(inplace=True), nn.Tanh())):
+    relu, within = nn.ReLU(inplace=True), nn.Sequential(nn.SiLU(inplace=True), nn.Tanh())
+    leaf = torch.randn(4, 3, requires_grad=True)
+    # The output of another model is no leaf.
+    for start, x in ((relu, leaf.detach()), (within, leaf), (relu, leaf * 2)):
         layers = nn.Sequential(start, nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-        leaf = torch.randn(4, 3, requires_grad=True)
-        # The output of another model is no leaf.
-        for x in (leaf.detach(), leaf, leaf * 2):
-            before = x.detach().clone()
-            reference, model = out_of_place(layers), make(layers, loss=mean_of_squares, chunks=2)
-            expected = plain_step(reference, moved(x, "cpu"), loss=mean_of_squares)
-            torch.testing.assert_close(model.step(x), expected)
-            assert_same_grads(model, reference)
-            assert torch.equal(x, before), "changed"
+        before = x.detach().clone()
+        reference, model = out_of_place(layers), make(layers, loss=mean_of_squares, chunks=2)
+        expected = plain_step(reference, moved(x, "cpu"), loss=mean_of_squares)
+        torch.testing.assert_close(model.step(x), expected)
+        assert_same_grads(model, reference)
+        assert torch.equal(x, before), "changed"
 
 
 @promise(

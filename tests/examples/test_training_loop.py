@@ -108,17 +108,6 @@ def test_average_has_the_keys_of_the_model():
     assert [*swa_utils.AveragedModel(model.module).state_dict()][1] == "module.0.weight"
 
 
-def test_average_on_another_device():
-    """Copies of the wrapper cannot move; copies of the plain model can."""
-    model = pair("always")[0]
-    with pytest.raises(TypeError, match="must stay on their devices"):
-        swa_utils.AveragedModel(model, device="cpu")
-    average = swa_utils.AveragedModel(model.module, device="cpu")
-    average.update_parameters(model.module)
-    average.eval(), model.eval()
-    torch.testing.assert_close(average(batches()[0][0]), model(batches()[0][0]))
-
-
 def test_update_bn_with_deferred_ones_sees_whole_mini_batches():
     plain = layers()
     model = pair("always", copy.deepcopy(plain), deferred_batch_norm=True)[0]
