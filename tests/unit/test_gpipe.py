@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import linears, plain
+from tests.support.helpers import linears
 from torchgpipe import GPipe
 
 
@@ -137,16 +137,6 @@ def test_empty_module():
     assert (len(model), model.devices, list(model.module)) == (0, [], [])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
-def test_fewer_rows_than_chunks(model, device, rows):
-    model.chunks = 4
-    sizes = []
-    model[0].register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-    assert model(torch.rand(rows, 3, device=device)).shape == (rows, 2)
-    assert len(sizes) == min(rows, 4)
-    assert sum(sizes) == rows
-
-
 class Count(nn.Module):
     runs = 0
 
@@ -192,21 +182,6 @@ class Double(nn.Module):
         a, b = value
         a = a.mul_(2)
         return a + b
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_one_tensor_in_two_places_stays_one(device, chunks):
-    module = nn.Sequential(nn.Linear(3, 3), Twice(view=False), nn.Identity(), Double())
-    model = GPipe(
-        module.to(device), [2, 1, 1], devices=[device] * 3, chunks=chunks, checkpoint="never"
-    )
-    x = torch.rand(4, 3, device=device)
-    expected = plain(model.module, x, chunks)
-    reference = torch.autograd.grad(expected.sum(), list(model.parameters()))
-    output = model(x)
-    assert torch.equal(output, expected)
-    for a, b in zip(reference, torch.autograd.grad(output.sum(), list(model.parameters()))):
-        assert torch.allclose(a, b)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

@@ -106,30 +106,6 @@ def test_state_dict_has_the_keys_of_the_model():
     assert training.state_dict().keys() == keys
 
 
-class Fails(nn.Linear):
-    """A layer that fails when it is told so."""
-
-    fails = False
-
-    def forward(self, x):
-        if self.fails:
-            raise KeyError
-        return super().forward(x)
-
-
-def test_hooks_are_back_after_a_failure():
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails(3, 3))
-    training = make(module=module)
-    calls = []
-    module[0].weight.register_hook(calls.append)
-    module[2].fails = True
-    with pytest.raises(KeyError):
-        training(X, Y)
-    module[2].fails = False
-    training(X, Y).backward()
-    assert len(calls) == 1
-
-
 def test_gradient_scaler():
     """Gradients that are too small for float16 reach the weights, as with the loss outside."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)

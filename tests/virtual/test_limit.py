@@ -26,7 +26,7 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
 
 #: One micro-batch, fewer than there are partitions, as many, and more; `make soak` takes all.
-SIZES = some([*product((2, 4, 8), (1, 4, 8, 32))], [(2, 1), (8, 4), (4, 4), (8, 32)])
+SIZES = some([*product((2, 4, 8), (1, 4, 8, 32))], [(2, 1), (8, 4), (4, 4), (4, 16)])
 
 #: Eight places for partitions, by the index of their device.
 SHARED = {
@@ -84,7 +84,7 @@ def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
         assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", some([1, 4], [1]))
 def test_the_callers_streams_may_be_others_in_each_step(devices, n):
     """The caller's streams come from the same pool, and slow ours down in no step."""
     model = wrap(
@@ -191,7 +191,7 @@ def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("n", "m"), some([(3, 4), (4, 8), (8, 16)], [(3, 4), (8, 16)]))
+@pytest.mark.parametrize(("n", "m"), some([(3, 4), (4, 8), (8, 16)], [(3, 4), (8, 8)]))
 def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
     model = wrap(
         [Stashing(), *[Stage() for _ in range(n - 2)], Popping()], devices[:n], mode, chunks=m

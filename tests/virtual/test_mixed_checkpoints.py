@@ -29,7 +29,7 @@ MIXED = [
     ["always", "always", "never", "except_last"],
 ]
 MIXED = some(MIXED, MIXED[:2])
-NAMES = ["fill_drain", "1f1b", "zbh1", "zbv"]
+NAMES = some(["fill_drain", "1f1b", "zbh1", "zbv"], ["1f1b", "zbv"])
 
 
 def wrap(layers, devices, modes, m=8):

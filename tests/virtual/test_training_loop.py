@@ -57,14 +57,6 @@ def test_steps_within_backward(mode, layout, devices):
     verify(steps, mode, places[layout])
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one device", "another between"])
-@pytest.mark.parametrize("mode", MODES)
-def test_steps_within_backward_with_tied_parameters(mode, shared, devices):
-    module = layers()
-    module[5] = module[0]
-    verify(steps, mode, [devices[0], devices[0 if shared else 1], devices[0]], module)
-
-
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", ""])
 def test_usual_loop(foreach, devices):
     """The loop clips gradients, and averages weights on their devices and on the CPU."""

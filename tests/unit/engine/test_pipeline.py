@@ -13,7 +13,6 @@ from torch import nn
 from tests.support.helpers import CPUS, Apply, Log, assert_same, nodes, plain, reaches, run_pipeline
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.pipeline import clock_cycles
-from torchgpipe.engine.workers import Workers
 from torchgpipe.skip import pop, skippable, stash
 
 CPU = torch.device("cpu")
@@ -231,14 +230,6 @@ def test_parity_on_threads(devices, chunks, checkpointed):
     assert_same(output, expected, leaves)
 
 
-def test_frozen_partition_takes_no_part_in_backward():
-    log = []
-    partitions = [nn.Sequential(Log(0, log)), nn.Sequential(nn.Linear(1, 1), Log(1, log))]
-    run_pipeline(partitions, CPUS[:2], torch.rand(4, 1), chunks=4, checkpointed=4).sum().backward()
-    assert [kind for kind, name, _ in log if name == 0] == ["forward"] * 4
-    assert partitions[1][0].weight.grad is not None
-
-
 class Scale(nn.Module):
     """A layer that saves a frozen parameter for backward."""
 
@@ -318,24 +309,3 @@ def test_exception_of_the_earliest_micro_batch(devices):
         run_pipeline(partitions, devices, torch.rand(3, 1), chunks=3)
     # The cells of the next cycle did not start.
     assert [partition[0].calls for partition in partitions] == [2, 1 if expected == "first" else 0]
-
-
-def test_next_run_after_an_exception():
-    class Fail(nn.Module):
-        fail = True
-
-        def forward(self, x):
-            if self.fail:
-                raise KeyError
-            return x
-
-    layer = Fail()
-    partitions = [nn.Sequential(nn.Identity()), nn.Sequential(layer)]
-    workers = Workers(CPUS[:2])
-    x = torch.rand(3, 1)
-    for _ in range(3):
-        layer.fail = True
-        with pytest.raises(KeyError):
-            run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers)
-        layer.fail = False
-        assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers), x)

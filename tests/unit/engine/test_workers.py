@@ -198,20 +198,6 @@ def test_exceptions_and_modes_of_the_caller_that_issues(clock):
     assert done == [False]
 
 
-def test_caller_s_modes_are_carried_over():
-    workers = Workers(CPUS)
-    seen = []
-
-    def look():
-        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-
-    run(workers, (A, look))
-    with torch.no_grad(), torch.autocast("cpu"):
-        run(workers, (A, look))
-    run(workers, (A, look))
-    assert seen == [(True, False), (False, True), (True, False)]
-
-
 @pytest.mark.parametrize(
     "error",
     [KeyError("x"), SpecialError(reason="x"), StopIteration(1), SystemExit(3), KeyboardInterrupt()],
@@ -226,15 +212,6 @@ def test_exception_is_the_same_object(workers, error):
     done = []
     run(workers, (A, partial(done.append, 1)))
     assert done == [1]
-
-
-def test_exception_that_is_false(workers):
-    class NoError(Exception):
-        def __len__(self):
-            return 0
-
-    with pytest.raises(NoError):
-        run(workers, (A, raiser(NoError())))
 
 
 @pytest.mark.parametrize("places", [(A, B), (B, A)])

@@ -273,17 +273,6 @@ def test_kinds_are_not_without_end():
     assert traces(graphs_of(training)) == 32
 
 
-def test_steps_are_let_go_of():
-    training = training_of(nn.Linear(3, 3), outputs=True)
-    x = torch.rand(4, 3)
-    _, output = training(x, x)
-    _, output = training(x, x)
-    found = weakref.ref(output), weakref.ref(x)
-    del output, x
-    gc.collect()
-    assert [y() for y in found] == [None, None]
-
-
 def test_graphs_are_let_go_of_with_the_model():
     layer = nn.Linear(3, 3)
     training = training_of(layer)
@@ -292,28 +281,6 @@ def test_graphs_are_let_go_of_with_the_model():
     del training, layer
     gc.collect()
     assert [x() for x in found] == [None, None]
-
-
-def test_gradients_that_do_not_come():
-    """A weight whose output nobody uses has no gradient, as without graphs."""
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.a(x), self.b(x)
-
-    class First(nn.Module):
-        def forward(self, x):
-            return x[0]
-
-    for schedule in ("1f1b", "zbh1"):
-        two = Two()
-        step(training_of(two, First(), schedule=schedule))
-        assert two.a.weight.grad is not None
-        assert two.b.weight.grad is None
 
 
 def test_stages_are_eager_or_graphs():

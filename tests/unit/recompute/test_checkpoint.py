@@ -37,17 +37,6 @@ def test_gradients_are_the_same(model, input):
         assert torch.equal(a, b)
 
 
-def test_graph_is_the_same(input):
-    """One node that accumulates the gradient of each parameter, as without checkpointing."""
-    linear = nn.Linear(4, 4).to(input.device)
-    counts = {name: 0 for name, _ in linear.named_parameters()}
-    for name, parameter in linear.named_parameters():
-        parameter.register_hook(lambda grad, name=name: counts.update({name: counts[name] + 1}))
-    output = checkpoint(linear, input) + checkpoint(linear, input)
-    output.sum().backward()
-    assert counts == {"weight": 1, "bias": 1}
-
-
 def test_recomputes_before_the_gradient_goes_on():
     log = []
     model = nn.Sequential(Log("a", log), Log("b", log))
@@ -75,41 +64,6 @@ def test_recomputes_once_with_retain_graph(input, model):
     assert len(runs) == 2
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(output.sum(), input)
-
-
-def test_double_backward(device):
-    def second_derivative(function):
-        x = torch.tensor([0.5, 2.0], device=device, requires_grad=True)
-        (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-        return torch.autograd.grad((grad**2).sum(), x)[0]
-
-    def function(x):
-        return x.tanh() ** 3
-
-    expected = second_derivative(function)
-    assert torch.equal(second_derivative(lambda x: checkpoint(function, x)), expected)
-
-
-def test_gradient_on_another_way_than_through_the_output(device):
-    """A layer that leaves a tensor behind, as layers with an auxiliary loss do."""
-    left = []
-
-    def function(x):
-        hidden = x.exp()
-        left.append(hidden)
-        return hidden.sin()
-
-    x = torch.tensor([0.3], device=device, requires_grad=True)
-    checkpoint(function, x)
-    left[0].backward()
-    assert torch.equal(x.grad, x.exp())
-
-
-def test_one_output_of_two(device):
-    x = torch.tensor([0.3], device=device, requires_grad=True)
-    _, b = checkpoint(lambda x: (x.exp(), x.sin()), x)
-    b.backward()
-    assert torch.equal(x.grad, x.cos())
 
 
 def test_outputs_keep_what_requires_grad(device):
@@ -142,11 +96,6 @@ def test_nothing_to_differentiate_is_not_recomputed(device):
     assert len(runs) == 1
 
 
-def test_without_grad(device, model, input):
-    with torch.no_grad():
-        assert not checkpoint(model, input).requires_grad
-
-
 def test_random_numbers_are_repeated(device):
     drawn = []
 
@@ -172,23 +121,6 @@ def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatc
     assert not locks
     checkpoint(lambda x: x * torch.rand(2).to(x.device), x).sum().backward()
     assert [*locks] == [torch.device("cpu")]
-
-
-@pytest.mark.parametrize("outer", [False, True])
-def test_autocast_is_repeated(device, outer):
-    linear = nn.Linear(2, 2).to(device)
-    dtypes = []
-
-    def function(x):
-        dtypes.append(linear(x).dtype)
-        return linear(x)
-
-    x = torch.ones(1, 2, device=device, requires_grad=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=not outer):
-        output = checkpoint(function, x)
-    with torch.autocast(device.type, torch.bfloat16, enabled=outer):
-        output.sum().backward()
-    assert dtypes == [torch.float32 if outer else torch.bfloat16] * 2
 
 
 def test_draws_to_the_end(device):
