@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from torch import nn
-from torch.nn import functional as F
 
-from tests.distributed.test_schedules import pipe_of
+from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, same
-from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.skip import pop, skippable, stash
@@ -151,13 +149,8 @@ def compare(group, layers, name, rows, chunks, plain=None):
     """
     torch.manual_seed(0)
     x, y = torch.rand(2, rows, 6)
-    one = GPipe(
-        nn.Sequential(*copy.deepcopy(plain or layers)),
-        [1] * len(layers),
-        devices=["cpu"] * len(layers),
-        chunks=chunks,
-    )
-    expected = ScheduledLoss(one, F.mse_loss, "fill_drain")(x, y)
+    one, training = beside(plain or layers, chunks=chunks)
+    expected = training(x, y)
     expected.backward()
     pipe = pipe_of(layers, name, group, chunks=chunks)
     torch.testing.assert_close(pipe.step(x, y), expected.detach())

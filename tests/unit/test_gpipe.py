@@ -127,6 +127,30 @@ def test_wrapped_in_eval_mode():
     assert not model.module.training
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.cuda(),
+        lambda m: m.cuda(0),
+        lambda m: m.cpu(),
+        lambda m: m.to("cpu"),
+        lambda m: m.to(0),
+        lambda m: m.to(torch.empty(1)),
+    ],
+)
+def test_moving_is_denied(move, model, device):
+    with pytest.raises(TypeError, match="must stay on their devices"):
+        move(model)
+    assert {(x.device, x.dtype) for x in model.parameters()} == {(device, torch.float32)}
+
+
+def test_every_device_is_asked():
+    """A call that moves no tensor of one partition may move those of another."""
+    model = GPipe(linears(1, 1, 1), [1, 1], devices=["meta", "cpu"])
+    with pytest.raises(TypeError, match="must stay on their devices"):
+        nn.Sequential(model).to("meta")
+
+
 # Forward.
 
 

@@ -86,13 +86,7 @@ def test_tied_parameters(devices, way, place, mode):
     """The first and the last partition share a weight, on one device."""
     parts = [[LAYERS["linear"](), nn.Tanh()] for _ in place]
     parts[-1].append(Tied(parts[0][0].layer.weight))
-    model = GPipe(
-        nn.Sequential(*[layer for part in parts for layer in part]).double(),
-        [len(part) for part in parts],
-        devices=[devices[d] for d in place],
-        chunks=M,
-        checkpoint=mode,
-    )
+    model = wrap(parts, [devices[d] for d in place], mode, M).double()
     assert model[-1].weight is model[0].layer.weight
     verify(model, batch(), seed=1, requires_grad=way != "backward", streams=True, way=way)
 

@@ -1,7 +1,6 @@
 """The limit of the schedule, exactly, whatever the timing of the host."""
 
 from itertools import product
-from time import sleep
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,7 @@ from tests.support.size import some
 from tests.virtual.stages import (
     SEEDS,
     WIDER,
+    Lagging,
     Popping,
     Stage,
     Stashing,
@@ -107,16 +107,6 @@ def test_more_micro_batches_than_streams(devices, mode):
     """CUDA has 32 streams on each device."""
     model = wrap([Stage() for _ in range(4)], devices[:4], mode, 64)
     assert makespans(model, seed=0, rows=1, steps=1) == [limit(mode, 4, 64)]
-
-
-class Lagging(Stage):
-    """A stage that makes the host slow in backward."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: sleep(0.002))
-        return y
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,7 +1,6 @@
 """Models under a device map take the time of GPipe on virtual accelerators, without a race."""
 
 import copy
-from time import sleep
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +11,7 @@ from benchmarks.simulate.critical import step_path
 from tests.behaviour.test_mapped_architectures import NAMES, compare
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.size import some
-from tests.virtual.stages import Stage, limit, own_streams
+from tests.virtual.stages import Lagging, Stage, limit, own_streams
 from torchgpipe import MappedGPipe
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
@@ -85,16 +84,6 @@ def test_slow_copies(devices, mode):
             pipe(torch.rand(m, 4, device=devices[0])).sum().backward()
         assert_no_races(seen)
         assert seen.makespan == expected
-
-
-class Lagging(Stage):
-    """A stage that makes the host slow in backward."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: sleep(0.002))
-        return y
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.support.helpers import MODES, Scale, assert_no_races
+from tests.support.helpers import MODES, Scale, assert_no_races, wrap
 from tests.virtual.stages import SEEDS, own_streams
 from torchgpipe import GPipe
 from torchgpipe.devices.pool import StreamPool
@@ -47,13 +47,7 @@ def stage(layers):
 @pytest.mark.parametrize("own", [False, True])
 def test_peak(devices, n, m, layers, mode, own):
     devices = devices[:n]
-    model = GPipe(
-        nn.Sequential(*[stage(layers) for _ in range(n)]),
-        [1] * n,
-        devices=devices,
-        chunks=m,
-        checkpoint=mode,
-    )
+    model = wrap([stage(layers) for _ in range(n)], devices, mode, m)
     x = torch.rand(ROWS * m, WIDTH, device=devices[0])
     for seed in SEEDS[::2]:
         model.zero_grad()

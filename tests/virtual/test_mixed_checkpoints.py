@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import some
 from tests.virtual.stages import SEEDS, Stage, limit, makespans
@@ -17,7 +17,7 @@ from tests.virtual.test_memory import ACTIVATION, ROWS, WIDTH, allocated, promis
 from tests.virtual.test_schedule_times import costs_of, expected, squares
 from tests.virtual.test_schedule_times import makespans as scheduled_makespans
 from tests.virtual.test_schedule_times import stage as busy
-from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import Costs, Op, named, simulate
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.testing import observe
@@ -30,12 +30,6 @@ MIXED = [
 ]
 MIXED = some(MIXED, MIXED[:2])
 NAMES = some(["fill_drain", "1f1b", "zbh1", "zbv"], ["1f1b", "zbv"])
-
-
-def wrap(layers, devices, modes, m=8):
-    return GPipe(
-        nn.Sequential(*layers), [1] * len(layers), devices=devices, chunks=m, checkpoint=modes
-    )
 
 
 @pytest.mark.parametrize("modes", MIXED, ids=" ".join)
@@ -92,7 +86,7 @@ def test_peak_of_a_schedule(devices, modes, stages):
 @pytest.mark.parametrize("modes", MIXED, ids=" ".join)
 def test_makespan(devices, modes):
     """A partition recomputes before the gradient comes, so a stage delays nobody by all its R."""
-    model = wrap([Stage() for _ in modes], devices[:4], modes)
+    model = wrap([Stage() for _ in modes], devices[:4], modes, 8)
     for seed in SEEDS:
         found = makespans(model, seed=seed, requires_grad=bool(seed % 2))
         assert found == [limit(modes, 4, 8)] * 2, f"jitter {seed}"
@@ -136,7 +130,7 @@ def test_makespan_of_any_modes(devices, modes, m):
 @pytest.mark.parametrize("modes", MIXED, ids=" ".join)
 @pytest.mark.parametrize("name", NAMES)
 def test_makespan_of_a_schedule(devices, name, modes, stages):
-    model = wrap([busy() for _ in modes], [devices[w] for w in workers_of(name)], modes)
+    model = wrap([busy() for _ in modes], [devices[w] for w in workers_of(name)], modes, 8)
     training = ScheduledLoss(model, squares, name, stages=stages)
     schedule = training._plan(8, forward=False).schedule
     never = {j for j, mode in enumerate(modes) if mode == "never"}
@@ -150,7 +144,7 @@ def test_makespan_of_a_schedule(devices, name, modes, stages):
 
 
 def test_changed_between_steps(devices):
-    model = wrap([Stage() for _ in range(4)], devices[:4], "never")
+    model = wrap([Stage() for _ in range(4)], devices[:4], "never", 8)
     for modes in ("never", MIXED[0], "always", MIXED[1]):
         model.checkpoint = modes
         assert makespans(model, seed=0) == [limit(modes, 4, 8)] * 2

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from array import array
 from typing import NamedTuple
 
 import pytest
@@ -102,32 +101,6 @@ class First(nn.Module):
 
 
 X = torch.rand(4, 2)
-
-CALLS = {
-    "[1]": lambda y: lambda m: m((X, y)),
-    "args[1]": lambda y: lambda m: m(X, y),
-    "kwargs['y']": lambda y: lambda m: m(X, y=y),
-    "args[1]['a'][0]": lambda y: lambda m: m(X, {"a": [y, X]}),
-}
-
-VALUES = {
-    "list": [1, 2, 3, 4],
-    "tuple": (1, 2, 3, 4),
-    "texts": ["a", "b", "c", "d"],
-    "nested": [[1], [2], [3, 4], []],
-    "array": array("d", [1, 2, 3, 4]),
-    "range": range(4),
-}
-
-
-@pytest.mark.parametrize("named", CALLS)
-@pytest.mark.parametrize("value", VALUES)
-def test_whole(named, value):
-    model = wrap([First()], chunks=2)
-    call = CALLS[named](VALUES[value])
-    (found,) = messages(lambda: [call(model), call(model), call(copy.deepcopy(model))])
-    assert f"(input: {named}, entries: 4, micro-batches: 2)" in found
-    assert "NoChunk" in found
 
 
 class Options(NamedTuple):
