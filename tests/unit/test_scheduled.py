@@ -45,11 +45,6 @@ def test_gradients_come_with_backward():
     assert all(x.grad is None for x in training.parameters())
 
 
-def test_all_is_frozen():
-    training = make(module=layers().requires_grad_(False))
-    assert not training(X, Y).requires_grad
-
-
 def test_another_model():
     training = make()
     training(X, Y).backward()

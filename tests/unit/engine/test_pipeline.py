@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.helpers import CPUS, Apply, Log, assert_same, nodes, plain, reaches, run_pipeline
+from tests.support.helpers import CPUS, Apply, Log, nodes, plain, reaches, run_pipeline
+from tests.support.skips import Pop, Stash
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.pipeline import clock_cycles
-from torchgpipe.skip import pop, skippable, stash
 
 CPU = torch.device("cpu")
 
@@ -174,17 +174,6 @@ def test_nor_by_as_many_micro_batches_as_there_are_copy_streams(monkeypatch):
 
 
 def test_nor_is_one_that_pops_from_far_away(monkeypatch):
-    @skippable(stash=["x"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("x", x * 2)
-            return x * 3
-
-    @skippable(pop=["x"])
-    class Pop(nn.Module):
-        def forward(self, x):
-            return x + (yield pop("x"))
-
     monkeypatch.setattr(StreamPool, "COPIES", 5)
     partitions = [nn.Sequential(x) for x in (Stash(), nn.Tanh(), nn.Tanh(), Pop())]
     graph, layers = graph_of(CPUS, 9, 0, True, partitions)
@@ -211,23 +200,6 @@ def test_parameter_that_is_passed_on_is_not_changed(view):
         with suppress(RuntimeError):
             run_pipeline(partitions, devices, torch.ones(2, 3), chunks=2)
         assert torch.equal(weight, torch.ones(2, 3))
-
-
-def mlp(j):
-    torch.manual_seed(j)
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-
-
-@given(devices, st.integers(1, 4), st.integers(0, 4))
-def test_parity_on_threads(devices, chunks, checkpointed):
-    partitions = [mlp(j) for j in range(3)]
-    parameters = [p for partition in partitions for p in partition.parameters()]
-    x = torch.rand(5, 3, requires_grad=True)
-    leaves = [x, *parameters]
-
-    expected = plain(nn.Sequential(*partitions), x, chunks)
-    output = run_pipeline(partitions, devices, x, chunks=chunks, checkpointed=checkpointed)
-    assert_same(output, expected, leaves)
 
 
 class Scale(nn.Module):

@@ -1,6 +1,5 @@
 """Workers: their context, their results and exceptions, and their end."""
 
-import gc
 import logging
 import os
 import signal
@@ -315,26 +314,6 @@ def test_exception_does_not_wait_for_what_takes_long():
     release.set()
     run(workers, (A, partial(done.append, "next")))
     assert done == ["slow", "next"]
-
-
-def test_exception_leaves_no_cycle(workers):
-    class Held:
-        pass
-
-    def fail():
-        held = Held()
-        refs.append(weakref.ref(held))
-        raise KeyError
-
-    refs = []
-    gc.disable()
-    try:
-        with pytest.raises(KeyError):
-            run(workers, (A, fail))
-        # pytest itself holds the exception until here.
-        assert [ref() for ref in refs] == [None]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("interruptible")

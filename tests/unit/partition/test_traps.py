@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support import helpers
 from tests.support.helpers import wrap
-from torchgpipe import GPipe, MappedGPipe, NoChunk
+from torchgpipe import GPipe, NoChunk
 
 
 def messages(function):
@@ -161,17 +161,6 @@ def test_shapes_and_modules_are_no_rows(rows, value):
 def test_whole_matters_with_several_micro_batches():
     model = wrap([First()], chunks=1)
     assert messages(lambda: model(X, [1, 2, 3, 4])) == []
-
-
-def test_texts_name_the_wrapper():
-    def step():
-        MappedGPipe(nn.GRU(2, 2), {"": "cpu"}, chunks=2)
-        MappedGPipe(First(), {"": "cpu"}, chunks=2)(X, [1, 2, 3, 4])
-
-    sequence, lists = messages(step)
-    assert sequence.startswith("MappedGPipe splits dimension 0")
-    assert "(layers: the model (GRU), chunks: 2)" in sequence
-    assert lists.startswith("MappedGPipe splits tensors, and gives lists")
 
 
 # Rows that are compared with each other.

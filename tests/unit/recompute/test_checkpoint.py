@@ -96,22 +96,6 @@ def test_nothing_to_differentiate_is_not_recomputed(device):
     assert len(runs) == 1
 
 
-def test_random_numbers_are_repeated(device):
-    drawn = []
-
-    def function(x):
-        drawn.append((torch.rand(2, device=device), torch.rand(2)))
-        return x * drawn[-1][0]
-
-    output = checkpoint(function, torch.ones(2, device=device, requires_grad=True))
-    torch.rand(7), torch.rand(7, device=device)
-    before = torch.get_rng_state()
-    output.sum().backward()
-    assert torch.equal(before, torch.get_rng_state())
-    for first, second in zip(*drawn):
-        assert torch.equal(first, second)
-
-
 def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatch):
     """Several accelerators can therefore recompute side by side."""
     locks = {}
