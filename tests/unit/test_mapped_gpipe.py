@@ -58,16 +58,6 @@ def test_copies(copied):
     assert copied(pipe.module).first._compiled_call_impl is None
 
 
-def test_arguments_are_split_and_outputs_joined():
-    pipe = wrapped(chunks=3)
-    x, shift = torch.rand(5, 3), torch.rand(4)
-    out = pipe(x, shift=NoChunk(shift), double=True)
-    assert out["loss"].shape == (3,)
-    torch.testing.assert_close(out["y"], pipe.module(x, shift=shift, double=True)["y"])
-    with pytest.raises(ValueError, match="same size in dimension 0"):
-        pipe(x, shift=shift)
-
-
 def test_only_mapped_modules_are_computed_again():
     counts = {"first": 0, "code": 0}
 

@@ -13,7 +13,14 @@ from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import some
 from tests.virtual.stages import SEEDS, Stage, limit, makespans
-from tests.virtual.test_memory import ACTIVATION, ROWS, WIDTH, allocated, promise, stage
+from tests.virtual.test_memory import (
+    ACTIVATION,
+    ROWS,
+    WIDTH,
+    allocated,
+    stage,
+    verify_peak,
+)
 from tests.virtual.test_schedule_times import costs_of, expected, squares
 from tests.virtual.test_schedule_times import makespans as scheduled_makespans
 from tests.virtual.test_schedule_times import stage as busy
@@ -34,25 +41,7 @@ NAMES = some(["fill_drain", "1f1b", "zbh1", "zbv"], ["1f1b", "zbv"])
 
 @pytest.mark.parametrize("modes", MIXED, ids=" ".join)
 def test_peak(devices, modes):
-    """A partition keeps what its own mode says, whatever the others do."""
-    n, m, layers = 4, 8, 16
-    model = wrap([stage(layers) for _ in modes], devices[:n], modes, m)
-    x = torch.rand(ROWS * m, WIDTH, device=devices[0])
-    for seed in SEEDS[::2]:
-        model.zero_grad()
-        gc.collect()
-        before = allocated(devices[:n])
-        for device in devices[:n]:
-            torch.accelerator.reset_peak_memory_stats(device)
-        with observe(jitter=seed) as seen:
-            model(x).sum().backward()
-        assert_no_races(seen)
-        for j, (mode, start) in enumerate(zip(modes, before)):
-            peak = (torch.accelerator.max_memory_allocated(devices[j]) - start) / ACTIVATION
-            least = promise(mode, m, layers, first=j == 0)
-            # As in test_memory: on its way, sent early by the next device, and joined.
-            most = least + 3 + m * (j < n - 1) + 2 * m * (j == n - 1)
-            assert least <= peak <= most, f"partition {j}"
+    verify_peak(devices, modes, 8, 16)
 
 
 @pytest.mark.parametrize("stages", ["eager", "graph"])

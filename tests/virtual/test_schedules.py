@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.schedule.cases import examples, schedules
 from tests.support.helpers import MODES, assert_no_races
-from tests.support.schedules import CASES, NAMES, V, compare, workers_of
+from tests.support.schedules import CASES, NAMES, compare, schedule_for, workers_of
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.autograd import outcome
 from torchgpipe.devices import pool
@@ -25,11 +25,8 @@ from torchgpipe.testing import observe
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_buffers(devices, case, name, mode):
     torch.manual_seed(0)
-    if case == "weights of two stages" and workers_of(name) != V:
-        # The two stages are on one worker of a V alone.
-        name = "zbv"
     with observe(jitter=0) as seen:
-        compare(CASES[case](), name, devices, mode)
+        compare(CASES[case](), schedule_for(case, name), devices, mode)
     assert not seen.races
 
 
@@ -37,10 +34,8 @@ def test_gradients_and_buffers(devices, case, name, mode):
 @pytest.mark.parametrize("case", ["mlp", "functions of all kinds", "weights of two stages"])
 def test_gradients_added_at_once(devices, monkeypatch, case, name):
     monkeypatch.setattr(outcome, "LARGE", 0)
-    if case == "weights of two stages" and workers_of(name) != V:
-        name = "zbv"
     with observe(jitter=0) as seen:
-        compare(CASES[case](), name, devices, "except_last")
+        compare(CASES[case](), schedule_for(case, name), devices, "except_last")
     assert not seen.races
 
 

@@ -18,14 +18,6 @@ from torchgpipe.engine.workers import PATIENCE, Task, Worker, Workers
 A, B, C = CPUS[:3]
 
 
-class SpecialError(Exception):
-    """An exception that cannot be made again from its arguments."""
-
-    def __init__(self, *, reason):
-        super().__init__()
-        self.reason = reason
-
-
 def threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("torchgpipe")}
 
@@ -195,22 +187,6 @@ def test_exceptions_and_modes_of_the_caller_that_issues(clock):
     with torch.no_grad():
         run(workers, (A, lambda: done.append(torch.is_grad_enabled())))
     assert done == [False]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [KeyError("x"), SpecialError(reason="x"), StopIteration(1), SystemExit(3), KeyboardInterrupt()],
-    ids=lambda error: type(error).__name__,
-)
-def test_exception_is_the_same_object(workers, error):
-    with pytest.raises(type(error)) as caught:
-        run(workers, (A, raiser(error)))
-    assert caught.value is error
-    assert "task" in [entry.name for entry in caught.traceback]
-    # The next tasks run as ever.
-    done = []
-    run(workers, (A, partial(done.append, 1)))
-    assert done == [1]
 
 
 @pytest.mark.parametrize("places", [(A, B), (B, A)])

@@ -1,7 +1,5 @@
 """The graphs of a stage: one for each kind of micro-batch, and each state of the layers."""
 
-import gc
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -99,17 +97,6 @@ def test_what_cannot_be_a_graph_is_said_once():
     (reason,) = training.graphs[1].reasons
     assert "depends on the values" in reason
     assert not training.graphs[0].reasons
-
-
-def test_hooks_of_layers_run():
-    layer = nn.Linear(3, 3)
-    seen = []
-    training = training_of(layer)
-    step(training)
-    layer.register_forward_hook(lambda *_: seen.append(1))
-    with pytest.warns(UserWarning, match="hooks"):
-        step(training)
-    assert seen == [1, 1]
 
 
 class Bound(nn.Module):
@@ -271,16 +258,6 @@ def test_kinds_are_not_without_end():
         training(x, x, 33.0)
     training(x, x, 34.0)
     assert traces(graphs_of(training)) == 32
-
-
-def test_graphs_are_let_go_of_with_the_model():
-    layer = nn.Linear(3, 3)
-    training = training_of(layer)
-    step(training)
-    found = weakref.ref(layer), weakref.ref(graphs_of(training))
-    del training, layer
-    gc.collect()
-    assert [x() for x in found] == [None, None]
 
 
 def test_stages_are_eager_or_graphs():

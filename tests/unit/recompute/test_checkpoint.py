@@ -66,29 +66,6 @@ def test_recomputes_once_with_retain_graph(input, model):
         torch.autograd.grad(output.sum(), input)
 
 
-def test_outputs_keep_what_requires_grad(device):
-    x = torch.ones(2, device=device, requires_grad=True)
-    y = torch.ones(2, device=device, dtype=torch.long)
-    outputs = checkpoint(lambda value: (value[1] + 1, value[0] * 2, value[0].detach()), (x, y))
-    assert [t.requires_grad for t in outputs] == [False, True, False]
-
-
-def test_inputs_without_gradient(device):
-    embedding = nn.Embedding(5, 3).to(device)
-    runs = []
-
-    def function(value):
-        index, scale = value
-        runs.append((index.requires_grad, scale.requires_grad))
-        return (embedding(index) * scale).exp()
-
-    index = torch.tensor([1, 2], device=device)
-    scale = torch.ones(1, device=device)
-    checkpoint(function, (index, scale)).sum().backward()
-    assert runs == [(False, False)] * 2
-    assert embedding.weight.grad.any(1).tolist() == [False, True, True, False, False]
-
-
 def test_nothing_to_differentiate_is_not_recomputed(device):
     runs = []
     output = checkpoint(lambda x: runs.append(1) or x * 2, torch.ones(1, device=device))
@@ -156,13 +133,3 @@ def test_other_checkpointing_within(device, model, input, use_reentrant):
     checkpoint(function, input).sum().backward()
     for a, b in zip(expected, leaves):
         assert torch.equal(a, b.grad)
-
-
-def test_within_itself(device, model, input):
-    leaves = [input, *model.parameters()]
-    torch.manual_seed(1)
-    expected = torch.autograd.grad(model(input).sum(), leaves)
-    torch.manual_seed(1)
-    output = checkpoint(lambda x: checkpoint(model, x), input)
-    for a, b in zip(expected, torch.autograd.grad(output.sum(), leaves)):
-        assert torch.equal(a, b)

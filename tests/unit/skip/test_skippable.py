@@ -219,20 +219,6 @@ def test_isolate_leaves_the_class_and_the_other_names_alone():
         both.isolate(ns, only=["c"])
 
 
-def test_none_is_stashed():
-    def put(x):
-        yield stash("x", None)
-        return x
-
-    def get(x):
-        y = yield pop("x")
-        assert y is None
-        return x
-
-    model = nn.Sequential(layer(put, stash=["x"]), layer(get, pop=["x"]))
-    assert model(1) == 1
-
-
 def test_plain_forward():
     assert layer(lambda x: x + 1)(1) == 2
 
