@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tests.support.helpers import note_of
-from torchgpipe import is_checkpointing, is_recomputing
 from torchgpipe.ambient.context import Context
 from torchgpipe.autograd import copy as copy_module
 from torchgpipe.autograd.copy import Copy, Wait
@@ -108,21 +107,6 @@ def test_structure_is_kept():
         assert [t.requires_grad for t in output] == [t.requires_grad for t in batch]
 
 
-class Flags(nn.Module):
-    def forward(self, x):
-        self.seen = is_checkpointing(), is_recomputing()
-        return x.exp()
-
-
-def test_checkpoint():
-    layer = Flags()
-    x = torch.ones(1, requires_grad=True)
-    make(layer, checkpoint=True).compute(Batch(x))[0].backward()
-    assert layer.seen == (False, True)
-    make(layer, checkpoint=False).compute(Batch(x))[0].backward()
-    assert layer.seen == (False, False)
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("kind", [KeyError, StopIteration, SystemExit, KeyboardInterrupt])
 def test_error_names_the_cell(kind, checkpoint):
@@ -138,19 +122,6 @@ def test_error_names_the_cell(kind, checkpoint):
     assert note_of(error) == "raised in partition 2, micro-batch 1"
 
 
-def test_error_in_recomputation_names_the_cell():
-    class Fail(nn.Module):
-        def forward(self, x):
-            if is_recomputing():
-                raise KeyError
-            return x.exp()
-
-    batch = make(Fail(), checkpoint=True).compute(Batch(torch.ones(1, requires_grad=True)))
-    with pytest.raises(KeyError) as caught:
-        batch[0].backward()
-    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
-
-
 def test_output_that_cannot_pass_names_the_cell():
     @dataclass
     class Pair:
@@ -162,37 +133,6 @@ def test_output_that_cannot_pass_names_the_cell():
 
     with pytest.raises(TypeError, match="class: Pair") as caught:
         make(Make()).compute(Batch(torch.ones(1)))
-    assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
-
-
-def test_exception_that_takes_no_note():
-    @dataclass(frozen=True)
-    class FrozenError(Exception):
-        code: int
-
-    error = FrozenError(3)
-
-    class Fail(nn.Module):
-        def forward(self, x):
-            raise error
-
-    with pytest.raises(FrozenError) as caught:
-        make(Fail()).compute(Batch(torch.ones(1)))
-    assert caught.value is error
-
-
-@pytest.mark.parametrize("change", ["shape", "in place"])
-def test_our_own_errors_name_the_cell(change):
-    class Change(nn.Module):
-        def forward(self, x):
-            if change == "in place":
-                return x.mul_(2)
-            return x.sum().exp() if is_recomputing() else x.exp()
-
-    with pytest.raises(RuntimeError) as caught:
-        make(Change(), checkpoint=True).compute(Batch(torch.ones(2, requires_grad=True) * 1))[
-            0
-        ].sum().backward()
     assert note_of(caught.value) == "raised in partition 2, micro-batch 1"
 
 
