@@ -369,7 +369,7 @@ def test_a_layer_that_fails(devices, place, mode):
 NOT_ALLOWED = "in.?place|refers to a single memory location"
 
 
-@pytest.mark.parametrize("seed", range(some(30 * len(SEEDS), 12)))
+@pytest.mark.parametrize("seed", range(some(30 * len(SEEDS), 20)))
 def test_random_models(devices, seed, monkeypatch):
     pipeline = Pipeline(seed)
     monkeypatch.setattr(StreamPool, "COPIES", pipeline.copies)
