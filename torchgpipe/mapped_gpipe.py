@@ -313,8 +313,9 @@ class MappedGPipe(Settings, nn.Module):
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
-                # The graph refers to the step, if the model came back to a device.
-                step.phonies.clear()
+                if step.fence:
+                    # The graph refers to the step, if the model came back to a device.
+                    step.fence.close()
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
         step.end()

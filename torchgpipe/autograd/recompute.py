@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,18 +16,21 @@ __all__: list[str] = []
 
 
 class Recompute(torch.autograd.Function):
-    """A fork whose backward recomputes first: ``recompute, *tensors → *tensors, phony``."""
+    """A fork whose backward recomputes first: ``recomputations, *tensors → *tensors, phony``."""
 
     @staticmethod
-    def forward(ctx: Any, recompute: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.recompute = recompute
+    def forward(
+        ctx: Any, recomputations: Iterable[Callable[[], None]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.recomputations = recomputations
         phony = get_phony(tensors[0].device, requires_grad=False).detach()
         return (*pass_on(ctx, tensors), phony)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.recompute()
+        for recompute in ctx.recomputations:
+            recompute()
         return (None, *grads[:-1])
 
 

@@ -24,18 +24,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.ambient import labels
-from torchgpipe.autograd.copy import copy, leave, wait
-from torchgpipe.autograd.fork_join import fork, join, needs_backward
-from torchgpipe.autograd.recompute import Recompute
+from torchgpipe.autograd.copy import leave, wait
+from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import has_streams, record_stream, use_stream
+from torchgpipe.engine.lanes import carried
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.mapped.step import MappedStep, Stage
 from torchgpipe.recompute.checkpoint import Checkpoint
@@ -146,20 +145,23 @@ class Cell:
 
     def _fetch_from(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         leaving = source.send(tensors)
-        self.step.goes(source.stage, self.stage)
+        there, here, fence = source.stage, self.stage, self.step.fence
         needed = any(x.requires_grad for x in leaving)
-        # guard: join of what is fetched
-        phonies = self._phonies() if needed else []
+        phonies: list[Tensor] = []
+        if fence:
+            fence.ahead[there.number][here.number] = there.lead_of(here)
+            # guard: join of what is fetched
+            phonies = fence.before(self.i, here.number) if needed else []
         # guard: lane of what is fetched
         with use_stream(self.lane):
-            lanes = source.lane, self.lane
-            function: Callable[..., tuple[Tensor, ...]] = partial(copy, *lanes, phonies=phonies)
-            if self.step.recording is not None:
-                stages = source.stage.number, self.stage.number
-                function = self.step.recording.copying(function, lanes, stages, self.i)
-            label = labels.of("copy", source.stage.number, self.i, self.stage.number)
-            function = labels.around(function, label)
-            arriving = function(*leaving)
+            arriving = carried(
+                *leaving,
+                lanes=(source.lane, self.lane),
+                stages=(there.number, here.number),
+                i=self.i,
+                recording=self.step.recording,
+                phonies=phonies,
+            )
         with use_stream(self.stage.compute), labels.within(self.label):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed
@@ -196,6 +198,7 @@ class Cell:
             label = labels.of("copy", self.stage.number, self.i)
             # guard: lane of what is sent on
             with use_stream(self.lane), labels.within(label):
+                # guard: recomputation before the gradient
                 leaving = self._fenced(leaving, self.checkpoints)
             sent |= self._left.added(waiting, leaving)
         return tuple([sent[id(x)] for x in tensors])
@@ -204,29 +207,13 @@ class Cell:
         self, tensors: tuple[Tensor, ...], checkpoints: Sequence[Checkpoint] = ()
     ) -> tuple[Tensor, ...]:
         """Fence tensors, whose gradients trigger the recomputation of checkpoints."""
-        if not (self.step.fenced and needs_backward(tensors)):
+        fence, j = self.step.fence, self.stage.number
+        if fence is None or not needs_backward(tensors):
             return tensors
         if not self._held:
             # guard: join of what leaves
-            tensors = join(tensors, *self._phonies())
-        # guard: recomputation before the gradient
-        if checkpoints:
-            *outputs, phony = Recompute.apply(partial(_recompute, [*checkpoints]), *tensors)
-            tensors = tuple(outputs)
-        else:
-            tensors, phony = fork(tensors)
-        self.step.phonies.setdefault((self.i, self.stage), []).append(phony)
-        return tensors
-
-    def _phonies(self) -> list[Tensor]:
-        """The phonies of the cells that backward shall come to after this one."""
-        own, lead = self.stage, self.stage.lead
-        found = self.step.phonies_before(self.i, own)
-        for target in self.step.targets.get(own, ()):
-            # guard: lead of a course
-            if target.number - own.number < lead:
-                found = found + self.step.phonies.get((self.i - lead, target), [])
-        return found
+            tensors = join(tensors, *fence.before(self.i, j))
+        return fence.fork(self.i, j, checkpoints, *tensors)
 
     def close(self) -> None:
         """Let go of all tensors."""
@@ -281,8 +268,3 @@ class Copies:
     def clear(self) -> None:
         """Let go of all tensors."""
         self._found.clear()
-
-
-def _recompute(checkpoints: Sequence[Checkpoint]) -> None:
-    for checkpoint in checkpoints:
-        checkpoint.recompute()

@@ -33,6 +33,7 @@ from torchgpipe.devices.streams import (
     wait_stream,
 )
 from torchgpipe.engine.body import Body
+from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.device_map import Mapped
@@ -54,10 +55,14 @@ class Stage(NamedTuple):
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
 
-    @property
-    def lead(self) -> int:
-        """The number of micro-batches that this stage may be ahead of the one it sends to."""
-        return len(self.lanes) - 1
+    def lead_of(self, target: Stage) -> range:
+        """The lead in backward of a stage that this one sends to, for the fence.
+
+        The numbers of stages tell little of their order in time, so there is no shorter lead.
+        """
+        lead = len(self.lanes) - 1
+        # guard: lead of a course
+        return range(max(lead, target.number - self.number + 1), lead + 1)
 
 
 class Lasting:
@@ -105,14 +110,12 @@ class MappedStep:
         #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)
-        #: Whether forks and joins are needed.
-        self.fenced = torch.is_grad_enabled() and any(map(has_streams, self.devices))
+        #: The fence, if forks and joins are needed.
+        self.fence: Fence | None = None
+        if torch.is_grad_enabled() and any(map(has_streams, self.devices)):
+            self.fence = Fence(defaultdict(dict))
         #: Whether the code between mapped modules is watched.
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
-        #: The phonies of each cell, for cells that backward shall come to before it.
-        self.phonies: dict[tuple[int, Stage], list[Tensor]] = {}
-        #: The stages that each stage sends to.
-        self.targets: dict[Stage, list[Stage]] = {}
         self._stages: dict[tuple[torch.device, int], Stage] = {}
         #: The modules that were computed in each stage.
         self.modules: dict[Stage, set[nn.Module]] = defaultdict(set)
@@ -160,13 +163,6 @@ class MappedStep:
         # guard: weights that were cast
         return own_casts() if shared else nullcontext()
 
-    def phonies_before(self, i: int, stage: Stage) -> list[Tensor]:
-        """The phonies of the last micro-batch before ``i`` that came to a stage."""
-        for k in reversed(range(i)):
-            if (k, stage) in self.phonies:
-                return self.phonies[k, stage]
-        return []
-
     def enters(self, module: nn.Module, stage: Stage) -> None:
         """Order the calls of a module that a later visit of the device calls, too.
 
@@ -178,12 +174,6 @@ class MappedStep:
         if last is not None and last is not stage and any(True for _ in module.buffers()):
             wait_stream(stage.compute, last.compute)
         self._last[module] = stage
-
-    def goes(self, source: Stage, target: Stage) -> None:
-        """Take note that one stage sends to another."""
-        targets = self.targets.setdefault(source, [])
-        if target not in targets:
-            targets.append(target)
 
     def is_checkpointed(self, i: int) -> bool:
         """Whether a micro-batch is computed under checkpointing."""
