@@ -21,9 +21,10 @@ from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.mapped.attributes import Attributes
+from torchgpipe.mapped.body import current
 from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
-from torchgpipe.mapped.course import Course, current
+from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
@@ -326,9 +327,8 @@ class MappedGPipe(Settings, nn.Module):
         self, step: MappedStep, i: int, batch: Batch, turns: Turns | None, order: Order | None
     ) -> Batch:
         course = Course(step, i, turns)
-        outer = current.course, current.glue
-        glue = Glue(course) if step.needs_glue else None
-        current.course, current.glue = course, glue
+        glue = course.glue = Glue(course) if step.needs_glue else None
+        outer, current.course = current.course, course
         given, value = batch.parts[VALUE], batch.take().value
         try:
             with order.begin(given) if order else nullcontext(), glue or nullcontext():
@@ -342,7 +342,7 @@ class MappedGPipe(Settings, nn.Module):
         finally:
             course.close()
             step.leave_streams()
-            current.course, current.glue = outer
+            current.course = outer
 
     def _verify(self) -> None:
         lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]

@@ -143,6 +143,12 @@ class Body:
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
 
+    def settle(self) -> None:
+        """Take note that all micro-batches were computed."""
+        if self.state is not None:
+            self.state.settle()
+            self.state.buffers.settle()
+
     def _call(self, value: Batch) -> Batch:
         order = self.order
         if order is None or order.known or (self.state and is_recomputing()):

@@ -62,9 +62,7 @@ class Step:
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
         for body in self.bodies:
-            if body.state is not None:
-                body.state.settle()
-                body.state.buffers.settle()
+            body.settle()
 
 
 class PipelineStep(Step):

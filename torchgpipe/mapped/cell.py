@@ -23,7 +23,7 @@ many modules there are called with it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import leave, wait
 from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.devices.streams import has_streams, record_stream, use_stream
+from torchgpipe.devices.streams import record_stream, use_stream
 from torchgpipe.engine.lanes import carried
-from torchgpipe.mapped.containers import replaced, tensors_of
+from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.step import MappedStep, Stage
 from torchgpipe.recompute.checkpoint import Checkpoint
 
@@ -49,14 +49,10 @@ class Cell:
         step: the step.
         i: the number of the micro-batch.
         stage: the stage.
-        at: the latest cell of this micro-batch on a device.
     """
 
-    def __init__(
-        self, step: MappedStep, i: int, stage: Stage, at: Callable[[torch.device], Cell]
-    ) -> None:
+    def __init__(self, step: MappedStep, i: int, stage: Stage) -> None:
         self.step, self.i, self.stage = step, i, stage
-        self._at = at
         #: The stream of the visit of the device before this one.
         self.before = stage.compute
         #: Whether a mapped module was called here.
@@ -77,33 +73,31 @@ class Cell:
         """The label of what is computed here, if somebody observes it."""
         return labels.of("F", self.stage.number, self.i)
 
-    def fetch_all(self, value: Any, copies: list[Any]) -> Any:
-        """Bring the tensors of a value here.
+    def fetch(
+        self, tensors: Sequence[Tensor], sources: Mapping[torch.device, Cell]
+    ) -> dict[int, Tensor]:
+        """Bring tensors here, those of one device together, each once.
 
         Args:
-            value: the value.
-            copies: a list to which all lists and dicts are added that had to be copied.
+            tensors: tensors on any device.
+            sources: the cells from which they come on lanes, by device.
+
+        Returns:
+            The tensors here, by the identities of the originals.
         """
-        device = self.stage.device
-        if not self.stage.visit:
-            # Most often nothing comes that is not here already.
-            missing = False
-
-            def known(tensor: Tensor) -> Tensor:
-                nonlocal missing
-                found = tensor if tensor.device == device else self._come.get(tensor)
-                missing |= found is None
-                return tensor if found is None else found
-
-            found = replaced(value, known, copies)
-            if not missing:
-                return found
-            copies.clear()
-        tensors = tensors_of(value)
-        fetched = self._fetch([x for x in tensors if x.device != device])
+        own = self.stage.device
+        fetched, missing = self._come.known([x for x in tensors if x.device != own])
+        for device in dict.fromkeys(x.device for x in missing):
+            originals = tuple([x for x in missing if x.device == device])
+            if device in sources:
+                arrived = self.receive(sources[device], originals)
+            else:
+                # The host waits anyway.
+                arrived = tuple([x.to(own) for x in originals])
+            fetched |= self._come.added(originals, arrived)
         if self.stage.visit:
-            fetched |= self.taken_over(tuple([x for x in tensors if x.device == device]))
-        return replaced(value, lambda x: fetched.get(id(x), x), copies)
+            fetched |= self.taken_over([x for x in tensors if x.device == own])
+        return fetched
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         """Tensors of an earlier visit of this device for the stream of this one, by identity.
@@ -130,20 +124,8 @@ class Cell:
         found = self._made.get(id(tensor))
         return found is not None and found() is tensor
 
-    def _fetch(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Bring tensors here that are elsewhere, those of one device together, by identity."""
-        fetched, missing = self._come.known(tensors)
-        for device in dict.fromkeys(x.device for x in missing):
-            originals = tuple([x for x in missing if x.device == device])
-            if has_streams(device) and has_streams(self.stage.device):
-                arrived = self._fetch_from(self._at(device), originals)
-            else:
-                # The host waits anyway.
-                arrived = tuple([x.to(self.stage.device) for x in originals])
-            fetched |= self._come.added(originals, arrived)
-        return fetched
-
-    def _fetch_from(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def receive(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Bring tensors here anew, from the cell on their device."""
         leaving = source.send(tensors)
         there, here, fence = source.stage, self.stage, self.step.fence
         needed = any(x.requires_grad for x in leaving)
@@ -168,11 +150,6 @@ class Cell:
         if self.stage.visit:
             self.made(arriving)
         return arriving
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor here anew, for code that may change it in place."""
-        (arrived,) = self._fetch_from(self._at(tensor.device), (tensor,))
-        return arrived
 
     def stay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Fence what the model returns from here."""
