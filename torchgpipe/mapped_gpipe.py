@@ -22,11 +22,11 @@ from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import current
-from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
 from torchgpipe.mapped.glue import Glue
+from torchgpipe.mapped.hugging_face import takes_cache, without_cache
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
@@ -314,9 +314,8 @@ class MappedGPipe(Settings, nn.Module):
             finally:
                 self._lasting.thread = None
                 step.have_caller_wait()
-                if step.fence:
-                    # The graph refers to the step, if the model came back to a device.
-                    step.fence.close()
+                # The graph refers to the step, if the model came back to a device.
+                step.fence = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
         step.end()

@@ -76,7 +76,7 @@ MUTANTS = {
     "lane of what is fetched": (("self.lane", "self.stage.compute"), "mapped copies"),
     "join of what is fetched": (("if needed", "if False"), "mapped slow host"),
     "lane of what is sent on": (("self.lane", "self.stage.compute"), "mapped makespan"),
-    "join of what leaves": ((", *fence.before(self.i, j)", ""), "mapped slow host"),
+    "join of what leaves": (("fence.before(self.i, j)", "[]"), "mapped slow host"),
     "lead of a course": (("max(lead", "max(lead + 1"), "mapped slow host"),
     "recomputation before the gradient": (("self.checkpoints", "()"), "mapped makespan"),
     "copies of what has changed": (("version != now", "False"), "mapped changes"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,20 +16,18 @@ __all__: list[str] = []
 
 
 class Recompute(torch.autograd.Function):
-    """A fork whose backward recomputes first: ``recomputations, *tensors → *tensors, phony``."""
+    """A fork whose backward recomputes first: ``due, *tensors → *tensors, phony``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, recomputations: Iterable[Callable[[], None]], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.recomputations = recomputations
+    def forward(ctx: Any, due: list[Callable[[], None]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.due = due
         phony = get_phony(tensors[0].device, requires_grad=False).detach()
         return (*pass_on(ctx, tensors), phony)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        for recompute in ctx.recomputations:
+        for recompute in ctx.due:
             recompute()
         return (None, *grads[:-1])
 

@@ -70,22 +70,14 @@ class Cell:
         staying = [part for part in batch.parts if phonies and part not in self.arriving]
         if staying:
             with use_stream(self.stream):
-                batch = batch.map(lambda *tensors: join(tensors, *phonies), staying)
+                batch = batch.map(partial(join, phonies), staying)
         for part, k in self.arriving.items():
             lane = self._lane(part)
             source = self.step.lanes.lane(self.i, k, part)
             # guard: lane of Copy
             with use_stream(method.owner(lane, self.stream)):
-                bring: Function = partial(
-                    carried,
-                    lanes=(source, lane),
-                    stages=(k, self.j),
-                    i=self.i,
-                    recording=recording,
-                    phonies=phonies,
-                    copy=method.copy,
-                )
-                batch = batch.map(bring, [part])
+                way = (source, lane), (k, self.j), self.i, recording
+                batch = batch.map(partial(carried, method.copy, *way, phonies), [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:
@@ -131,13 +123,8 @@ class Cell:
             batch: the output.
             phonies: the phonies of these cells.
         """
-        if not phonies:
-            return batch
-
-        def merged(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return join(tensors, *phonies)
-
-        return self._on_lanes(batch, merged, merged)
+        joined = partial(join, phonies)
+        return self._on_lanes(batch, joined, joined) if phonies else batch
 
     def branch(self, batch: Batch, fence: Fence, last: bool) -> Batch:
         """Branch phonies off the output, for cells that backward shall come to before this cell.

@@ -1,19 +1,7 @@
 """The fence: which cells backward comes to only after which others, where autograd orders them.
 
-::
-
-            cell (i - a, k)                 cell (i, j)
-
-                  │                              │
-                  │                    ┌──────→ join
-                  │                    │         │
-                layers               phony     layers
-                  │                    │         │
-                 fork ─────────────────┘        fork
-                  │                              │
-
-Backward reads the arrows the other way: it comes to the cell ``(i - a, k)`` after ``(i, j)``. A
-place ``k`` is a partition, or a stage of a device map: ``j`` itself, or one that ``j`` sends to.
+``torchgpipe/engine/pipeline.py`` has its picture. The course of a device map ties it likewise, of
+what leaves a stage and of what comes there.
 """
 
 from __future__ import annotations
@@ -29,6 +17,8 @@ __all__: list[str] = []
 
 class Fence:
     """The phonies of a step, by the cells that they were branched off.
+
+    A place ``j`` is a partition, or a stage of a device map.
 
     Args:
         ahead: for each place, by how many micro-batches each place that it sends to may be ahead of
@@ -52,15 +42,9 @@ class Fence:
     def fork(
         self, i: int, j: int, checkpoints: Sequence[Checkpoint], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Branch a phony off tensors, for cells that backward shall come to before ``(i, j)``.
+        """Branch a phony off what leaves the cell ``(i, j)``, for cells that come before it.
 
-        The node belongs to the current stream.
-
-        Args:
-            i: the number of the micro-batch.
-            j: the number of the place.
-            checkpoints: what the gradients of the tensors make run again.
-            *tensors: what leaves the cell.
+        The node belongs to the current stream, and recomputes checkpoints, if there are any.
         """
         tensors, phony = trigger(checkpoints, tensors)
         self._phonies.setdefault((i, j), []).append(phony)
@@ -68,10 +52,6 @@ class Fence:
 
     def _first(self, i: int, ahead: range, j: int) -> list[Tensor]:
         for a in ahead:
-            if (found := self._phonies.get((i - a, j))) is not None:
-                return found
+            if (i - a, j) in self._phonies:
+                return self._phonies[i - a, j]
         return []
-
-    def close(self) -> None:
-        """Let go of all phonies, which hold the graph."""
-        self._phonies.clear()

@@ -198,33 +198,24 @@ def _without_copy_streams(streams: PartitionStreams) -> PartitionStreams:
 
 
 def carried(
-    *tensors: Tensor,
+    copy: Function,
     lanes: tuple[AbstractStream, AbstractStream],
     stages: tuple[int, int],
     i: int,
     recording: Recording | None,
-    phonies: Sequence[Tensor] = (),
-    copy: Function = copy,
+    phonies: Sequence[Tensor],
+    *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Copy tensors of a micro-batch from a lane of one stage to one of another.
+    """Copy tensors of micro-batch ``i`` from a lane of one stage, or the caller, to another's.
 
-    The copy belongs to the current stream, on which its backward runs.
-
-    Args:
-        *tensors: the tensors, ready for the first lane.
-        lanes: the lane that they come from, and the one that they go to.
-        stages: likewise the stages; -1 is the caller.
-        i: the number of the micro-batch.
-        recording: takes the times, while somebody traces the model.
-        phonies: phonies of cells that backward shall come to after what these tensors go to.
-        copy: copies from lane to lane.
+    The copy belongs to the current stream. What comes of these tensors is before the phonies in
+    backward.
     """
     source, target = stages
     function: Function = partial(copy, *lanes, phonies=phonies)
     if recording is not None:
         function = recording.copying(function, lanes, stages, i)
-    label = labels.of("copy", source, i, target) if source >= 0 else None
-    with labels.within(label):
+    with labels.within(labels.of("copy", source, i, target) if source >= 0 else None):
         return function(*tensors)
 
 

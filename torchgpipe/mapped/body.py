@@ -15,7 +15,6 @@ from torchgpipe.ambient.thread import registered
 from torchgpipe.engine.body import Body
 from torchgpipe.mapped.attributes import Attributes, Given
 from torchgpipe.mapped.containers import filling_nothing, tensors_of
-from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -96,35 +95,26 @@ class MappedBody(Body):
                 visit.visit(*tensors_of(output))
         return output
 
-    def run(
-        self,
-        batch: Batch,
-        copies: list[Copy] | None = None,
-        note: str = "",
-        behind: Callable[[Batch], Batch] | None = None,
-        given: Given | None = None,
-    ) -> Batch:
-        """Run the module, for the first or the second time.
+    def run_twice(self, batch: Batch, given: Given | None, **more: Any) -> Batch:
+        """Run the module under checkpointing, for the first or the second time.
 
         Args:
             batch: its arguments.
-            copies: as in the method of the base class.
-            note: likewise.
-            behind: likewise.
             given: the attributes that the first run has found.
+            **more: for :meth:`run`.
         """
         with inside():
             if not is_recomputing():
-                return super().run(batch, copies, note, behind)
+                return self.run(batch, **more)
             # A leaf, as the input of a second run is one, cannot be changed.
             batch = self.kept(batch)
             # Most models store nothing.
             if given is None or not (given.keys or given.deep):
-                return super().run(batch, copies)
+                return self.run(batch, **more)
             # Modules of several devices may share what is within their attributes.
             # guard: contents of several devices
             with self.lock, given.restored():
-                return super().run(batch, copies)
+                return self.run(batch, **more)
 
     def kept(self, batch: Batch) -> Batch:
         """The arguments for a later run, if this one may change its own."""

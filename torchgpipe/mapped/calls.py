@@ -61,7 +61,7 @@ class Call(Interception):
             args, kwargs = replaced((args, kwargs), here, copies)
             with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
                 return inner(*args, **kwargs)
-        return course.call(self.mapped, module, inner, args, kwargs)
+        return course.call(self.mapped, module, inner, (args, kwargs))
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:

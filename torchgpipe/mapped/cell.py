@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.ambient import labels
-from torchgpipe.autograd.copy import leave, wait
+from torchgpipe.autograd.copy import copy, leave, wait
 from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import record_stream, use_stream
@@ -136,14 +136,8 @@ class Cell:
             phonies = fence.before(self.i, here.number) if needed else []
         # guard: lane of what is fetched
         with use_stream(self.lane):
-            arriving = carried(
-                *leaving,
-                lanes=(source.lane, self.lane),
-                stages=(there.number, here.number),
-                i=self.i,
-                recording=self.step.recording,
-                phonies=phonies,
-            )
+            way = (source.lane, self.lane), (there.number, here.number), self.i
+            arriving = carried(copy, *way, self.step.recording, phonies, *leaving)
         with use_stream(self.stage.compute), labels.within(self.label):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed
@@ -189,13 +183,12 @@ class Cell:
             return tensors
         if not self._held:
             # guard: join of what leaves
-            tensors = join(tensors, *fence.before(self.i, j))
+            tensors = join(fence.before(self.i, j), *tensors)
         return fence.fork(self.i, j, checkpoints, *tensors)
 
     def close(self) -> None:
         """Let go of all tensors."""
-        self._come.clear()
-        self._left.clear()
+        self._come, self._left = Copies(), Copies()
         self.checkpoints.clear()
 
 
@@ -207,33 +200,23 @@ class Copies:
         #: been changed in place, and the copy.
         self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
 
-    def get(self, tensor: Tensor) -> Tensor | None:
-        """The copy of a tensor."""
-        found = self._found.get(id(tensor))
-        if found is None:
-            return None
-        _, version, copy = found
-        now = version_of(tensor)
-        # The tensor has changed since, or nobody counts its changes.
-        # guard: copies of what has changed
-        if version != now or now < 0:
-            return None
-        # A copy that was made without grad leads no gradient back.
-        # guard: copies without grad
-        if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
-            return None
-        return copy
-
     def known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[Tensor]]:
         """The copies that there are, by the identities of the originals, and tensors without."""
         copies: dict[int, Tensor] = {}
-        missing: dict[int, Tensor] = {}
-        for tensor in tensors:
-            known = self.get(tensor)
-            if known is None:
-                missing[id(tensor)] = tensor
-            else:
-                copies[id(tensor)] = known
+        missing = {id(x): x for x in tensors}
+        for key, tensor in [*missing.items()]:
+            _, version, copy = self._found.get(key, (tensor, -1, None))
+            now = version_of(tensor)
+            # The tensor has changed since, or nobody counts its changes.
+            # guard: copies of what has changed
+            if copy is None or version != now or now < 0:
+                continue
+            # A copy that was made without grad leads no gradient back.
+            # guard: copies without grad
+            if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
+                continue
+            copies[key] = copy
+            del missing[key]
         return copies, [*missing.values()]
 
     def added(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -241,7 +224,3 @@ class Copies:
         for tensor, made in zip(tensors, copies):
             self._found[id(tensor)] = tensor, version_of(tensor), made
         return {id(tensor): made for tensor, made in zip(tensors, copies)}
-
-    def clear(self) -> None:
-        """Let go of all tensors."""
-        self._found.clear()

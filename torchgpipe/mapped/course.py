@@ -92,8 +92,7 @@ class Course:
         mapped: Mapped,
         module: nn.Module,
         inner: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        value: tuple[Any, Any],
     ) -> Any:
         """Compute a mapped module on its device: enter the cell, fetch, compute, note.
 
@@ -101,18 +100,17 @@ class Course:
             mapped: the place of the module in the map.
             module: the module.
             inner: calls the module's own forward, with its hooks.
-            args: the arguments of the call.
-            kwargs: likewise.
+            value: the positional arguments, and the keyword arguments.
         """
         note = f"raised in {mapped.place}, micro-batch {self.i}"
         self._noted = True
         with paused(self.glue), noted(note):
-            cell = self._enter(mapped.device, (args, kwargs))
+            cell = self._enter(mapped.device, value)
             if cell.label is not None:
                 # Code behind the module belongs to the cell, too.
                 labels.put(cell.label)
             body = self.step.body(cell.stage, mapped.name, module, inner)
-            value, copies = self._fetch(cell, (args, kwargs))
+            value, copies = self._fetch(cell, value)
             output = self._compute(mapped, cell, body, value, copies, note)
             if cell.stage.visit:
                 cell.made(output)
@@ -157,7 +155,9 @@ class Course:
         with use_stream(stage.compute), casts, undrawn, labels.within(label):
             given = body.attributes.begin() if body.attributes else None
             again = self.i < step.checkpointed
-            run: Callable[..., Any] = partial(body.run, given=given) if again else body.run_alone
+            run: Callable[..., Any] = (
+                partial(body.run_twice, given=given) if again else body.run_alone
+            )
             if body.visited:
                 run = partial(run, note=note)
             if step.recording is not None:

@@ -122,7 +122,6 @@ class MappedStep:
         self.places: list[torch.device] = []
         #: The stage in which each module was called last.
         self._last: dict[nn.Module, Stage] = {}
-        self._attributes: dict[nn.Module, Attributes] = {}
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -154,20 +153,17 @@ class MappedStep:
     def body(
         self, stage: Stage, name: str, module: nn.Module, inner: Callable[..., Any]
     ) -> MappedBody:
-        """The body of a mapped module that is called in a stage.
-
-        Args:
-            stage: the stage.
-            name: the name of the module.
-            module: the module.
-            inner: the module's own call.
-        """
+        """The body of a mapped module that is called in a stage, by its own call."""
         bodies = self._bodies.setdefault(module, {})
         body = bodies.get(stage)
         if body is None:
-            again = self.checkpointed > 0
-            state = LayersState(module, self._lasting.learned) if again else None
-            attributes = self._attributes_of(module) if again else None
+            state = attributes = None
+            if self.checkpointed:
+                state = LayersState(module, self._lasting.learned)
+                attributes = self._known.get(module) or Attributes(module)
+                self._known[module] = attributes
+                if not bodies:
+                    attributes.begin_step()
             body = MappedBody(name, module, inner, self._lasting.lock, state, attributes)
             bodies[stage] = body
         body.shared = len(bodies) > 1
@@ -179,14 +175,6 @@ class MappedStep:
                 wait_stream(stage.compute, last.compute)
         self._last[module] = stage
         return body
-
-    def _attributes_of(self, module: nn.Module) -> Attributes:
-        found = self._attributes.get(module)
-        if found is None:
-            found = self._attributes[module] = self._known.get(module) or Attributes(module)
-            self._known[module] = found
-            found.begin_step()
-        return found
 
     def new_context(self) -> Context:
         """The modes of this moment, for a second run."""
@@ -218,7 +206,7 @@ class MappedStep:
             for x in outputs:
                 # guard: recording outputs of later visits
                 record_stream(x, current_stream(x.device))
-        if own and needs_backward(tuple(outputs)):
+        if own and needs_backward(outputs):
             outputs = between(self._wait_for_caller, self._end_backward, *outputs)
         return outputs
 
@@ -227,15 +215,18 @@ class MappedStep:
         for bodies in self._bodies.values():
             for body in bodies.values():
                 body.settle()
-        for attributes in self._attributes.values():
-            attributes.end_step(self.m)
+            if body.attributes is not None:
+                # Those of the module, whose bodies share them.
+                body.attributes.end_step(self.m)
         for context in self._contexts:
             context.over = True
 
     def fail(self) -> None:
         """Take note that no further micro-batch will be computed."""
-        for attributes in self._attributes.values():
-            attributes.let_go()
+        for bodies in self._bodies.values():
+            for body in bodies.values():
+                if body.attributes is not None:
+                    body.attributes.let_go()
 
     @property
     def is_divisible(self) -> bool:
