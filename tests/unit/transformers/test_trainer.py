@@ -205,3 +205,13 @@ def test_a_trainer_that_gives_the_model_adapters_itself(tmp_path):
     arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
     with pytest.raises(ValueError, match="trained: Sequential.*adapters first"):
         pipelined(Adapting)(wrapped(model_of("llama")), arguments)
+
+
+def test_logits_that_nobody_looks_at_are_not_kept(tmp_path):
+    pipe, seen = wrapped(model_of("llama")), []
+    pipe.register_forward_hook(lambda pipe, args, out: seen.append([*out]))
+    own = made(pipelined(transformers.Trainer), pipe, tmp_path, rows(4), max_steps=1)
+    own.train()
+    own.evaluate()
+    assert seen == [["loss"], ["loss", "logits"]]
+    assert not pipe.module._forward_hooks
