@@ -101,6 +101,7 @@ class Computation:
 
     def compute(self) -> None:
         """Compute."""
+        # Not the other way round: who has its turn may trace, and waits for all that compute.
         with self.numbers():
             self.executor.crew.cells.compute(self._compute)
 
@@ -138,9 +139,10 @@ class Forward(Computation):
         return self.executor.draws.of(self.i, self.j)
 
     def _compute(self) -> None:
-        self.output = self.cell.forward(self.given)
+        cell = self.cell
+        self.output = cell.forward(self.given)
         if self.executor.recording:
-            self.executor.keep(self.cell)
+            self.executor.keep(cell)
 
     def deliver(self) -> None:
         executor, i, j = self.executor, self.i, self.j
