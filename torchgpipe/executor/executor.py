@@ -40,7 +40,7 @@ from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step
 from torchgpipe.engine.workers import Task
 from torchgpipe.executor.cell import Cell, Cells, Gradients
-from torchgpipe.executor.computation import KINDS, Computation, overlapped
+from torchgpipe.executor.computation import KINDS, Computation
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
 from torchgpipe.executor.links import Links, Sent
@@ -214,13 +214,11 @@ class Executor:
             # guard: start of an overlap
             wait_stream(stream, main)
         marks = [self._begun(run) for run in runs]
-        if len(runs) == 2 and self.crew.cells.interleave:
-            one, other = runs
-            both = self.links.interleaving(w, (one.stream, other.stream))
-            overlapped(one, other, both)
+        if len(runs) == 2:
+            self.crew.cells.beside(*runs)
         else:
-            for run in runs:
-                run.on(run.stream, run.compute)
+            (run,) = runs
+            run.on(run.stream, run.compute)
         for mark in marks:
             self._ended(mark)
         for stream in others:

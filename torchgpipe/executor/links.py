@@ -37,7 +37,6 @@ from torchgpipe.devices.streams import (
     wait_for,
     wait_stream,
 )
-from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.values import trees
@@ -110,11 +109,11 @@ class Links:
                     if worker == w and groups[j] in others:
                         self.home[j] = beside[w]
         #: For each worker with overlaps, the stream of communication within them.
-        self._beside: dict[int, AbstractStream] = {}
+        self.beside: dict[int, AbstractStream] = {}
         for w, line in enumerate(plan.schedule.program):
             if any(isinstance(x, Overlap) for x in line):
                 device = devices[w]
-                self._beside[w] = pools[device][taken[device] % len(pools[device])]
+                self.beside[w] = pools[device][taken[device] % len(pools[device])]
                 taken[device] += 1
         own = dict(taken)
         for way in ways:
@@ -135,10 +134,6 @@ class Links:
         pairs = dict.fromkeys([*((j, j + 1) for j in range(n - 1)), *plan.schedule.skips])
         found = [(j, k) for j, k in pairs if self._placement[j] != self._placement[k]]
         return [*found, *((k, j) for j, k in found)]
-
-    def interleaving(self, w: int, streams: tuple[AbstractStream, AbstractStream]) -> Interleaving:
-        """The streams of an overlap of a worker."""
-        return Interleaving(streams, self._beside[w])
 
     def send(self, tensors: Sequence[Tensor | None], source: int, target: int, i: int) -> Sent:
         """Send tensors of a micro-batch from one stage to another.
