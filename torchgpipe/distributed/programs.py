@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchgpipe.distributed.mail import Mail
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.runtime import Runtime
 from torchgpipe.executor.plan import Choice, Plan, again_in, chosen, completed
 from torchgpipe.partition.arguments import Modes
@@ -20,11 +21,12 @@ class Programs:
     Args:
         choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
         layout: the skips between stages.
-        mail: the messages of this process.
+        routes: in which process each stage is.
+        peers: the processes of the pipeline.
     """
 
-    def __init__(self, choice: Choice, layout: SkipLayout, mail: Mail) -> None:
-        self._choice, self._mail = choice, mail
+    def __init__(self, choice: Choice, layout: SkipLayout, routes: Routes, peers: Peers) -> None:
+        self._choice, self._routes, self._peers = choice, routes, peers
         self._skips = sorted(
             {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
         )
@@ -40,14 +42,15 @@ class Programs:
         """
         key = m, recorded, modes if recorded else "never"
         if key not in self._made:
-            placement = self._mail.routes.placement
+            routes, peers = self._routes, self._peers
+            placement = routes.placement
             found = fitting(self._choice, len(placement), max(placement) + 1, m)
             schedule = completed(found, key[2], self._skips, forward=False)
             # For the executor, the stages of this process are those of its only worker.
-            line = schedule.program[self._mail.routes.rank]
+            line = schedule.program[routes.rank]
             own = Schedule((0,) * len(placement), m, (line,))
-            plan = Plan(own, (self._mail.device,), (), again_in(own))
-            self._made[key] = Runtime(schedule, self._mail, recorded), plan
+            plan = Plan(own, (peers.device,), (), again_in(own), [f"rank {routes.rank}"])
+            self._made[key] = Runtime(schedule, routes, peers, recorded), plan
         return self._made[key]
 
 

@@ -1,4 +1,4 @@
-"""The runtime: PyTorch says when to send and to receive, and our workers compute.
+"""The runtime: PyTorch says when to send and to receive, and our executor computes.
 
 :mod:`torch.distributed.pipelining` lowers a schedule: to what each process computes it adds when
 each message is sent, and when its receiver begins to receive it. This file goes through the result.
@@ -13,14 +13,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.mail import Mail
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.executor.executor import Executor
 from torchgpipe.executor.plan import again_in
 from torchgpipe.schedule.exchange import write_csv
 from torchgpipe.schedule.language import Schedule
@@ -32,6 +34,17 @@ __all__: list[str] = []
 #: What to do (compute, send or receive), and what with.
 Action: TypeAlias = tuple[str, Sequence[Op]]
 
+#: What carries out an action in a step.
+Call: TypeAlias = Callable[[Executor, Mail], None]
+
+#: The messages, by what is done and what with.
+MESSAGES = {
+    ("send", "F"): Mail.send_forward,
+    ("send", "B"): Mail.send_backward,
+    ("receive", "F"): Mail.receive_forward,
+    ("receive", "B"): Mail.receive_backward,
+}
+
 #: How many computations a receive is moved up.
 AHEAD = 3
 
@@ -41,72 +54,71 @@ class Runtime:
 
     Args:
         schedule: the schedule, with an R for each cell that is computed under checkpointing.
-        mail: the messages of this process.
+        routes: in which process each stage is.
+        peers: the processes of the pipeline.
         recorded: whether backward runs.
     """
 
-    def __init__(self, schedule: Schedule, mail: Mail, recorded: bool) -> None:
-        self._mail = mail
-        self._again = again_in(schedule)
-        found = actions(schedule, mail)
+    def __init__(self, schedule: Schedule, routes: Routes, peers: Peers, recorded: bool) -> None:
+        again = again_in(schedule)
+        found = actions(schedule, routes, peers)
         if not recorded:
             # PyTorch lowers no schedule without a backward for each forward.
             forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in found]
             found = [(does, ops) for does, ops in forward if ops]
-        #: What to call, in order.
-        self._actions = [self._bound(does, ops) for does, ops in found]
-        #: The same for steps whose messages have forms that both ends know before.
-        self._actions_if_known = self._actions
-        placement = mail.routes.placement
-        # Messages of several stages would overtake each other.
-        if mail.device == CPU and len({*placement}) == len(placement):
-            self._actions_if_known = [self._bound(does, ops) for does, ops in earlier(found)]
 
-    def run(self) -> None:
+        def calls(found: Sequence[Action]) -> list[Call]:
+            return [
+                _computing(ops, again, routes) if does == "compute" else _message(does, *ops)
+                for does, ops in found
+            ]
+
+        #: What to call, in order.
+        self._calls = calls(found)
+        #: The same for steps whose messages have forms that both ends know before.
+        self._calls_if_known = self._calls
+        # Messages of several stages would overtake each other.
+        if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
+            self._calls_if_known = calls(earlier(found))
+
+    def run(self, executor: Executor, mail: Mail) -> None:
         """Go through the actions of a step."""
         # Receiving the first of its form waits for the sender.
-        for action in self._actions_if_known if self._mail.forms_are_known else self._actions:
-            action()
-        self._mail.wait_for_sent()
+        for call in self._calls_if_known if mail.forms.are_known else self._calls:
+            call(executor, mail)
+        mail.wait_for_sent()
 
-    def _bound(self, does: str, ops: Sequence[Op]) -> Callable[[], None]:
-        """The call that carries out an action in each step."""
-        mail = self._mail
-        if does == "compute":
-            return self._computing(ops)
-        (op,) = ops
-        forward = op.kind == "F"
-        if does == "send":
-            send = mail.send_forward if forward else mail.send_backward
-            return partial(send, op.stage, op.microbatch)
-        receive = mail.receive_forward if forward else mail.receive_backward
-        return partial(receive, op.stage, op.microbatch)
 
-    def _computing(self, ops: Sequence[Op]) -> Callable[[], None]:
-        """Compute instructions, after what they need of other processes has arrived."""
-        mail, routes = self._mail, self._mail.routes
-        # These run before the wait for the gradient, which is still on its way then.
-        again = [
-            op._replace(kind="R")
-            for op in ops
-            if op.kind in "BI" and (op.stage, op.microbatch) in self._again
-        ]
-        arriving: list[Callable[[], None]] = []
-        for j, kind, i in ops:
-            if kind == "F" and routes.is_away(j - 1):
-                arriving.append(partial(mail.arrived, j, i))
-            elif kind in "BI" and routes.is_away(j + 1):
-                arriving.append(partial(mail.grads_arrived, j, i))
-        instruction = together([*ops])
+def _message(does: str, op: Op) -> Call:
+    """The call that begins to send or to receive a message."""
+    method = MESSAGES[does, op.kind]
+    return lambda executor, mail: method(mail, op.stage, op.microbatch)
 
-        def compute() -> None:
-            for op in again:
-                mail.worker.perform(0, op)
-            for arrive in arriving:
-                arrive()
-            mail.worker.perform(0, instruction)
 
-        return compute
+def _computing(ops: Sequence[Op], again: Container[tuple[int, int]], routes: Routes) -> Call:
+    """The call that computes instructions when what they need of other processes has arrived."""
+    # These run before the wait for the gradient, which is still on its way then.
+    first = [
+        op._replace(kind="R")
+        for op in ops
+        if op.kind in "BI" and (op.stage, op.microbatch) in again
+    ]
+    arriving: list[tuple[Callable[[Mail, int, int], None], int, int]] = []
+    for j, kind, i in ops:
+        if kind == "F" and routes.is_away(j - 1):
+            arriving.append((Mail.arrived, j, i))
+        elif kind in "BI" and routes.is_away(j + 1):
+            arriving.append((Mail.grads_arrived, j, i))
+    instruction = together([*ops])
+
+    def compute(executor: Executor, mail: Mail) -> None:
+        for op in first:
+            executor.perform(0, op)
+        for arrive, j, i in arriving:
+            arrive(mail, j, i)
+        executor.perform(0, instruction)
+
+    return compute
 
 
 def earlier(found: Sequence[Action]) -> list[Action]:
@@ -140,16 +152,15 @@ def earlier(found: Sequence[Action]) -> list[Action]:
     return moved
 
 
-def actions(schedule: Schedule, mail: Mail) -> list[Action]:
+def actions(schedule: Schedule, routes: Routes, peers: Peers) -> list[Action]:
     """The actions of this process, as PyTorch lowers a schedule, which it reads from a file."""
     folder = tempfile.mkdtemp()
     path = os.path.join(folder, "schedule.csv")
     try:
         program = without_recomputation(schedule.program)
         write_csv(replace(schedule, program=program), path)
-        count, own = len(mail.routes.placement), mail.routes.own
-        group = mail.peers.group
-        found = pipelining.lowered(path, own, count, schedule.chunks, mail.device, group)
+        count, device, group = len(routes.placement), peers.device, peers.group
+        found = pipelining.lowered(path, routes.own, count, schedule.chunks, device, group)
         pairs = [pipelining.read(action) for action in found]
         return [(does, [Op(*part) for part in parts]) for does, parts in pairs]
     finally:

@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.notes import noted
@@ -30,7 +32,7 @@ from torchgpipe.devices.streams import AbstractStream, use_stream
 from torchgpipe.executor.cell import Cell, Gradients, Work, done
 from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.schedule.program import Op
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
 
 if TYPE_CHECKING:
     from torchgpipe.executor.executor import Executor
@@ -59,7 +61,7 @@ class Computation:
 
     def __str__(self) -> str:
         """The note on an exception of it."""
-        return self.executor.where(self.w, self.op)
+        return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
 
     @property
     def label(self) -> labels.Label | None:
@@ -117,7 +119,7 @@ class Forward(Computation):
     cell: Cell
 
     def receive(self) -> None:
-        self.batch = self.executor.received(self.j, self.i)
+        self.batch = self.executor.post.receive(self.j, self.i)
         self.executor.links.lend(self.batch, self.w, self.stream)
 
     def _around(self) -> AbstractContextManager[Any]:
@@ -130,11 +132,11 @@ class Forward(Computation):
         if body.visited:
             run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
         again = (j, i) in executor.plan.again
-        self.cell = executor.new_cell(executor.step, i, j, self.stream, executor.weights[j])
+        self.cell = executor.new_cell(executor.step, i, j, self.stream, executor.sums.weights[j])
         return self.cell.forward(
             self.batch,
             run,
-            executor.criterion if j == executor.last else None,
+            executor.criterion if j == executor.plan.last else None,
             again=again,
             # What the checkpoint holds, it must not hold this.
             within=noted(str(self)) if again else NOTHING,
@@ -142,14 +144,14 @@ class Forward(Computation):
 
     def settle(self, found: Batch) -> None:
         self.output = found
-        if self.executor.recording:
+        if torch.is_grad_enabled():
             self.executor.keep(self.cell)
 
     def deliver(self) -> None:
         executor, i, j = self.executor, self.i, self.j
         executor.links.give_back(self.output, self.w, self.stream)
-        if j < executor.last:
-            executor.send(j, i, self.output)
+        if j < executor.plan.last:
+            executor.post.send(j, i, self.output)
         else:
             executor.links.leave(executor.criterion.results(i), j)
 
@@ -179,7 +181,7 @@ class BackwardWeight(Computation):
         return self._last_of_cell().backward_weight()
 
     def settle(self, found: Any) -> None:
-        self.executor.sums[self.w].add(*found)
+        self.executor.sums.by_worker[self.w].add(*found)
 
     def _last_of_cell(self) -> Cell:
         """The cell, which nobody else has from here on."""
@@ -193,7 +195,11 @@ class BackwardInput(BackwardWeight):
     inputs: Gradients
 
     def receive(self) -> None:
-        self.grads = self.executor.incoming(self.j, self.i)
+        executor, i, j = self.executor, self.i, self.j
+        if j < executor.plan.last:
+            self.grads = executor.post.receive_grads(j, i)
+        else:
+            self.grads = {VALUE: [executor.criterion.grad(i)]}
         for grads in self.grads.values():
             self.executor.links.lend(grads, self.w, self.stream)
 
@@ -212,7 +218,7 @@ class BackwardInput(BackwardWeight):
     def deliver(self) -> None:
         for grads in self.inputs.values():
             self.executor.links.give_back(grads, self.w, self.stream)
-        self.executor.outgoing(self.j, self.i, self.inputs)
+        self.executor.post.send_grads(self.j, self.i, self.inputs)
 
 
 class Backward(BackwardInput):
@@ -223,7 +229,7 @@ class Backward(BackwardInput):
 
     def settle(self, found: Any) -> None:
         self.inputs, weights, grads = found
-        self.executor.sums[self.w].add(weights, grads)
+        self.executor.sums.by_worker[self.w].add(weights, grads)
 
 
 #: The classes of computations, by kind.

@@ -57,14 +57,21 @@ class Plan:
         order: all instructions in the order of their simulated starts, each with its worker and
             the edges that lead to it.
         again: the cells ``(stage, micro-batch)`` with an R.
+        names: the name of each worker in notes on exceptions.
     """
 
     schedule: Schedule
     devices: tuple[torch.device, ...]
     order: Sequence[tuple[int, Instruction, Sequence[Edge]]]
     again: frozenset[tuple[int, int]]
+    names: Sequence[str]
 
     # A plan serves for many steps.
+    @cached_property
+    def last(self) -> int:
+        """The last stage, which the loss is behind."""
+        return len(self.schedule.placement) - 1
+
     @cached_property
     def lines(self) -> list[int]:
         """For each worker, how many workers of the same device come before it."""
@@ -112,6 +119,7 @@ def plan(
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
         again_in(schedule),
+        [f"worker {w}" for w in range(len(schedule.program))],
     )
 
 
