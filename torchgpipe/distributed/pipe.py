@@ -399,7 +399,7 @@ class Pipe(Settings, nn.Module):
             mail = executor.post
             assert isinstance(mail, Mail)
             try:
-                run = partial(executor.around, partial(runtime.run, executor, mail))
+                run = partial(executor.run, partial(runtime.run, executor, mail))
                 compute(run, self, [self._device], norms, in_all)
             finally:
                 mail.end()

@@ -114,21 +114,16 @@ class Executor:
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)
 
-    def run(self) -> None:
-        """Run all instructions."""
-        plan = self.plan
-        tasks = [
-            Task(number, plan.devices[w], partial(self.perform, w, x), needs, plan.lines[w])
-            for number, ((w, x, _), needs) in enumerate(zip(plan.order, plan.needs))
-        ]
-        self.around(lambda: self.crew.stages.workers.run(tasks, self.step.context))
+    def run(self, perform_all: Callable[[], None] | None = None) -> None:
+        """Run all instructions.
 
-    def around(self, run: Callable[[], None]) -> None:
-        """Call a function that runs all instructions, with random numbers and streams prepared."""
-        holding(self.step.numbers.locks, partial(self._around, run))
+        Args:
+            perform_all: a function that performs them, in place of the caller or its workers.
+        """
+        holding(self.step.numbers.locks, partial(self._run, perform_all or self._perform_all))
         self.step.end_forward()
 
-    def _around(self, run: Callable[[], None]) -> None:
+    def _run(self, perform_all: Callable[[], None]) -> None:
         if self.crew.stages.recording is not None:
             self.crew.stages.recording.begin_step()
         with ExitStack() as within:
@@ -137,9 +132,17 @@ class Executor:
             self.draws = within.enter_context(self.crew.draws.step(self.step, self.plan))
             self.links.begin()
             try:
-                run()
+                perform_all()
             finally:
                 self.links.end()
+
+    def _perform_all(self) -> None:
+        plan = self.plan
+        tasks = [
+            Task(number, plan.devices[w], partial(self.perform, w, x), needs, plan.lines[w])
+            for number, ((w, x, _), needs) in enumerate(zip(plan.order, plan.needs))
+        ]
+        self.crew.stages.workers.run(tasks, self.step.context)
 
     def perform(self, w: int, instruction: Instruction) -> None:
         """Run an instruction of a worker: receive, compute, and deliver.

@@ -166,15 +166,14 @@ class Links:
                 self.recorder.end(mark)
         return Sent(tuple([x if x is None else next(found) for x in tensors]), record(arriving))
 
-    def receive(self, sent: Sent, target: int) -> tuple[Tensor | None, ...]:
-        """Receive tensors on the compute stream of a stage, which is current."""
-        if sent.event is not None:
+    def receive(self, tensors: Iterable[Tensor | None], event: Any, target: int) -> None:
+        """Have the compute stream of a stage, which is current, wait for tensors."""
+        if event is not None:
             stream = self.compute[self._placement[target]]
             # guard: waiting for what is sent
-            wait_for(stream, sent.event)
+            wait_for(stream, event)
             # guard: recording what is received
-            record_all(sent.tensors, stream)
-        return sent.tensors
+            record_all(tensors, stream)
 
     def lend(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
         """Announce that tensors of a worker's compute stream are used on its other stream."""

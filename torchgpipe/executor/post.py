@@ -73,11 +73,11 @@ class Post:
     def receive(self, j: int, i: int) -> Batch:
         """The micro-batch that waits for a stage, beside the skips that the stage pops."""
         batch, event = self.values.pop((j, i))
-        self._links.receive(Sent(tuple(batch), event), j)
+        self._links.receive(batch, event, j)
         popped = self._layout.popped[j]
         batch = self.parcels[i].unpacked(batch, popped)
         for skip in popped:
-            self._links.receive(Sent(batch.parts[skip], self._events.pop((i, skip), None)), j)
+            self._links.receive(batch.parts[skip], self._events.pop((i, skip), None), j)
         return batch
 
     def send_grads(self, j: int, i: int, grads: Gradients) -> None:
@@ -96,4 +96,6 @@ class Post:
         That of the last stage comes from its loss, not from here.
         """
         found = self.grads.pop((j, i), {})
-        return {key: self._links.receive(sent, j) for key, sent in found.items()}
+        for tensors, event in found.values():
+            self._links.receive(tensors, event, j)
+        return {key: sent.tensors for key, sent in found.items()}

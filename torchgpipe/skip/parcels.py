@@ -37,6 +37,8 @@ class Parcels:
 
     def packed(self, output: Batch) -> Batch:
         """Keep the skips of an output; the value alone, for the next stage."""
+        if len(output.parts) == 1 and not (output.shared or self._waiting):
+            return output
         value = self.put(output)
         if len(value) < 2 and not self._waiting:
             # Nothing is left that it could share memory with.
