@@ -17,6 +17,7 @@ from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.stages import Stages
+from torchgpipe.executor.cell import Cells
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of, verify_choice
@@ -308,7 +309,7 @@ class ScheduledLoss(nn.Module):
             modules: list[list[nn.Module]] = [[x] for x in model.partitions]
             if isinstance(self.loss, nn.Module):
                 modules[-1].append(self.loss)
-            cells = None
+            cells = Cells()
             if self.stages == "graph":
                 overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)

@@ -15,6 +15,7 @@ CPU, so no host waits for a device to read them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -153,10 +154,8 @@ class Mail(Post):
 
     def wait_for_sent(self) -> None:
         """Wait until all that was sent has left."""
-        while self._going:
-            _, works = self._going.popitem()
-            for work in works:
-                work.wait()
+        for work in chain.from_iterable(self._going.values()):
+            work.wait()
 
     def _form(self, j: int, i: int) -> Form:
         form = self.forms.get(j, i)

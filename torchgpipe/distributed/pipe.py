@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -34,8 +34,8 @@ from torchgpipe.distributed.keys import keep_own
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms, described
 from torchgpipe.distributed.peers import Peers, digest
-from torchgpipe.distributed.programs import Programs, fitting
 from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.runtime import Program, fitting
 from torchgpipe.distributed.sharded import reduce, sharded_in, whole
 from torchgpipe.distributed.tied import Tied
 from torchgpipe.engine.mini_batch import compute
@@ -192,7 +192,10 @@ class Pipe(Settings, nn.Module):
         stages = Stages(partitions, [self._device] * len(partitions), self._layout)
         self._crew = Crew(stages, verify=self._tied.verify_here)
         self._forms = Forms(self._routes)
-        self._programs = Programs(self._schedule, self._layout, self._routes, self._peers)
+        #: Makes the program of steps, each once.
+        self._programs = cache(
+            partial(Program, self._schedule, self._layout, self._routes, self._peers)
+        )
         self._reader = Reader(self._routes, self._device, stages.pool)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
@@ -380,7 +383,7 @@ class Pipe(Settings, nn.Module):
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
             # No argument tells the number of rows, or of micro-batches.
             arguments, arriving = self._reader.arguments(terms, division)
-        runtime, plan = self._programs.get(m, recorded, self._checkpoint)
+        program = self._programs(m, recorded, self._checkpoint)
         criterion: Criterion = Collector(division)
         if with_loss:
             arguments = arguments or [((), {})] * m
@@ -395,11 +398,11 @@ class Pipe(Settings, nn.Module):
             # Micro-batches that the caller has made may all have shapes of their own.
             self._forms.begin(agreed.shapes, [*range(m)] if division.is_given else division.sizes)
             made = partial(Mail, self._forms, self._routes, self._peers, agreed.with_numbers)
-            executor = Executor(self._crew, plan, batches, criterion, arriving, made)
+            executor = Executor(self._crew, program.plan, batches, criterion, arriving, made)
             mail = executor.post
             assert isinstance(mail, Mail)
             try:
-                run = partial(executor.run, partial(runtime.run, executor, mail))
+                run = partial(executor.run, partial(program.run, executor, mail))
                 compute(run, self, [self._device], norms, in_all)
             finally:
                 mail.end()

@@ -1,4 +1,4 @@
-"""The runtime: PyTorch says when to send and to receive, and our executor computes.
+"""Programs of processes: PyTorch says when to send and to receive, and our executor computes.
 
 :mod:`torch.distributed.pipelining` lowers a schedule: to what each process computes it adds when
 each message is sent, and when its receiver begins to receive it. This file goes through the result.
@@ -23,11 +23,13 @@ from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.executor.executor import Executor
-from torchgpipe.executor.plan import again_in
+from torchgpipe.executor.plan import Choice, Plan, chosen, completed
+from torchgpipe.partition.arguments import Modes
 from torchgpipe.schedule.exchange import write_csv
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op, together
 from torchgpipe.schedule.rewrite import without_recomputation
+from torchgpipe.skip.layout import SkipLayout
 
 __all__: list[str] = []
 
@@ -49,37 +51,48 @@ MESSAGES = {
 AHEAD = 3
 
 
-class Runtime:
-    """The actions of one process for steps of one number of micro-batches.
+class Program:
+    """The steps of one process for one number of micro-batches.
 
     Args:
-        schedule: the schedule, with an R for each cell that is computed under checkpointing.
+        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
+        layout: the skips between stages.
         routes: in which process each stage is.
         peers: the processes of the pipeline.
+        m: the number of micro-batches.
         recorded: whether backward runs.
+        modes: which micro-batches are checkpointed.
     """
 
-    def __init__(self, schedule: Schedule, routes: Routes, peers: Peers, recorded: bool) -> None:
-        again = again_in(schedule)
-        found = actions(schedule, routes, peers)
+    def __init__(
+        self,
+        choice: Choice,
+        layout: SkipLayout,
+        routes: Routes,
+        peers: Peers,
+        m: int,
+        recorded: bool,
+        modes: Modes,
+    ) -> None:
+        found = fitting(choice, len(routes.placement), peers.size, m)
+        skips = {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
+        schedule = completed(found, modes if recorded else "never", sorted(skips), forward=False)
+        # For the executor, the stages of this process are those of its only worker.
+        own = Schedule((0,) * len(routes.placement), m, (schedule.program[routes.rank],))
+        self.plan = Plan(own, (peers.device,), (), [f"rank {routes.rank}"])
+        todo = actions(schedule, routes, peers)
         if not recorded:
             # PyTorch lowers no schedule without a backward for each forward.
-            forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in found]
-            found = [(does, ops) for does, ops in forward if ops]
-
-        def calls(found: Sequence[Action]) -> list[Call]:
-            return [
-                _computing(ops, again, routes) if does == "compute" else _message(does, *ops)
-                for does, ops in found
-            ]
-
+            forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in todo]
+            todo = [(does, ops) for does, ops in forward if ops]
+        again = self.plan.again
         #: What to call, in order.
-        self._calls = calls(found)
+        self._calls = [_call(*action, again, routes) for action in todo]
         #: The same for steps whose messages have forms that both ends know before.
         self._calls_if_known = self._calls
         # Messages of several stages would overtake each other.
         if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
-            self._calls_if_known = calls(earlier(found))
+            self._calls_if_known = [_call(*action, again, routes) for action in earlier(todo)]
 
     def run(self, executor: Executor, mail: Mail) -> None:
         """Go through the actions of a step."""
@@ -89,14 +102,39 @@ class Runtime:
         mail.wait_for_sent()
 
 
-def _message(does: str, op: Op) -> Call:
-    """The call that begins to send or to receive a message."""
-    method = MESSAGES[does, op.kind]
-    return lambda executor, mail: method(mail, op.stage, op.microbatch)
+def fitting(choice: Choice, stages: int, size: int, m: int) -> Schedule:
+    """Make the schedule of steps.
+
+    Args:
+        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
+        stages: the number of stages.
+        size: the number of processes.
+        m: the number of micro-batches.
+
+    Raises:
+        TypeError: the choice is none of these.
+        ValueError: the schedule does not fit.
+    """
+    found = chosen(choice, stages, [size], m)
+    placement: Sequence[int] = found.placement
+    if len(placement) != stages or len(found.program) != size or found.chunks != m:
+        raise ValueError(
+            "a schedule must fit the model and the group: as many stages as the balance has "
+            "numbers, a worker for each process, and as many micro-batches "
+            f"(workers of the stages: {[*placement]}, stages: {stages}, processes: {size}, "
+            f"micro-batches of the schedule: {found.chunks}, of the mini-batch: {m}); give the "
+            "balance a number for each stage, start as many processes as the schedule has workers, "
+            "or choose another schedule"
+        )
+    return found
 
 
-def _computing(ops: Sequence[Op], again: Container[tuple[int, int]], routes: Routes) -> Call:
-    """The call that computes instructions when what they need of other processes has arrived."""
+def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], routes: Routes) -> Call:
+    """The call that carries out an action; it computes when what it needs has arrived."""
+    if does != "compute":
+        (message,) = ops
+        method = MESSAGES[does, message.kind]
+        return lambda executor, mail: method(mail, message.stage, message.microbatch)
     # These run before the wait for the gradient, which is still on its way then.
     first = [
         op._replace(kind="R")
@@ -129,18 +167,12 @@ def earlier(found: Sequence[Action]) -> list[Action]:
     ready, the sender sends it at once.
     """
     before: defaultdict[int, list[Action]] = defaultdict(list)
-    place: dict[Op, int] = {}
-    number = least = 0
+    number = 0
     for does, ops in found:
         if does == "compute":
-            place.update(dict.fromkeys(ops, number))
             number += 1
         elif does == "receive":
-            (op,) = ops
-            # A gradient has the form of what it belongs to, which must have left.
-            first = 0 if op.kind == "F" else place[op._replace(kind="F")] + 1
-            least = max(least, first, number - AHEAD)
-            before[least].append((does, ops))
+            before[max(0, number - AHEAD)].append((does, ops))
     moved = []
     number = 0
     for does, ops in found:
@@ -154,15 +186,11 @@ def earlier(found: Sequence[Action]) -> list[Action]:
 
 def actions(schedule: Schedule, routes: Routes, peers: Peers) -> list[Action]:
     """The actions of this process, as PyTorch lowers a schedule, which it reads from a file."""
-    folder = tempfile.mkdtemp()
-    path = os.path.join(folder, "schedule.csv")
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "schedule.csv")
         program = without_recomputation(schedule.program)
         write_csv(replace(schedule, program=program), path)
         count, device, group = len(routes.placement), peers.device, peers.group
         found = pipelining.lowered(path, routes.own, count, schedule.chunks, device, group)
         pairs = [pipelining.read(action) for action in found]
         return [(does, [Op(*part) for part in parts]) for does, parts in pairs]
-    finally:
-        os.remove(path)
-        os.rmdir(folder)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ from torchgpipe.values.microbatch import Batch
 __all__: list[str] = []
 
 
+@dataclass
 class Crew:
     """The parts of a schedule that last from step to step; streams and threads are the wrapper's.
 
@@ -57,18 +59,14 @@ class Crew:
         cells: how cells are made; eager ones by default.
         basis: what the caller has made them from.
         verify: checks weights that a stage uses, and that are not among its own.
+        draws: how layers use the CPU's generator, as far as steps have shown.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        cells: Cells | None = None,
-        basis: Sequence[Any] = (),
-        verify: Callable[[int, Sequence[Tensor]], None] = lambda *_: None,
-    ) -> None:
-        self.stages, self.basis, self.verify = stages, basis, verify
-        self.cells = cells or Cells()
-        self.draws = Draws()
+    stages: Stages
+    cells: Cells = field(default_factory=Cells)
+    basis: Sequence[Any] = ()
+    verify: Callable[[int, Sequence[Tensor]], None] = lambda *_: None
+    draws: Draws = field(default_factory=Draws)
 
 
 class Executor:
@@ -102,10 +100,10 @@ class Executor:
         self.crew, self.plan, self.criterion = crew, plan, criterion
         stages, recording = crew.stages, crew.stages.recording
         behind = criterion.loss if isinstance(criterion.loss, nn.Module) else None
-        #: What gradients are summed for.
-        self.sums = StepSums(plan, stages.partitions, behind, batches, crew.verify)
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, behind)
+        #: What gradients are summed for.
+        self.sums = StepSums(plan, self.step.modules, batches)
         self.new_cell = crew.cells.begin()
         #: The cells between F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}
@@ -147,27 +145,32 @@ class Executor:
     def perform(self, w: int, instruction: Instruction) -> None:
         """Run an instruction of a worker: receive, compute, and deliver.
 
-        Each computation receives on the worker's compute stream, computes on the stream of its
-        stage, and delivers on the worker's compute stream.
-
-        The two computations of an overlap start and end together. They are on two streams, unless
-        they are of one stage, or of two that share weights.
-
         Raises:
             BaseException: what a layer raised, with a note that names the computation.
         """
         main = self.links.compute[w]
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
-        if len(runs) == 1 and runs[0].stream == main:
-            (run,) = runs
-            # Most instructions are one computation, on the worker's compute stream.
-            with use_stream(main), run.doing():
-                run.receive()
-                mark = self._begun(run)
-                run.compute()
-                self._ended(mark)
-                run.deliver()
+        if len(runs) > 1 or runs[0].stream != main:
+            self._perform_beside(w, runs)
             return
+        (run,) = runs
+        with use_stream(main), run.doing():
+            run.receive()
+            mark = self._begun(run)
+            run.compute()
+            self._ended(mark)
+            run.deliver()
+
+    def _perform_beside(self, w: int, runs: Sequence[Computation]) -> None:
+        """Run computations of a worker that has two streams to compute on.
+
+        Each computation receives on the worker's compute stream, computes on the stream of its
+        stage, and delivers on the worker's compute stream.
+
+        The two computations of an overlap start and end together. They are on two streams, unless
+        they are of one stage, or of two that share weights.
+        """
+        main = self.links.compute[w]
         for run in runs:
             run.on(main, run.receive)
         others = [run.stream for run in runs if run.stream != main]
@@ -206,6 +209,7 @@ class Executor:
         # guard: strays
         strays = cell.look_for_strays()
         if strays:
+            self.crew.verify(cell.j, strays)
             self.sums.met(cell.j, strays)
             cell.weights += strays
 

@@ -7,7 +7,7 @@ the post. All of them are summed up over micro-batches, and multiplied by the gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -30,27 +30,16 @@ class StepSums:
 
     Args:
         plan: the plan of the step.
-        partitions: the layers of each stage.
-        behind: the loss, if it is a module, whose weights are those of the last stage.
+        modules: for each stage, the module that has all of its weights.
         batches: the micro-batches of the first stage.
-        verify: checks weights that a stage uses, and that are not among its own.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        partitions: Sequence[nn.Module],
-        behind: nn.Module | None,
-        batches: Iterable[Batch],
-        verify: Callable[[int, Sequence[Tensor]], None],
-    ) -> None:
-        self._plan, self._verify = plan, verify
+    def __init__(self, plan: Plan, modules: Sequence[nn.Module], batches: Iterable[Batch]) -> None:
+        self._plan = plan
         #: For each stage, its weights that require a gradient; the last one has those of the loss.
         self.weights: list[list[Tensor]] = [
-            [x for x in layers.parameters() if x.requires_grad] for layers in partitions
+            [x for x in module.parameters() if x.requires_grad] for module in modules
         ]
-        if behind is not None:
-            self.weights[-1] += [x for x in behind.parameters() if x.requires_grad]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
         given = [x for x in chain(*self._inputs) if x.requires_grad]
@@ -76,7 +65,6 @@ class StepSums:
 
     def met(self, j: int, strays: Sequence[Tensor]) -> None:
         """Take weights that a stage uses, and that are not among its own, for its own."""
-        self._verify(j, strays)
         # guard: hooks of strays
         self._without_hooks.add(strays)
         self.weights[j] += strays
@@ -90,36 +78,31 @@ class StepSums:
             value: the loss.
             divisor: what its sum was divided by, if by anything.
         """
-        #: By stream: the sums, and the tensors that they belong to. A weight stays on its stream.
-        sums: dict[AbstractStream, Sums] = {}
-        tensors: dict[AbstractStream, dict[int, Tensor]] = {}
+        #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
+        parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
         owner: dict[int, Sums] = {}
-
-        def own(stream: AbstractStream, some: Iterable[Tensor]) -> None:
+        first = links.outside[0], chain(*self._inputs)
+        for stream, some in [first, *zip(links.home, self.weights)]:
             for x in some:
                 if x.requires_grad and id(x) not in owner:
                     # A layer may use a weight of another device.
                     at = stream if x.device == stream.device else current_stream(x.device)
-                    owner[id(x)] = sums.setdefault(at, Sums())
-                    tensors.setdefault(at, {})[id(x)] = x
-
-        own(links.outside[0], chain(*self._inputs))
-        for stream, weights in zip(links.home, self.weights):
-            own(stream, weights)
-        for i, some in enumerate(self._inputs):
+                    sums, tensors = parts.setdefault(at, (Sums(), []))
+                    owner[id(x)] = sums
+                    tensors.append(x)
+        for i, given in enumerate(self._inputs):
             for found in post.receive_grads(-1, i).values():
-                for x, grad in zip(some, found):
+                for x, grad in zip(given, found):
                     if grad is not None:
                         owner[id(x)].add([x], [grad])
         for part in self.by_worker:
             part.move_to(owner)
         callers = dict(zip(self._plan.devices, links.outside))
         zeros: list[Any] = []
-        for stream, mine in tensors.items():
+        for stream, (sums, tensors) in parts.items():
             with use_stream(stream):
                 device = stream.device
                 caller = callers.get(device, stream)
-                zero = HandOver.apply(sums[stream], device, value.dtype, caller, *mine.values())
-                zeros.append(zero)
+                zeros.append(HandOver.apply(sums, device, value.dtype, caller, *tensors))
         loss: Tensor = Outcome.apply(value, divisor, *zeros)
         return loss

@@ -75,8 +75,8 @@ class Links:
         plan: Plan,
         pool: StreamPool,
         groups: Sequence[int],
-        recorder: Recorder | None = None,
-        arriving: Sequence[tuple[Tensor, Any]] = (),
+        recorder: Recorder | None,
+        arriving: Sequence[tuple[Tensor, Any]],
     ) -> None:
         self.recorder, self._arriving = recorder, arriving
         self._placement = plan.schedule.placement
@@ -123,10 +123,13 @@ class Links:
     def _ways(
         self, plan: Plan, pool: StreamPool, taken: Counter[torch.device]
     ) -> dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]]:
-        """The lanes at both ends of each way: from stage to stage on two workers, and back."""
+        """The lanes at both ends of each way: from stage to stage on two streams, and back.
+
+        Workers on a device without streams have one, which has done all that was issued before.
+        """
         place = self._placement
         pairs = dict.fromkeys([*pairwise(range(len(place))), *plan.schedule.skips])
-        there = [(j, k) for j, k in pairs if place[j] != place[k]]
+        there = [(j, k) for j, k in pairs if self.compute[place[j]] != self.compute[place[k]]]
         ways = [*there, *((k, j) for j, k in there)]
         ends = Counter(plan.devices[place[stage]] for way in ways for stage in way)
         lanes = {x: iter(pool.lanes(x, taken[x], count, least=1)) for x, count in ends.items()}
@@ -146,16 +149,11 @@ class Links:
         way = source, target
         if way not in self._lanes or not present:
             return Sent(tuple(tensors))
-        one, other = self._placement[source], self._placement[target]
-        here, there = self.compute[one], self.compute[other]
-        if here == there:
-            # Devices without streams have done all that was issued before.
-            return Sent(tuple(tensors))
         number = self._used[way]
         self._used[way] += 1
         sources, targets = self._lanes[way]
         lane, arriving = sources[number % len(sources)], targets[number % len(targets)]
-        leaving = leave(here, lane, *present)
+        leaving = leave(self.compute[self._placement[source]], lane, *present)
         mark = None
         with use_stream(arriving):
             if self.recorder is not None and lane.device != arriving.device:
