@@ -56,7 +56,7 @@ class Cell:
     def __init__(self, run: Forward) -> None:
         self.i, self.j, self.stream = run.i, run.j, run.stream
         self.again, self.criterion = run.again, run.criterion
-        self.weights = [*run.executor.weights[run.j]]
+        self.weights = [*run.executor.sums.weights[run.j]]
 
     def forward(self, batch: Batch) -> Batch:
         """Run the layers (F).

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.notes import noted
@@ -29,7 +31,7 @@ from torchgpipe.devices.streams import AbstractStream, use_stream
 from torchgpipe.executor.cell import Cell, Gradients
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.schedule.program import Op
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
 
 if TYPE_CHECKING:
     from torchgpipe.executor.executor import Executor
@@ -60,7 +62,7 @@ class Computation:
 
     def __str__(self) -> str:
         """The note on an exception of it."""
-        return self.executor.where(self.w, self.op)
+        return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
 
     @property
     def label(self) -> labels.Label | None:
@@ -126,10 +128,10 @@ class Forward(Computation):
     @property
     def criterion(self) -> Criterion | None:
         """The loss behind the layers, if this is the last stage."""
-        return self.executor.criterion if self.j == self.executor.last else None
+        return self.executor.criterion if self.j == self.executor.plan.last else None
 
     def receive(self) -> None:
-        self.given = self.executor.received(self.j, self.i)
+        self.given = self.executor.post.receive(self.j, self.i)
         self.executor.links.lend(self.given, self.w, self.stream)
 
     def _find(self) -> Cell:
@@ -141,14 +143,14 @@ class Forward(Computation):
     def _compute(self) -> None:
         cell = self.cell
         self.output = cell.forward(self.given)
-        if self.executor.recording:
+        if torch.is_grad_enabled():
             self.executor.keep(cell)
 
     def deliver(self) -> None:
         executor, i, j = self.executor, self.i, self.j
         executor.links.give_back(self.output, self.w, self.stream)
-        if j < executor.last:
-            executor.send(j, i, self.output)
+        if j < executor.plan.last:
+            executor.post.send(j, i, self.output)
         else:
             executor.links.leave(executor.criterion.results(i), j)
 
@@ -175,7 +177,7 @@ class BackwardWeight(Computation):
             super().compute()
 
     def _compute(self) -> None:
-        self.executor.sums[self.w].add(*self.cell.backward_weight())
+        self.executor.sums.by_worker[self.w].add(*self.cell.backward_weight())
 
 
 class BackwardInput(BackwardWeight):
@@ -185,7 +187,11 @@ class BackwardInput(BackwardWeight):
     inputs: Gradients
 
     def receive(self) -> None:
-        self.given = self.executor.incoming(self.j, self.i)
+        executor, i, j = self.executor, self.i, self.j
+        if j < executor.plan.last:
+            self.given = executor.post.receive_grads(j, i)
+        else:
+            self.given = {VALUE: [executor.criterion.grad(i)]}
         for grads in self.given.values():
             self.executor.links.lend(grads, self.w, self.stream)
 
@@ -195,7 +201,7 @@ class BackwardInput(BackwardWeight):
     def deliver(self) -> None:
         for grads in self.inputs.values():
             self.executor.links.give_back(grads, self.w, self.stream)
-        self.executor.outgoing(self.j, self.i, self.inputs)
+        self.executor.post.send_grads(self.j, self.i, self.inputs)
 
 
 class Backward(BackwardInput):
@@ -203,7 +209,7 @@ class Backward(BackwardInput):
 
     def _compute(self) -> None:
         self.inputs, weights, grads = self.cell.backward(self.given)
-        self.executor.sums[self.w].add(weights, grads)
+        self.executor.sums.by_worker[self.w].add(weights, grads)
 
 
 #: The classes of computations, by kind.

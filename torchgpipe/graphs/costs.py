@@ -32,11 +32,11 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
     Raises:
         ValueError: a stage cannot be a graph.
     """
-    batch, _ = executor.values[0, 0]
+    batch, _ = executor.post.values[0, 0]
     parcels = Parcels()
     found = []
     last = len(graphs) - 1
-    layout = executor.stages.skip_layout
+    layout = executor.step.stages.skip_layout
     settings = current_settings()
     for j, stage in enumerate(graphs):
         batch = parcels.unpacked(batch, layout.popped[j])
@@ -50,7 +50,7 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
             )
         found.append(entry.traced)
         if j < last:
-            batch = parcels.packed(_like(entry.traced, executor.stages.devices[j + 1]))
+            batch = parcels.packed(_like(entry.traced, executor.step.stages.devices[j + 1]))
     return found
 
 

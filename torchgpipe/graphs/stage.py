@@ -131,7 +131,7 @@ class StageGraphs:
             return Parts(joint, make, recompute), form
 
         try:
-            own = chosen(now.tensors, executor.weights[self.j])
+            own = chosen(now.tensors, executor.sums.weights[self.j])
             now.verify()
             made, form = parts()
         except UntraceableError as error:
