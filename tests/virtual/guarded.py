@@ -165,14 +165,14 @@ TESTS = {
         {"place": ["cpu", 2, 1, "cpu"], "chunks": 3},
     ),
     "other numbers": (
-        "behaviour.test_random_numbers",
-        "test_all_numbers_differ",
-        {"balance": [1, 1]},
+        "contract.test_contract",
+        "test_promise",
+        {"name": "random:other_numbers", "run": "GPipe", "mode": "never"},
     ),
     "a later micro-batch": (
-        "behaviour.test_random_numbers",
-        "test_generator_goes_on_when_only_a_later_micro_batch_draws",
-        {"balance": [1, 1]},
+        "contract.test_contract",
+        "test_promise",
+        {"name": "random:drawn_late", "run": "GPipe", "mode": "never"},
     ),
     "one step at a time": (
         "unit.ambient.test_nesting",
