@@ -329,7 +329,7 @@ MUTANTS = {
     "join [1] before the layers": (("batch.requires_grad", "False"), "detour"),
     "join [1']": (DROP, "slow host"),
     "fork [2]": (DROP, "slow host"),
-    "a short lead": (("k - j + 1", "self.step.lanes.lead"), "early"),
+    "a short lead": (("k - j + 1", "self.lead"), "early"),
     "lead [3]": (DROP, "slow host"),
     "lead in forward": (DROP, "few streams"),
     "gradient of a fork": (("expand_as", "view_as"), "gradients of a skip"),
@@ -425,7 +425,7 @@ MUTANTS = {
     "the note of the first cell": (('"apply" in vars(node)', "False"), "graph met again"),
     "buffers as they were": ((" if is_parameter else x.detach()", ""), "buffer replaced"),
     "keeping what lasts": (("self.lasting.get(own)", "None"), "frozen partitions"),
-    "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
+    "no Recompute for nothing": ((" if found.stored is not None", ""), "frozen partitions"),
     "versions of what is kept": (
         ("place._version != self.kept.versions[id(place)]", "False"),
         "weights changed",
