@@ -34,6 +34,7 @@ from torchgpipe.partition.arguments import checked_chunks, checked_device, check
 from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.traps import Traps
+from torchgpipe.planner.given import Memory
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -88,6 +89,10 @@ class MappedGPipe(Settings, nn.Module):
             one. The model computes the sample where it is, and backward, too, if the memory of a
             device is limited; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
+        memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 5 %
+            free, by default nine tenths of what it has. One number is for all devices, a list has
+            one for each, and a table has them by device, as ``{0: "10GiB", 1: 8e9}``. A device that
+            is not used, as the CPU may be in a table of Accelerate, counts for nothing.
 
     Raises:
         TypeError: the module is none, the map is no mapping of names, or a sample or devices are of
@@ -95,8 +100,8 @@ class MappedGPipe(Settings, nn.Module):
         ValueError: a name leads to no module, a parameter or buffer has no device or several,
             modules are offloaded, or chunks, checkpoint or threads are out of range. The map is a
             word other than ``"auto"``, or it is, and there is no sample or no device, there are
-            fewer blocks than devices, the model does not fit, or it is on the meta device. A sample
-            or devices are given beside a map.
+            fewer blocks than devices, the model does not fit, or it is on the meta device. A
+            sample, devices or memory are given beside a map, or a limit is none.
     """
 
     #: The model.
@@ -115,6 +120,7 @@ class MappedGPipe(Settings, nn.Module):
         output_device: Device | None = None,
         sample: Any = None,
         devices: Iterable[Device] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -126,7 +132,10 @@ class MappedGPipe(Settings, nn.Module):
         self.threads = threads
         (mode,) = self._modes
         chosen = chosen_map(
-            module, device_map, sample, devices, chunks=self.chunks, checkpoint=mode
+            *(module, device_map, sample, devices),
+            memory=memory,
+            chunks=self.chunks,
+            checkpoint=mode,
         )
         self._map = checked_map(chosen, module)
         self._output_device = None if output_device is None else checked_device(output_device)

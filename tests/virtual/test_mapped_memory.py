@@ -100,12 +100,10 @@ def test_a_model_on_an_accelerator(devices):
 WIDES = (1024, 1024, 256, 64, 64, 64)
 
 
-def auto(model, devices, chunks, mode="never"):
+def auto(model, devices, chunks, mode="never", memory=None):
     """The map that is chosen."""
-    pipe = MappedGPipe(
-        model, "auto", sample=tokens(ROWS), devices=devices, chunks=chunks, checkpoint=mode
-    )
-    return pipe.device_map
+    options = {"devices": devices, "chunks": chunks, "checkpoint": mode, "memory": memory}
+    return MappedGPipe(model, "auto", sample=tokens(ROWS), **options).device_map
 
 
 def copied(make):
@@ -127,6 +125,26 @@ def test_a_map_that_fits_where_the_fastest_does_not(devices, usable, mode):
     assert found != fastest
     assert found["blocks.2"] == places[1]
     assert max(measured(copied(make), found, whole, m, mode).values()) <= limit
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("form", ["one", "each", "table"])
+def test_limits_that_are_given(devices, form):
+    """A smaller limit moves blocks to another device, and the peak stays below it."""
+    make, m, places = partial(GPT, WIDES), 4, devices[:2]
+    whole = [tokens(ROWS * m)]
+    fastest = auto(copied(make), places, m)
+    before = measured(copied(make), fastest, whole, m, "never")
+    limit = int(0.95 * before[places[0]])
+    memory = {
+        "one": limit,
+        "each": [f"{limit / 1024:.3f}KiB", 2**40],
+        "table": {places[0].index: limit, places[1]: "1TiB", "cpu": "1GB"},
+    }[form]
+    found = auto(copied(make), places, m, memory=memory)
+    assert fastest["blocks.2"] == places[0]
+    assert found["blocks.2"] == places[1]
+    assert measured(copied(make), found, whole, m, "never")[places[0]] <= limit
 
 
 @pytest.mark.usefixtures("alike")
@@ -159,12 +177,14 @@ def test_nothing_fits(devices, usable):
     text = str(caught.value)
     assert f"{places[0]} lacks " in text
     assert "(chunks: 4, checkpoint: never, the nearest map: " in text
-    assert "checkpoint='always', or smaller micro-batches" in text
+    assert "checkpoint='always', a larger limit as memory, or smaller micro-batches" in text
     # Neither the model nor its gradients are changed.
     assert {x.device.type for x in model.parameters()} == {"cpu"}
     assert all(x.grad is None for x in model.parameters())
-    with pytest.raises(ValueError, match="use more devices, or smaller"):
+    with pytest.raises(ValueError, match="use more devices, a larger limit"):
         auto(model, places, 4, "always")
+    with pytest.raises(ValueError, match=f"{places[1]} lacks .* bytes, and may fill 9500"):
+        auto(model, places, 4, memory={places[0]: "1TiB", places[1]: 1e4})
 
 
 @pytest.mark.usefixtures("alike")

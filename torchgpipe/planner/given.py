@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,21 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import is_number, listed, shown, verify_kind
 from torchgpipe.devices.measures import memory_total, model_of
 from torchgpipe.devices.streams import CPU, Device, accelerators
-from torchgpipe.partition.arguments import checked_devices, positive_int
+from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values import trees
 from torchgpipe.values.division import divided
 from torchgpipe.values.marks import NoChunk
 from torchgpipe.values.microbatch import Batch, scatter
 
 __all__: list[str] = []
+
+#: Bytes, or a text such as ``"10GiB"``.
+Size: TypeAlias = float | str
+#: Limits of memory: one for all devices, one for each, or by device.
+Memory: TypeAlias = Size | Sequence[Size] | Mapping[Device, Size]
+
+#: The bytes of the units in texts.
+UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1) for i in ("", "i")}
 
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
@@ -135,7 +144,7 @@ def smaller_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
 
 
 def limits_of(
-    memory: float | Sequence[float] | None,
+    memory: Memory | None,
     places: Sequence[torch.device],
     *,
     has_skips: bool = False,
@@ -148,18 +157,43 @@ def limits_of(
         has_skips: whether there are skips.
 
     Raises:
-        ValueError: there are not as many as devices, or one is not positive.
+        ValueError: there are not as many as devices, one is not positive, or a device has none.
     """
     if memory is None:
         return [USABLE * memory_total(x) for x in places]
-    found = [*memory] if isinstance(memory, Sequence) else [memory] * len(places)
-    if len(found) != len(places) or not all(is_number(x) and x > 0 for x in found):
+    given: Sequence[Any]
+    if isinstance(memory, Mapping):
+        # That of another device, such as the CPU, is kept by itself: nothing goes there.
+        by_device = {checked_device(device): x for device, x in memory.items()}
+        missing = [str(x) for x in dict.fromkeys(places) if x not in by_device]
+        if missing:
+            raise ValueError(
+                "memory by device must have each device that is used "
+                f"(memory: {shown(memory)}, missing: {', '.join(missing)}); add them, or pass "
+                "those with a limit as devices"
+            )
+        given = [by_device[x] for x in places]
+    elif isinstance(memory, Sequence) and not isinstance(memory, str):
+        given = [*memory]
+    else:
+        given = [memory] * len(places)
+    found = [size for size in map(bytes_of, given) if size is not None]
+    if len(given) != len(places) or len(found) < len(given):
         raise ValueError(
-            "memory must be the bytes that a device may use, one number for all or one for each "
-            f"(memory: {shown(memory)}, devices: {len(places)}); leave it out to use what there is"
+            "memory must be the bytes that a device may use, or such as '10GiB', one for all, one "
+            f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
+            "leave it out to use what there is"
         )
     share = FILLED_WITH_SKIPS if has_skips else FILLED
     return [share * x for x in found]
+
+
+def bytes_of(size: Any) -> float | None:
+    """A positive number of bytes, or such as ``"10GiB"``, as a number; None for anything else."""
+    if isinstance(size, str):
+        parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]i?B)", size.strip())
+        size = float(parts[1]) * UNITS[parts[2]] if parts else None
+    return float(size) if is_number(size) and size > 0 else None
 
 
 def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float) -> float:

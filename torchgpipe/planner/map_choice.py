@@ -18,6 +18,7 @@ from torchgpipe.mapped.hugging_face import (
 )
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.sample import arguments_of
+from torchgpipe.planner.given import Memory, limits_of
 from torchgpipe.planner.maps import fitting_map
 from torchgpipe.values.microbatch import scatter
 
@@ -30,6 +31,7 @@ def chosen_map(
     sample: Any = None,
     devices: Iterable[Device] | None = None,
     *,
+    memory: Memory | None = None,
     chunks: int = 1,
     checkpoint: str = "except_last",
 ) -> Mapping[str, Device]:
@@ -40,14 +42,15 @@ def chosen_map(
         device_map: the map, ``"auto"`` to measure the model, or None to take that of Accelerate.
         sample: the arguments of a call, if the model is measured.
         devices: the devices then; by default all accelerators.
+        memory: the bytes that each device may use then; by default nine tenths of what it has.
         chunks: the number of micro-batches, for the memory of a step.
         checkpoint: the checkpoint mode, likewise.
 
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
         ValueError: the word is another one, sample or devices are missing, or given beside another
-            map, the model cannot be measured, or does not fit, or it has no map or modules that are
-            offloaded.
+            map, memory is given beside one, or has no limit of a device, the model cannot be
+            measured, or does not fit, or it has no map or modules that are offloaded.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise ValueError(
@@ -55,10 +58,11 @@ def chosen_map(
             f"(device_map: {device_map!r}); pass 'auto' and a sample, or such as {{'encoder': 0, "
             "'decoder': 1}"
         )
-    given = [key for key, x in {"sample": sample, "devices": devices}.items() if x is not None]
+    measuring = {"sample": sample, "devices": devices, "memory": memory}
+    given = [key for key, x in measuring.items() if x is not None]
     if device_map != "auto" and given:
         raise ValueError(
-            "a sample and devices are for a device map that is measured (device_map: "
+            "a sample, devices and memory are for a device map that is measured (device_map: "
             f"{type(device_map).__name__}, given: {', '.join(given)}); leave them out, or pass "
             "'auto' as the device map"
         )
@@ -66,7 +70,9 @@ def chosen_map(
     if device_map is None:
         found: Mapping[str, Device] = map_of_accelerate(model)
     elif isinstance(device_map, str):
-        found = measured_map(model, sample, devices, chunks=chunks, checkpoint=checkpoint)
+        found = measured_map(
+            model, sample, devices, memory=memory, chunks=chunks, checkpoint=checkpoint
+        )
     else:
         found = device_map
     release(model)
@@ -78,6 +84,7 @@ def measured_map(
     sample: Any,
     devices: Iterable[Device] | None,
     *,
+    memory: Memory | None,
     chunks: int,
     checkpoint: str,
 ) -> dict[str, Device]:
@@ -93,6 +100,8 @@ def measured_map(
             "the device map 'auto' needs accelerators, or other devices (devices: []); pass such "
             "as devices=['cpu', 'cpu'], or a device map of your own"
         )
+    # A value may be used anywhere behind, as a skip is, and predictions are off by as much.
+    limits = limits_of(memory, places, has_skips=True)
     if sample is None:
         raise ValueError(
             "the device map 'auto' needs a sample to measure the model with (sample: None); pass "
@@ -115,4 +124,6 @@ def measured_map(
     if takes_cache(model):
         kwargs = without_cache(kwargs)
     with noted("raised by the sample of the device map 'auto'"):
-        return fitting_map(places, model, args, kwargs, chunks=chunks, checkpoint=checkpoint)
+        return fitting_map(
+            places, model, args, kwargs, limits=limits, chunks=chunks, checkpoint=checkpoint
+        )

@@ -22,7 +22,7 @@ from torchgpipe.balance.evenest import evenest
 from torchgpipe.devices.streams import CPU, Device, has_streams
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.planner.cuts import cut
-from torchgpipe.planner.given import limits_of, state_of
+from torchgpipe.planner.given import state_of
 from torchgpipe.planner.map_memory import Footprint, Weights
 from torchgpipe.planner.sections import recorded
 
@@ -35,6 +35,7 @@ def fitting_map(
     args: Any,
     kwargs: Any,
     *,
+    limits: Sequence[float],
     chunks: int,
     checkpoint: str,
 ) -> dict[str, Device]:
@@ -45,6 +46,7 @@ def fitting_map(
         model: the model. It is not changed.
         args: the arguments of a call, with the rows of a micro-batch.
         kwargs: likewise.
+        limits: the bytes that each device may fill.
         chunks: the number of micro-batches.
         checkpoint: the checkpoint mode.
 
@@ -55,7 +57,7 @@ def fitting_map(
     units = Units(*times)
     units.verify(places)
     # Several entries of one device share its memory.
-    limits = [x / places.count(y) for x, y in zip(limits_of(None, places), places)]
+    limits = [x / places.count(y) for x, y in zip(limits, places)]
     fastest = evenest(units.costs, len(places), units.spreads)
     if min(limits) == inf:
         return units.placed(places, fastest)
@@ -88,7 +90,7 @@ def fitting_map(
         fastest = fitted(units.costs, units.spreads, limits, peak)
     over = excesses(fastest, limits, peak)
     if over:
-        raise too_large(places, over, chunks, checkpoint)
+        raise too_large(places, limits, over, chunks, checkpoint)
     return units.placed(places, fastest)
 
 
@@ -175,17 +177,26 @@ def weights_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str | 
 
 
 def too_large(
-    places: Sequence[torch.device], over: Mapping[int, float], chunks: int, checkpoint: str
+    places: Sequence[torch.device],
+    limits: Sequence[float],
+    over: Mapping[int, float],
+    chunks: int,
+    checkpoint: str,
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
     sums = Counter({places[j]: 0 for j in over})
     for j, size in over.items():
         sums[places[j]] += round(size)
-    lacking = ", ".join(f"{place} lacks {size} bytes" for place, size in sums.items())
+    # Several entries of one device share its memory.
+    room = {place: round(limit * places.count(place)) for place, limit in zip(places, limits)}
+    lacking = ", ".join(
+        f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in sums.items()
+    )
     again = "" if checkpoint == "always" else "checkpoint='always', "
     return ValueError(
         "a model must fit into the memory of its devices, with its gradients and the state of "
         f"AdamW (chunks: {chunks}, checkpoint: {checkpoint}, the nearest map: {lacking}); use "
-        f"more devices, {again}or smaller micro-batches, which are more chunks of the same "
-        "mini-batch and a sample with fewer rows, or pass a device map of your own"
+        f"more devices, {again}a larger limit as memory, or smaller micro-batches, which are more "
+        "chunks of the same mini-batch and a sample with fewer rows, or pass a device map of your "
+        "own"
     )

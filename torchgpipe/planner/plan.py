@@ -17,6 +17,7 @@ from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import Modes, checked_timeout, positive_int, verify_loss
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.given import (
+    Memory,
     chunks_of,
     leaves_of,
     limits_of,
@@ -99,7 +100,7 @@ def ranked(
     input: Any,
     *,
     devices: Iterable[Device] | None = None,
-    memory: float | Sequence[float] | None = None,
+    memory: Memory | None = None,
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
     batch: int | None = None,
     loss: Callable[..., Any] | None = None,

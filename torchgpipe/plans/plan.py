@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.sample import input_of
+from torchgpipe.planner.given import Memory
 from torchgpipe.planner.plan import Ranking, ranked
 from torchgpipe.planner.search import Trial
 from torchgpipe.plans.candidates import Candidate, Plans
@@ -25,7 +26,7 @@ def plan(
     sample: Any,
     *,
     devices: Iterable[Device] | None = None,
-    memory: float | Sequence[float] | None = None,
+    memory: Memory | None = None,
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float = torch.optim.AdamW,
     batch: int | None = None,
     loss: Callable[..., Any] | None = None,
@@ -56,10 +57,10 @@ def plan(
     Keyword Args:
         devices: the devices, one for each worker; by default all accelerators. Slower ones among
             them get less to do.
-        memory: the bytes that each device may use, or one number for all, of which a plan leaves
-            2 % free, and 5 % for layers with skips, since predictions may be as much too low. By
-            default a plan fills nine tenths of what the device has, where it says so, and there is
-            no limit for the CPU.
+        memory: the bytes that each device may use, one number for all, or a table by device, as
+            ``{0: "10GiB", 1: "8GiB"}``. A plan leaves 2 % of them free, and 5 % for layers with
+            skips, since predictions may be as much too low. By default a plan fills nine tenths of
+            what the device has, where it says so, and there is no limit for the CPU.
         optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
             each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.
         batch: the rows of a mini-batch; by default those of the sample.

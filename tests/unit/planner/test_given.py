@@ -45,6 +45,11 @@ def test_state_of_an_optimizer(optimizer, expected):
         (chunks_of, ([16], 8), ValueError, r"chunks: \[16\], rows: 8"),
         (limits_of, ([1.0], [CPU, CPU]), ValueError, "devices: 2"),
         (limits_of, (0, [CPU]), ValueError, "memory"),
+        (limits_of, ("10 gigs", [CPU]), ValueError, "such as '10GiB'.*memory: '10 gigs'"),
+        (limits_of, ({"cpu": "10Gb"}, [CPU]), ValueError, "such as '10GiB'"),
+        (limits_of, ({"cpu": True}, [CPU]), ValueError, "memory: {'cpu': True}"),
+        (limits_of, ({}, [CPU]), ValueError, "memory: {}, missing: cpu.; add them"),
+        (limits_of, ({"disk": 1}, [CPU]), ValueError, "accelerators of this machine.*disk"),
         (places_of, ([],), ValueError, "one or more devices"),
     ],
 )
@@ -59,6 +64,11 @@ def test_defaults():
     assert limits_of(None, [CPU]) == [inf]
     assert limits_of(100, [CPU, CPU]) == [98, 98]
     assert limits_of(100, [CPU], has_skips=True) == [95]
+    assert limits_of({"cpu": 100}, [CPU, CPU]) == [98, 98]
+    texts = ["1KB", "1 KiB", "1.5MB", "10GiB", "1TiB"]
+    assert limits_of(texts, [CPU] * 5) == [
+        pytest.approx(0.98 * x) for x in (1000, 1024, 1.5e6, 10 * 2**30, 2**40)
+    ]
 
 
 @pytest.mark.parametrize(

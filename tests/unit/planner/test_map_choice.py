@@ -112,7 +112,7 @@ def test_other_words(word):
         MappedGPipe(Model(), word)
 
 
-@pytest.mark.parametrize("given", ["sample", "devices"])
+@pytest.mark.parametrize("given", ["sample", "devices", "memory"])
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=str)
 def test_samples_and_devices_beside_a_map(device_map, given):
     kind = type(device_map).__name__

@@ -87,10 +87,10 @@ def test_weights():
 
 def test_message():
     places = [torch.device("cpu"), torch.device("meta")]
-    text = str(too_large(places, {1: 12.4}, 8, "never"))
-    assert "(chunks: 8, checkpoint: never, the nearest map: meta lacks 12 bytes)" in text
-    assert "use more devices, checkpoint='always', or smaller micro-batches" in text
-    assert "checkpoint='always'" not in str(too_large(places, {1: 12.4}, 8, "always"))
+    text = str(too_large(places, [1e3, 98.0], {1: 12.4}, 8, "never"))
+    assert "checkpoint: never, the nearest map: meta lacks 12 bytes, and may fill 98)" in text
+    assert "use more devices, checkpoint='always', a larger limit as memory, or smaller" in text
+    assert "checkpoint='always'" not in str(too_large(places, [1.0] * 2, {1: 1.0}, 8, "always"))
 
 
 def test_entries_of_one_device_share_its_memory(monkeypatch):
