@@ -331,7 +331,8 @@ class MappedGPipe(Settings, nn.Module):
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                if self.threads > 1:
+                # A trace knows whether several threads would help, so it is seen whether they may.
+                if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:
                     for i in range(step.m):

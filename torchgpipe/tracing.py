@@ -56,7 +56,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
     for device in dict.fromkeys(devices):
         forget_peak(device)
     recording = Recording(Recorder(devices))
-    watch = Watch(wrapper, recording.recorder)
+    watch = Watch(wrapper, recording)
     timeline = Timeline([])
     holder.recording = recording
     try:

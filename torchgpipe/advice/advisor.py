@@ -48,7 +48,7 @@ class Advisor:
         enough = [x for x in gains if x[0] >= ENOUGH * most and not x[1].caution]
         # Of equal gains, the first is the smallest change.
         gain, best = max(enough or gains, key=lambda x: round(x[0], 2))
-        return Advice(best.reason, best.change, gain, best.caution)
+        return Advice(best.reason, best.change, gain, best.caution, best.words)
 
 
 def _stray(layers: Sequence[Layer]) -> tuple[str, str]:

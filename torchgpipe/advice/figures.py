@@ -9,7 +9,7 @@ that. The device is taken to be busy half of this time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from math import inf
 from operator import itemgetter
@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from torchgpipe.advice.replay import thread_of
+from torchgpipe.advice.waits import Wait
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.timeline.span import Span
 
@@ -58,6 +59,7 @@ class Figures:
         copies: the time of a copy, by the partitions that it leads from and to.
         host: the time to issue each kind of computation.
         layers: all layers, in order; empty if they were not timed.
+        waits: the stages whose forward makes the host wait.
     """
 
     balance: tuple[int, ...]
@@ -67,6 +69,7 @@ class Figures:
     copies: Mapping[tuple[int, int], float]
     host: Mapping[tuple[str, int], float]
     layers: Sequence[Layer]
+    waits: Mapping[int, Wait] = field(default_factory=dict)
 
     def costs(self, balance: Sequence[int], chunks: int) -> Costs:
         """The costs of partitions of other sizes, for micro-batches of other sizes."""
@@ -150,6 +153,8 @@ def figures_of(
     layers: Sequence[Layer],
     rows: int,
     late: float,
+    waits: Mapping[int, Wait] = {},
+    threads: int = 1,
 ) -> Figures:
     """Find the figures of a step.
 
@@ -160,14 +165,18 @@ def figures_of(
         layers: all layers; empty if they were not timed.
         rows: the rows of a micro-batch; 0 if unknown.
         late: the share of the step that the host holds up.
+        waits: the stages whose forward makes the host wait.
+        threads: the number of threads that issue the forward.
     """
     computed = [x for x in spans if x.computes]
     middle: Callable[[list[float]], float] = min if late > LATE else median
     chunks = 1 + max(x.microbatch or 0 for x in computed)
-    host = _host(computed, by_autograd)
+    host = _host(computed, by_autograd, waits, threads)
     times = _by(middle, (((x.kind, x.stage), x.time) for x in computed))
     if late > LATE:
-        stretched = [x for x, time in times.items() if time >= STRETCHED * host.get(x, inf)]
+        # What takes much longer than the host does is not held up by it.
+        spent = {x: time / (host.get(x) or inf) for x, time in times.items()}
+        stretched = [x for x, share in spent.items() if STRETCHED <= share <= 1 / STRETCHED]
         times |= {x: times[x] / 2 for x in stretched}
     return Figures(
         tuple(balance),
@@ -177,6 +186,7 @@ def figures_of(
         _by(median, (((x.stage, x.target), x.time) for x in spans if x.kind == "copy")),
         host,
         layers,
+        waits,
     )
 
 
@@ -190,18 +200,24 @@ def _by(
     return {key: float(middle(some)) for key, some in groups.items()}
 
 
-def _host(computed: Sequence[Span], by_autograd: bool) -> dict[tuple[str, int], float]:
+def _host(
+    computed: Sequence[Span], by_autograd: bool, waits: Mapping[int, Wait], threads: int
+) -> dict[tuple[str, int], float]:
     """The time to issue each kind of computation: from its issue to the next one of the thread."""
     lines: dict[Any, list[tuple[float, Span]]] = {}
     for x in computed:
         if x.issued is None:
             return {}
         # Under autograd each partition is a worker of its own.
-        thread = thread_of(by_autograd, x.stage, x.kind)
+        thread = thread_of(by_autograd, x.stage, x.kind, x.microbatch, threads)
         lines.setdefault(thread, []).append((x.issued, x))
     pairs: list[tuple[Any, float]] = []
     for line in lines.values():
         line.sort(key=itemgetter(0))
-        pairs += [((x.kind, x.stage), after - at) for (at, x), (after, _) in pairwise(line)]
+        for (at, x), (after, _) in pairwise(line):
+            wait = waits.get(-1 if x.stage is None else x.stage) if x.kind == "F" else None
+            # The wait of the first micro-batch alone is known.
+            if wait is None or not x.microbatch:
+                pairs.append(((x.kind, x.stage), max(0.0, after - at - (wait.time if wait else 0))))
     # A thread may have waited for something else in between.
     return _by(min, pairs)

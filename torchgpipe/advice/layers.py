@@ -27,27 +27,23 @@ TIMED = 2
 
 
 class Layers:
-    """The layers of some partitions, with hooks until :meth:`stop`.
+    """The layers of a model, with hooks until :meth:`stop`.
 
     Args:
-        partitions: the partitions.
-        devices: the device of each.
+        layers: the layers, each with its device.
         recorder: takes the times.
     """
 
     def __init__(
-        self,
-        partitions: Sequence[nn.Sequential],
-        devices: Sequence[torch.device],
-        recorder: Recorder,
+        self, layers: Sequence[tuple[nn.Module, torch.device]], recorder: Recorder
     ) -> None:
         self._recorder = recorder
-        self._found = [(layer, x) for part, x in zip(partitions, devices) for layer in part]
+        self._found = layers
         self._times: dict[int, list[Times]] = {}
         self._bytes: dict[int, int] = {}
         #: The rows of a micro-batch; 0 if no tensor has any.
         self.rows = 0
-        self._strays = Strays(devices, recorder)
+        self._strays = Strays([device for _, device in layers], recorder)
         #: The hooks of each layer.
         self._handles: dict[int, list[Any]] = {}
         # A hook cannot tell which of its places a layer is called at.
@@ -76,15 +72,24 @@ class Layers:
         for handle in self._handles.pop(k, ()):
             handle.remove()
 
-    def found(self) -> list[Layer]:
-        """The layers, once the devices are done; none if not all of them were timed."""
-        count = len(self._found)
-        if len(self._bytes) < count:
+    @property
+    def called(self) -> list[int]:
+        """The numbers of the layers, in the order of their first calls."""
+        return [*self._times]
+
+    def found(self, order: Sequence[int] | None = None) -> list[Layer]:
+        """The layers, once the devices are done; none if not all of them were timed.
+
+        Args:
+            order: their numbers in the order to list them in; by default their own.
+        """
+        order = range(len(self._found)) if order is None else order
+        if not self._bytes.keys() >= {*order}:
             return []
         strays: dict[int, list[Stray]] = {}
         for stray in self._strays.found():
             strays.setdefault(stray.layer, []).append(stray)
-        return [self._layer(k, strays.get(k, [])) for k in range(count)]
+        return [self._layer(k, strays.get(k, [])) for k in order]
 
     def _layer(self, k: int, strays: Sequence[Stray]) -> Layer:
         bounds = [*map(self._recorder.bounds, self._times[k])]

@@ -33,21 +33,30 @@ class Host(NamedTuple):
         time: the time that it takes to issue each kind of computation of each stage.
         by_autograd: whether the threads of autograd issue the backward, one for each worker; each
             waits until what its work needs was issued.
+        threads: the number of threads that issue the forward, one micro-batch each.
+        tails: the stages whose code waits for their device, and for how long the device goes on
+            behind that.
     """
 
     time: Mapping[tuple[str, int], float]
     by_autograd: bool
+    threads: int = 1
+    tails: Mapping[int, float] = {}
 
 
-def thread_of(by_autograd: bool, w: int | None, kind: str) -> Hashable:
-    """Name the thread that issues a kind of computation of a worker.
+def thread_of(
+    by_autograd: bool, w: int | None, kind: str, i: int | None = 0, threads: int = 1
+) -> Hashable:
+    """Name the thread that issues a computation of a worker.
 
     Args:
         by_autograd: whether the threads of autograd issue the backward.
         w: the worker.
         kind: the kind of computation.
+        i: the number of the micro-batch.
+        threads: the number of threads that issue the forward.
     """
-    return w if by_autograd and kind != "F" else CALLER
+    return w if by_autograd and kind != "F" else (CALLER, (i or 0) % threads)
 
 
 def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
@@ -65,16 +74,22 @@ def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
     forward = 0.0
     for w, instruction, edges in order:
         ops = operations(instruction)
-        line = thread_of(host.by_autograd, w, ops[0].kind)
+        j, kind, i = ops[0]
+        line = thread_of(host.by_autograd, w, kind, i, host.threads)
         begun = line_free.get(line, 0.0)
-        if line != CALLER:
+        if line == w:
             begun = max(begun, forward, *(issued[x] for x, _ in edges))
+        elif host.threads > 1:
+            # On every stage they come one after the other.
+            begun = max(begun, issued.get(Op(j, kind, i - 1), 0.0))
         done = begun + sum(host.time.get((op.kind, op.stage), 0.0) for op in ops)
-        line_free[line] = done
-        if line == CALLER:
-            forward = done
         begin = max(begun, free.get(w, 0.0), *(end[x] + table.delay((x, y)) for x, y in edges), 0.0)
         free[w] = max(begin + table.duration(instruction), done)
+        if kind in "FR" and j in host.tails:
+            done = max(done, free[w] - host.tails[j])
+        line_free[line] = done
+        if line != w:
+            forward = max(forward, done)
         for op in ops:
             end[op], issued[op] = free[w], done
     return max(end.values(), default=0.0)

@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 from torchgpipe.advice.figures import Figures
 from torchgpipe.advice.memory import most
+from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replay import Host, replayed
 from torchgpipe.advice.setting import Setting
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.schedule.simulator import in_order
 
 __all__: list[str] = []
+
+#: By which factor several threads take longer to issue, since they take the interpreter from each
+#: other. It was measured for small layers on four devices.
+THREADED = 2
 
 #: What a replay may be above the time that was measured, and below, as shares of it. What is below
 #: is taken for something that stays as it is, such as a loss behind the layers.
@@ -46,6 +53,8 @@ class Traced:
         in_use: the most bytes of each device, by its name.
         places: the name of the device of each partition.
         total: the bytes that each device has, by its name.
+        modules: the modules of a device map; None for layers.
+        divisible: whether several threads may issue the forward.
     """
 
     setting: Setting
@@ -62,6 +71,14 @@ class Traced:
     in_use: Mapping[str, int]
     places: Sequence[str]
     total: Mapping[str, float]
+    modules: Modules | None = None
+    divisible: bool = False
+
+    @property
+    def waited(self) -> float:
+        """The share of the step in which the host waits for devices in forward."""
+        figures = self.figures
+        return figures.chunks * sum(x.time for x in figures.waits.values()) / self.makespan
 
 
 class Replays:
@@ -73,8 +90,7 @@ class Replays:
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
-        self._host = Host(traced.figures.host, by_autograd=traced.setting.schedule is None)
-        self._order = cache(in_order)
+        self._order = cache(_issued)
         #: The time of the setting that was traced, if it can be replayed.
         self.now = self.time(traced.setting)
 
@@ -98,7 +114,16 @@ class Replays:
         if copies and isinstance(costs.copy, dict):
             # What was not copied took no time.
             table.copy |= {x: costs.copy.get(x, 0.0) for x in table.copy}
-        return replayed(self._order(schedule), table, self._host)
+        return replayed(self._order(schedule, setting.threads), table, self._host(setting))
+
+    def _host(self, setting: Setting) -> Host:
+        figures, before = self.traced.figures, self.traced.setting.threads
+        threads = max(1, setting.threads)
+        longer = THREADED if threads > 1 >= before > 0 else 1
+        time = {x: y * (longer if x[0] == "F" else 1) for x, y in figures.host.items()}
+        scale = figures.chunks / setting.chunks
+        tails = {j: scale * x.tail for j, x in figures.waits.items()}
+        return Host(time, setting.schedule is None, threads, tails)
 
     @property
     def without_strays(self) -> float | None:
@@ -117,7 +142,7 @@ class Replays:
         schedule = setting.made()
         if schedule is None:
             return None
-        known = self.traced.excess(setting, schedule, self._order(schedule))
+        known = self.traced.excess(setting, schedule, self._order(schedule, setting.threads))
         return self._estimated(setting) if known is None else known
 
     def _estimated(self, setting: Setting) -> float | None:
@@ -137,17 +162,40 @@ class Replays:
         assert schedule is not None
         figures = traced.figures
         scale = figures.chunks / setting.chunks
-        ends = [sum(setting.balance[:j]) for j in range(len(setting.balance))]
-        inputs = [scale * figures.layers[k - 1].bytes if k and figures.layers else 0 for k in ends]
+        ends = [0, *accumulate(setting.balance)]
+        # Each module of a map keeps its arguments.
+        inner = ends[1:] if setting.threads else [k + 1 for k in ends]
+        given = [0, *(x.bytes for x in figures.layers)]
+        inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
         kept = {j: scale * size for j, size in traced.kept.items()}
-        return most(self._order(schedule), traced.places, kept, inputs)
+        return most(self._order(schedule, setting.threads), traced.places, kept, inputs)
 
     def gain(self, setting: Setting) -> float:
         """The share of the step's time that a setting saves.
 
         It is 0 if there is no such step, or if it is known not to fit into the memory.
         """
+        modules = self.traced.modules
+        if modules and setting.balance != modules.balance and not modules.allows(setting.balance):
+            return 0.0
         time = self.time(setting)
         if time is None or self.now is None or self.excess(setting):
             return 0.0
         return (self.now - time) / self.traced.makespan
+
+
+def _issued(schedule: Schedule, threads: int) -> Sequence[Step]:
+    """The instructions of a schedule as the host issues them, which has some threads for a map."""
+    found = in_order(schedule)
+    if not threads:
+        return found
+    # The model's forward is called for one micro-batch, and then for the next one.
+    forward: list[tuple[int, int, int]] = []
+    behind: list[Step] = []
+    for k, step in enumerate(found):
+        op = operations(step[1])[0]
+        if op.kind == "F":
+            forward.append((op.microbatch, op.stage, k))
+        else:
+            behind.append(step)
+    return [*(found[k] for *_, k in sorted(forward)), *behind]

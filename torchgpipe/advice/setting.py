@@ -24,6 +24,8 @@ class Setting:
         schedule: the choice of a :class:`~torchgpipe.ScheduledLoss`; None for the order of
             :class:`~torchgpipe.GPipe`.
         skips: the partitions that each skip leads from and to.
+        threads: the threads of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of
+            one micro-batch behind another; 0 for other wrappers.
     """
 
     balance: tuple[int, ...]
@@ -32,6 +34,7 @@ class Setting:
     modes: tuple[str, ...]
     schedule: Choice | None
     skips: tuple[tuple[int, int], ...]
+    threads: int = 0
 
     def made(self) -> Schedule | None:
         """The schedule of a step, with its recomputations; None if the choice has none."""

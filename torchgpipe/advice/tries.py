@@ -30,17 +30,20 @@ class Try:
         change: the change, as a user writes it.
         reason: what takes the time now.
         caution: what has to be seen to.
+        words: the change in words; empty if the change itself is short.
     """
 
     setting: Setting
     change: Mapping[str, Any]
     reason: str
     caution: str = ""
+    words: str = ""
 
 
 def tries(replays: Replays) -> list[Try]:
     """All settings to try; of those with a change of one kind, the smallest change comes first."""
-    return [*_balances(replays), *_chunks(replays), *_modes(replays), *_schedules(replays)]
+    kinds = [_balances, _chunks, _threads, _modes, _schedules]
+    return [x for kind in kinds for x in kind(replays)]
 
 
 def _balances(replays: Replays) -> Iterator[Try]:
@@ -66,7 +69,12 @@ def _balances(replays: Replays) -> Iterator[Try]:
         # Most of the gain is from copies.
         share = (replays.now - before) / traced.makespan
         reason = f"copies between partitions hold up {share:.0%} of the step"
-    yield Try(best, {"balance": [*best.balance]}, reason)
+    modules = traced.modules
+    if modules is None:
+        yield Try(best, {"balance": [*best.balance]}, reason)
+    else:
+        change = {"device_map": modules.map(best.balance)}
+        yield Try(best, change, reason, words=modules.words(best.balance))
 
 
 def _moved(replays: Replays, setting: Setting) -> Setting:
@@ -100,6 +108,17 @@ def _chunks(replays: Replays) -> Iterator[Try]:
             setting = replace(traced.setting, chunks=m // factor)
             caution = f"larger micro-batches need more memory{traced.memory}"
             yield Try(setting, {"chunks": m // factor}, reason, caution)
+
+
+def _threads(replays: Replays) -> Iterator[Try]:
+    traced = replays.traced
+    setting = traced.setting
+    if not (traced.divisible and traced.figures.waits):
+        return
+    reason = f"the host waits for devices {traced.waited:.0%} of the step, as .item() has it"
+    for threads in range(setting.threads + 1, min(len(setting.balance), setting.chunks) + 1):
+        caution = "forward must keep nothing of a micro-batch in a module"
+        yield Try(replace(setting, threads=threads), {"threads": threads}, reason, caution)
 
 
 def _modes(replays: Replays) -> Iterator[Try]:

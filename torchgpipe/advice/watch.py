@@ -5,56 +5,104 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from torchgpipe.advice.advisor import Advisor
-from torchgpipe.advice.figures import figures_of
+from torchgpipe.advice.figures import Layer, figures_of
 from torchgpipe.advice.layers import Layers
+from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replays import Traced
 from torchgpipe.advice.setting import Setting
+from torchgpipe.advice.waits import Wait, Waits
 from torchgpipe.devices.measures import memory_total
-from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
-from torchgpipe.engine.recorded import Traceable
+from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
+from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.timeline.shares import Shares
 from torchgpipe.timeline.timeline import Timeline
+from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
+
+
+class Wrapped(NamedTuple):
+    """A wrapper whose step is advised on.
+
+    Attributes:
+        setting: how the model is wrapped.
+        devices: the device of each partition.
+        layers: all layers; empty if they were not timed.
+        rows: the rows of a micro-batch; 0 if unknown.
+        waits: the stages whose forward makes the host wait.
+        modules: as in :class:`Traced`.
+        divisible: likewise.
+    """
+
+    setting: Setting
+    devices: Sequence[torch.device]
+    layers: Sequence[Layer]
+    rows: int
+    waits: Mapping[int, Wait] = {}
+    modules: Modules | None = None
+    divisible: bool = False
 
 
 class Watch:
     """A model whose layers are timed until :meth:`stop`.
 
     Args:
-        model: a wrapper. Nobody advises on other ones than :class:`GPipe` and
-            :class:`ScheduledLoss`.
-        recorder: takes the times.
+        model: a wrapper. Nobody advises on a :class:`~torchgpipe.distributed.Pipe`.
+        recording: takes the times of cells.
     """
 
-    def __init__(self, model: Traceable, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, model: Traceable, recording: Recording) -> None:
+        self._recorder = recorder = recording.recorder
         self._choice: Choice | None = None
-        self._model: GPipe | None = model if isinstance(model, GPipe) else None
+        self._model: GPipe | MappedGPipe | None = None
         self._layers: Layers | None = None
-        has_layers = True
+        self._waits: Waits | None = None
+        #: The rows of a mini-batch of a map.
+        self._rows = 0
+        self._handles: list[Any] = []
+        found: list[tuple[nn.Module, torch.device]] = []
         if isinstance(model, ScheduledLoss):
             self._model, self._choice = model.model, model.schedule
-            # Graphs do not run layers, and a stage with hooks is none.
-            has_layers = model.stages == "eager"
+        elif isinstance(model, GPipe | MappedGPipe):
+            self._model = model
+        # Graphs do not run layers, and a stage with hooks is none.
+        if isinstance(self._model, GPipe) and getattr(model, "stages", "eager") == "eager":
+            for part, device in zip(self._model.partitions, self._model.devices):
+                assert isinstance(part, nn.Sequential)
+                found += [(layer, device) for layer in part]
+        # Hooks, and modes, would have modules compiled anew.
+        elif isinstance(model, MappedGPipe) and not any(x.compiled for x in model._calls):
+            found = [(x.mapped.module, x.mapped.device) for x in model._calls]
         # On the CPU, which is the host, too, there is no advice to time layers for.
-        if self._model is not None and has_layers and all(map(has_streams, self._model.devices)):
-            self._layers = Layers([*self._model.partitions], self._model.devices, recorder)
+        if not found or not all(has_streams(device) for _, device in found):
+            return
+        self._layers = Layers(found, recorder)
+        if isinstance(model, MappedGPipe):
+            self._waits = Waits(recorder)
+            recording.within = self._waits.within
+            self._handles.append(model.register_forward_pre_hook(self._given, with_kwargs=True))
 
     def stop(self) -> None:
         """Leave the model alone."""
         if self._layers is not None:
             self._layers.stop()
+        for handle in self._handles:
+            handle.remove()
+
+    def _given(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._rows = row_count((args, kwargs))
 
     def end(self, timeline: Timeline) -> Advisor | None:
         """Make an advisor of what was seen, when the timeline has its spans.
@@ -62,9 +110,7 @@ class Watch:
         Returns:
             The advisor; None if there is no step to advise on.
         """
-        layers = [] if self._layers is None else self._layers.found()
-        model = self._model
-        if model is None or not timeline.spans:
+        if self._model is None or not timeline.spans:
             return None
         last = timeline.step()
         if not {"B", "W"} & {x.kind for x in last.spans}:
@@ -74,17 +120,15 @@ class Watch:
         if not any(map(_computing, shares)) or any(x.host is None for x in shares):
             # Without costs, virtual accelerators take no time. The CPU is the host and the device.
             return None
+        chunks = 1 + max(x.microbatch or 0 for x in last.spans if x.computes)
+        wrapped = self._wrapped(timeline, chunks)
+        if wrapped is None:
+            return None
         late = mean(x.host or 0.0 for x in shares)
-        rows = 0 if self._layers is None else self._layers.rows
-        by_autograd = self._choice is None
-        figures = figures_of(last.spans, model.balance, by_autograd, layers, rows, late)
-        setting = Setting(
-            tuple(model.balance),
-            _placement(model.devices, by_autograd),
-            figures.chunks,
-            tuple(model._modes),
-            self._choice,
-            _skips(model),
+        setting = wrapped.setting
+        figures = figures_of(
+            *(last.spans, setting.balance, self._choice is None, wrapped.layers, wrapped.rows),
+            *(late, wrapped.waits, max(1, setting.threads)),
         )
         slowest = max(shares, key=_computing)
         return Advisor(
@@ -98,12 +142,65 @@ class Watch:
                 slowest.device,
                 _computing(slowest) / mean(map(_computing, shares)) - 1,
                 _in_use(timeline.memory),
-                partial(_excess, model, figures.rows),
+                partial(_excess, self._model, figures.rows),
                 self._kept(),
                 timeline.memory,
-                [str(device) for device in model.devices],
-                {str(device): memory_total(device) for device in model.devices},
+                [str(device) for device in wrapped.devices],
+                {str(device): memory_total(device) for device in wrapped.devices},
+                wrapped.modules,
+                wrapped.divisible,
             )
+        )
+
+    def _wrapped(self, timeline: Timeline, chunks: int) -> Wrapped | None:
+        if isinstance(self._model, MappedGPipe):
+            return self._mapped(self._model, timeline, chunks)
+        model, layers = self._model, self._layers
+        assert model is not None
+        setting = Setting(
+            tuple(model.balance),
+            _placement(model.devices, self._choice is None),
+            chunks,
+            tuple(model._modes),
+            self._choice,
+            _skips(model),
+        )
+        if layers is None:
+            return Wrapped(setting, model.devices, [], 0)
+        return Wrapped(setting, model.devices, layers.found(), layers.rows)
+
+    def _mapped(self, model: MappedGPipe, timeline: Timeline, chunks: int) -> Wrapped | None:
+        """The wrapper of any module, of which each visit of a device is a partition."""
+        layers, waits = self._layers, self._waits
+        last = [x for x in timeline.spans if x.step == timeline.steps[-1]]
+        first = {x.stage: x for x in last if x.kind == "F" and not x.microbatch}
+        n = len(first)
+        if layers is None or waits is None or {*first} != {*range(n)}:
+            # Nobody knows of a visit without modules.
+            return None
+        devices = [torch.device(first[j].stream.place) for j in range(n)]
+        order = layers.called
+        modules = Modules(model.device_map, [model._calls[k].mapped for k in order])
+        is_cut = modules.devices == devices
+        ways = {(x.stage, x.target) for x in last if x.kind == "copy"}
+        (mode,) = model._modes
+        setting = Setting(
+            modules.balance if is_cut else (1,) * n,
+            tuple(range(n)),
+            chunks,
+            (mode,) * n,
+            None,
+            tuple(sorted((j, k) for j, k in ways if j is not None and k is not None and k > j + 1)),
+            model.threads,
+        )
+        return Wrapped(
+            setting,
+            devices,
+            layers.found(order) if is_cut else [],
+            self._rows // chunks,
+            waits.found({j: x.end for j, x in first.items() if j is not None}),
+            modules,
+            is_cut and model._workers.are_equal(True),
         )
 
     def _kept(self) -> dict[int, float]:
@@ -134,14 +231,19 @@ def _skips(model: GPipe) -> tuple[tuple[int, int], ...]:
 
 
 def _excess(
-    model: GPipe, rows: int, setting: Setting, schedule: Schedule, order: Sequence[Step]
+    model: GPipe | MappedGPipe,
+    rows: int,
+    setting: Setting,
+    schedule: Schedule,
+    order: Sequence[Step],
 ) -> float | None:
     """The bytes that a device has too little for a setting, if the plan of the model knows."""
-    room = model._room
-    if room is None:
+    if isinstance(model, MappedGPipe) or model._room is None:
         return None
     has_loss = setting.schedule is not None
-    return room.excess(schedule, order, setting.balance, model.devices, rows, has_loss=has_loss)
+    return model._room.excess(
+        schedule, order, setting.balance, model.devices, rows, has_loss=has_loss
+    )
 
 
 def _in_use(memory: Mapping[str, int]) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -63,6 +64,8 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        #: What the layers of the first micro-batch are computed within, by the mark of a forward.
+        self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
         #: The backward that is under way where there are no streams.
         self._running: Mark | None = None
 
@@ -114,7 +117,8 @@ class Recording:
             before = {x.grad_fn for x in tensors(value) if x.requires_grad and forward.stage}
             number = next_number()
         self.recorder.begin(forward)
-        output = run(value, **more)
+        with nullcontext() if forward.microbatch else self.within(forward):
+            output = run(value, **more)
         self.recorder.end(forward)
         backward = Mark("B", *where)
         backward.step = forward.step

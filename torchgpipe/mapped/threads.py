@@ -31,6 +31,10 @@ class Threads:
         #: Whether several threads compute the same as one, in training and in evaluation.
         self._equal = {True: False, False: False}
 
+    def are_equal(self, training: bool) -> bool:
+        """Whether several threads would have computed the last step as one did."""
+        return self._equal[training]
+
     def run(
         self,
         step: MappedStep,
@@ -52,7 +56,7 @@ class Threads:
         """
         context, numbers = Context(), get_state(CPU)
         # guard: modes that the caller of a model computes in
-        if self._equal[model.training] and not context.alone:
+        if count > 1 and self._equal[model.training] and not context.alone:
             with unset(model.named_modules()):
                 self._divide(step, count, course, context)
         else:

@@ -19,7 +19,8 @@ class Advice:
             to change.
         gain: the share of the step's time that is expected to be saved.
         caution: what has to be seen to, such as memory; empty if nothing.
-        remedy: what to change in the code; empty if settings are to change.
+        remedy: what to change in words: in the code, or in a setting too long for a sentence, such
+            as a device map; empty if settings say it.
     """
 
     reason: str

@@ -1,8 +1,11 @@
 """Figures of a step, and of one with other partitions and micro-batches."""
 
+from dataclasses import replace
+
 import pytest
 
 from torchgpipe.advice.figures import Layer, figures_of
+from torchgpipe.advice.waits import Wait
 from torchgpipe.timeline.span import Stream, computation, copy
 
 
@@ -53,6 +56,32 @@ def test_other_partitions():
     assert pytest.approx([0.5, 1.5 + 4]) == costs.F
     assert sum(costs.W) == pytest.approx(6)
     assert costs.copy == {(0, 1): 0.25}
+
+
+def late(issued, **more):
+    """The figures of a step that the host holds up, whose computations were issued in time."""
+    step = [x for x in spans() if x.kind != "copy"]
+    step = [replace(x, issued=issued(k, x)) for k, x in enumerate(step)]
+    return figures_of(step, [2, 2], True, [], 3, 0.5, **more)
+
+
+def test_hosts_that_are_late():
+    """A computation that takes about as long as to issue it is taken to run meanwhile."""
+    found = late(lambda _, x: x.start)
+    assert found.host["F", 0] == 2.0
+    assert found.times["F", 0] == 2.0 / 2
+    # What takes much longer, or much less, has nothing to do with the host.
+    assert found.times["F", 1] == 4.0
+    found = late(lambda k, _: k / 10)
+    assert found.times["F", 0] == 2.0
+
+
+def test_hosts_that_wait():
+    """The wait is not the time that it takes to issue, and only one wait is known."""
+    found = late(lambda _, x: x.start, waits={1: Wait(4.0, 0.0)})
+    assert found.host["F", 1] == 14.0 - 4.0
+    assert found.host["F", 0] == 2.0
+    assert found.waits == {1: Wait(4.0, 0.0)}
 
 
 def test_times_of_layers():
