@@ -8,6 +8,7 @@ import torch
 
 from tests.examples import MISSING
 from tests.support.architectures import build
+from tests.support.packed import pack
 from torchgpipe import MappedGPipe, is_recomputing
 from torchgpipe.balance.device_map import timed
 from torchgpipe.planner import maps
@@ -20,16 +21,24 @@ CPU = torch.device("cpu")
 START = "base_model.model."
 
 
-def adapted(layers=None):
-    """A Llama of three layers with LoRA, some of which may go without, and four rows for it."""
+def adapted(layers=None, packed=False, saved=None):
+    """A Llama of three layers with LoRA, some of which may go without, and four rows for it.
+
+    Args:
+        layers: those with LoRA; by default all.
+        packed: whether the weights of the others have four bits.
+        saved: modules that are trained as a whole.
+    """
     peft = pytest.importorskip("peft", exc_type=MISSING)
     model, inputs = build("llama")
+    model = pack(model) if packed else model
     config = peft.LoraConfig(
         r=2,
         target_modules=["q_proj", "v_proj"],
         layers_to_transform=layers,
         # Or one of the two gradients of each adapter is zero.
         init_lora_weights=False,
+        modules_to_save=saved,
         task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(model, config), inputs
@@ -47,9 +56,9 @@ def names(devices):
     }
 
 
-def compare(devices, mode, layers=None, inputs_too=False):
+def compare(devices, mode, layers=None, inputs_too=False, packed=False):
     """Train a step, and compare it with the micro-batches one after another."""
-    model, inputs = adapted(layers)
+    model, inputs = adapted(layers, packed)
     if inputs_too:
         # As those do who use PyTorch's checkpoints.
         model.enable_input_require_grads()
@@ -78,6 +87,10 @@ def test_gradients(mode, layers):
 
 def test_embeddings_that_require_grad(mode):
     compare([CPU] * 3, mode, [2], inputs_too=True)
+
+
+def test_packed_weights(mode):
+    compare([CPU] * 2, mode, packed=True)
 
 
 def test_a_map_that_is_measured(monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from tests.behaviour.test_mapped_peft import IGNORED, adapted, compare, names
 from tests.support.helpers import MODES, assert_no_races
+from tests.support.packed import PackedLinear, PackedWeight
 from torchgpipe import MappedGPipe
 from torchgpipe.testing import observe
 
@@ -35,3 +36,25 @@ def test_devices_in_front_of_the_adapters_compute_nothing_in_backward(devices, m
         loss.backward()
     assert_no_races(seen)
     assert {stream.device for stream in seen.busy} == busy
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_weights(devices, mode):
+    """Packed weights come to their devices with all that belongs to them."""
+    with observe() as seen:
+        compare(devices[:2], mode, packed=True)
+    assert_no_races(seen)
+
+
+def test_packed_weights_under_a_map_that_is_measured(devices):
+    model, inputs = adapted(packed=True)
+    sample = {key: x[:2] for key, x in inputs.items()}
+    pipe = MappedGPipe(model, "auto", sample=sample, devices=devices[:2], chunks=2, memory="1GB")
+    assert {x.device for x in pipe.parameters()} == {*devices[:2]}
+    packed = [x for x in pipe.modules() if isinstance(x, PackedLinear)]
+    assert len(packed) == 21
+    for x in packed:
+        assert isinstance(x.weight, PackedWeight)
+        assert x.weight.state.scale.device == x.weight.device
+    pipe(**inputs).loss.mean().backward()
+    assert all((x.grad is not None) == x.requires_grad for x in pipe.parameters())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
-from torchgpipe.partition.placement import moved_to
+from torchgpipe.partition.placement import move_packed, moved_to
 
 __all__: list[str] = []
 
@@ -118,6 +118,7 @@ def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
                         f"({other}: {home}, {full}: {device}); map these modules to the same one"
                     )
                 before.append((table, name, tensor))
+        move_packed(device, module)
         module._apply(partial(moved_to, device), recurse=False)
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
         if tensor is not None
     ]
     for partition, device in zip(partitions, devices):
+        for module in partition.modules():
+            move_packed(device, module)
         partition._apply(partial(moved_to, device))
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
@@ -45,6 +48,17 @@ def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
         return tensor.to(device)
     made = torch.empty_like(tensor, device=device)
     return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
+
+
+def move_packed(device: torch.device, module: nn.Module) -> None:
+    """Move the parameters of a module whose class has a move of its own, as packed weights have.
+
+    On the way to some devices PyTorch makes new parameters, and refuses such a class.
+    """
+    table: dict[str, Any] = module._parameters
+    for name, x in table.items():
+        if x is not None and type(x).to is not Tensor.to and x.device != device:
+            table[name] = x.to(device)
 
 
 def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
