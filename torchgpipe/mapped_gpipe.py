@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
+from torchgpipe.balance.device_map import unchanged
 from torchgpipe.batchnorm import defer, deferred_batch_norms
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
-from torchgpipe.engine.mini_batch import MiniBatch
+from torchgpipe.engine.mini_batch import MiniBatch, compute
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.caches import takes_cache, without_cache
-from torchgpipe.mapped.calls import Call, intercept, is_intercepted
+from torchgpipe.mapped.calls import Call, intercept, is_intercepted, let_go
 from torchgpipe.mapped.course import Course, current
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
 from torchgpipe.mapped.glue import Glue
@@ -120,18 +121,44 @@ class MappedGPipe(Settings, nn.Module):
         self.checkpoint = checkpoint
         self.threads = threads
         (mode,) = self._modes
-        chosen = chosen_map(
-            module, device_map, sample, devices, chunks=self.chunks, checkpoint=mode
-        )
-        self._map = checked_map(chosen, module)
         self.training = module.training
-        place(module, self._map)
+        self._share(module)
+        chosen = chosen_map(
+            module,
+            device_map,
+            sample,
+            devices,
+            chunks=self.chunks,
+            checkpoint=mode,
+            rehearse=self._rehearse,
+        )
         if checked_flag(deferred_batch_norm, "deferred_batch_norm"):
             defer(module)
+        self._place(chosen)
         self._traps = Traps("MappedGPipe")
         self._traps.sequence_first([module], self._chunks)
-        self._share(module)
+
+    def _place(self, device_map: Mapping[str, Device]) -> None:
+        """Move the modules to the devices of a map, and learn of their calls."""
+        self._map = checked_map(device_map, self.module)
+        place(self.module, self._map)
         self._prepare()
+
+    def _rehearse(self, device_map: Mapping[str, Device], given: Arguments) -> None:
+        """Run a sample as one micro-batch, by a map that was measured."""
+        self._place(device_map)
+        try:
+            with unchanged(self.module), torch.inference_mode(False), torch.enable_grad():
+                batches, devices = [Batch(given)], [*self._map.values()]
+                own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
+                batches[0] = batches[0].replace(own)
+                step = MappedStep(self._lasting, self._attributes, devices, 1, 0)
+                run = partial(self._run, step, batches, Order(self.module))
+                run = partial(holding, step.numbers.locks, run)
+                compute(run, self, devices, self._norms, [])
+        finally:
+            for call in self._calls:
+                let_go(call)
 
     def _share(self, module: nn.Module) -> None:
         """Have the model's own tables, so that all names are those of the model."""

@@ -85,3 +85,9 @@ def is_intercepted(call: Call) -> bool:
         call.inner, call.compiled = found, True
         module._compiled_call_impl = call
     return module._compiled_call_impl is call
+
+
+def let_go(call: Call) -> None:
+    """Make calls of a module its own again."""
+    if call.mapped.module._compiled_call_impl is call:
+        call.mapped.module._compiled_call_impl = call.inner

@@ -12,13 +12,14 @@ modules in a name that has. All code between mapped modules runs where its tenso
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.balance.wholes import is_called, is_list, with_several_names
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.placement import moved_to
@@ -157,29 +158,35 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
 
     These are the modules that the map names. Where a module cannot be computed as a whole, since
     the map has a name below it, or since it is a list that is not called itself, these are its
-    modules with parameters or buffers.
+    modules with parameters or buffers, and all entries of a list.
     """
     found: dict[nn.Module, Mapped] = {}
+    several = with_several_names(model)
     for key, device in device_map.items():
-        for name, module in _computed_as_a_whole(key, model.get_submodule(key), device_map):
+        named = model.get_submodule(key)
+        for name, module in _computed_as_a_whole(key, named, device_map, several):
             place = f"{name or 'the model'} on {device}"
             found.setdefault(module, Mapped(name, module, device, place))
     return [*found.values()]
 
 
 def _computed_as_a_whole(
-    name: str, module: nn.Module, device_map: Mapping[str, torch.device]
+    name: str,
+    module: nn.Module,
+    device_map: Mapping[str, torch.device],
+    several: Container[nn.Module],
 ) -> Iterator[tuple[str, nn.Module]]:
     """A module, if it can be computed as a whole, or those below it that belong to its device."""
     start = f"{name}." if name else ""
     divided = any(other.startswith(start) for other in device_map if other != name)
-    # That of torch.compile() is an attribute of the module, whose class has none.
-    called = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-    if not divided and called:
+    if not divided and is_called(module):
         yield name, module
         return
     for child, inner in module.named_children():
+        has_tensors = any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
+        # Entries of a list belong to it, activations too. What has no tensors is computed where
+        # they are if code of the module's own calls it, or if it has several names.
         if start + child not in device_map and (
-            any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
+            has_tensors or (is_list(module) and inner not in several)
         ):
-            yield from _computed_as_a_whole(start + child, inner, device_map)
+            yield from _computed_as_a_whole(start + child, inner, device_map, several)
