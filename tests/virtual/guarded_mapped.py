@@ -57,6 +57,7 @@ TESTS = {
         ),
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
+        "lost": ("test_mapped_together", "changes_in_place_that_would_be_lost", {}),
     }.items()
 } | {
     "attributes of a call": (
@@ -120,5 +121,6 @@ MUTANTS = {
     "contents of several devices": (("body.lock, ", ""), "mapped shared box"),
     "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
+    "changes that would be lost": (("!= version", "is None"), "mapped lost"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

@@ -355,7 +355,8 @@ def _is_compiled(node: Node) -> bool:
 
 def _is_checkpointed(node: Node) -> bool:
     """Whether a checkpoint of PyTorch has packed the first tensor that a node has saved."""
-    for name in _saved(type(node)):
+    kind: Any = type(node)
+    for name in _saved(kind):
         saved = getattr(node, name)
         if isinstance(saved, tuple):
             saved = saved[0] if saved else None

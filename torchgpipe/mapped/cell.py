@@ -101,7 +101,7 @@ class Cell:
                 return found
             copies.clear()
         tensors = tensors_of(value)
-        fetched = self._fetch([x for x in tensors if x.device != device])
+        fetched = self.come([x for x in tensors if x.device != device])
         if self.stage.visit:
             fetched |= self.taken_over(tuple([x for x in tensors if x.device == device]))
         return replaced(value, lambda x: fetched.get(id(x), x), copies)
@@ -131,7 +131,7 @@ class Cell:
         found = self._made.get(id(tensor))
         return found is not None and found() is tensor
 
-    def _fetch(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    def come(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Bring tensors here that are elsewhere, those of one device together, by identity."""
         fetched, missing = self._come.known(tensors)
         for device in dict.fromkeys(x.device for x in missing):

@@ -22,7 +22,7 @@ micro-batch would wait for this one to come back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,8 @@ class Course:
         #: The cell that is on its way.
         self._cell: Cell | None = None
         self._all: list[Cell] = []
+        #: The devices to which the model came, in order.
+        self._way: list[torch.device] = []
         #: The latest cell on each device.
         self._cells: dict[torch.device, Cell] = {}
         #: Where code between mapped modules is.
@@ -200,13 +202,38 @@ class Course:
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Bring a tensor to another device, for code between mapped modules."""
+        return self._goes_on(device).bring(tensor)
+
+    def together(self, tensors: Sequence[Tensor], target: torch.device | None) -> dict[int, Tensor]:
+        """Bring tensors together that code between mapped modules uses together.
+
+        Args:
+            tensors: the tensors. What is on no device of the map stays there.
+            target: the device; None for the one of theirs that the model came to last.
+
+        Returns:
+            The tensors that came, by the identities of the originals.
+        """
+        devices = self.step.devices
+        # PyTorch uses a number of the CPU on any device.
+        own = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
+        places = {x.device for x in own}
+        if target is None and places:
+            # Before the first module it is the last one of the map.
+            target = next(x for x in reversed([*devices, *self._way]) if x in places)
+        if target not in devices or places <= {target}:
+            return {}
+        assert target is not None
+        return self._goes_on(target).come([x for x in own if x.device != target])
+
+    def _goes_on(self, device: torch.device) -> Cell:
+        """The cell on a device for code that goes on there with something that comes late."""
         found = self._cells.get(device)
         if found is not None and found.entered and found is not self._cell:
-            # The code goes on there with something that comes late. On the stream of an earlier
-            # visit the next micro-batch would wait for it.
+            # On the stream of an earlier visit the next micro-batch would wait for it.
             # guard: code that comes back
             self._begin(device)
-        return self._at(device).bring(tensor)
+        return self._at(device)
 
     def end(self, output: Any) -> Batch:
         """Fence the output of the model."""
@@ -255,6 +282,7 @@ class Course:
             cell = self._begin(device) if found is None or found.entered else found
             cell.entered = True
             self._cell = cell
+            self._way.append(device)
             self._numbers.go_to(device)
         return cell
 
