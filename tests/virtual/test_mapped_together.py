@@ -131,7 +131,7 @@ def test_statistics_stay_where_they_are(devices):
 
 
 def message_of(device, forward):
-    """What code between the modules raises."""
+    """Return what code between the modules raises."""
     model = Chain(2)
     model.forward = forward.__get__(model)
     pipe = mapped(model, device[:2], "never", 2)
