@@ -384,11 +384,15 @@ class MappedGPipe(Settings, nn.Module):
                     f"around them calls them in its own way (compiled: {name or 'the model'}); "
                     "compile the modules that the map names"
                 )
+        devices = {*self._map.values()}
         for call in self._calls:
             name, module, device = call.mapped.name, call.mapped.module, call.mapped.device
+            lent = {(id(table), key) for table, key in call.mapped.lent or ()}
             for table in tables(module):
-                for tensor in table.values():
-                    if tensor is not None and tensor.device != device:
+                for key, tensor in table.items():
+                    if tensor is None or tensor.device == device:
+                        continue
+                    if (id(table), key) not in lent or tensor.device not in devices:
                         path = next(path for path, x in tensors(module) if x is tensor)
                         raise RuntimeError(
                             "parameters and buffers must stay on the device of their module "

@@ -9,18 +9,21 @@ nor its state dict changes. Forward hooks would run within the compiled code, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
 from torchgpipe.mapped.containers import replaced, unfilled
-from torchgpipe.mapped.course import Inside, current
+from torchgpipe.mapped.course import NOTHING, Inside, current
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.glue import paused
 from torchgpipe.mapped.step import Lasting
+from torchgpipe.partition.lent import Lent
 
 __all__: list[str] = []
 
@@ -57,12 +60,18 @@ class Call(Interception):
             device = self.mapped.device
             copies: list[Any] = []
             args, kwargs = replaced((args, kwargs), lambda x: x.to(device), copies)
+            if self.mapped.lent:
+                inner = partial(Lent(self.mapped.lent, partial(_near, device), NOTHING).call, inner)
             with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
                 return inner(*args, **kwargs)
         if isinstance(course, Inside):
             return inner(*args, **kwargs)
         with paused(current.glue):
             return course.call(self.mapped, inner, args, kwargs)
+
+
+def _near(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.to(device) for x in tensors]
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:

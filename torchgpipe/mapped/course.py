@@ -140,6 +140,7 @@ class Course:
                 labels.put(label)
                 label = label._replace(layer=mapped.name, layer_type=type(mapped.module).__name__)
             self.step.enters(mapped.module, cell.stage)
+            inner = self.step.lending(mapped, cell.stage, inner)
             undrawn: AbstractContextManager[None] = NOTHING
             if is_in_checkpoint():
                 undrawn = self._numbers.undrawn(mapped.name, mapped.device)

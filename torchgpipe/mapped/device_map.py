@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.balance.wholes import is_called, is_list, with_several_names
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
+from torchgpipe.partition.lent import Place, places_of
 from torchgpipe.partition.placement import moved_to
 
 __all__: list[str] = []
@@ -29,6 +29,8 @@ __all__: list[str] = []
 
 class Mapped:
     """A module that is computed as a whole on one device.
+
+    Where it shares tensors with modules on other devices, they may be at home there.
 
     It does not hold the module, whose call holds it: only Python's collector would free both.
 
@@ -39,11 +41,13 @@ class Mapped:
         place: its name and its device, as messages say them. Each call needs it.
     """
 
-    __slots__ = ("_module", "device", "name", "place")
+    __slots__ = ("_module", "device", "lent", "name", "place")
 
     def __init__(self, name: str, module: nn.Module, device: torch.device, place: str) -> None:
         self.name, self.device, self.place = name, device, place
         self._module = weakref.ref(module)
+        #: The places in it of tensors that modules on several devices have, if there are any.
+        self.lent: list[Place] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -97,29 +101,33 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
 def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
     """Move the modules of a model to their devices; shared tensors stay shared.
 
-    Raises:
-        ValueError: a parameter or buffer is shared by modules on different devices.
+    One that modules on several devices share is at home on the device of the longest name that
+    leads to it, and of the first one of those.
     """
     first = next(iter(device_map.values()))
-    homes: dict[Tensor, tuple[str, torch.device]] = {}
+    homes: dict[Tensor, tuple[int, torch.device]] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
-    for path, module, key in owned(model, device_map):
+    modules = [*owned(model, device_map)]
+    for _, module, key in modules:
         # Without a name there are only buffers that no state dict has.
+        length = -1 if key is None else len(key.split(".")) if key else 0
         device = first if key is None else device_map[key]
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for table in tables:
+        own: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in own:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                full = f"{path}.{name}" if path else name
-                other, home = homes.setdefault(tensor, (full, device))
-                if home != device:
-                    raise ValueError(
-                        "a parameter or buffer that several modules share must be on one device "
-                        f"({other}: {home}, {full}: {device}); map these modules to the same one"
-                    )
                 before.append((table, name, tensor))
-        module._apply(partial(moved_to, device), recurse=False)
+                for x in (tensor, *[x for x in [tensor.grad] if x is not None]):
+                    if length > homes.get(x, (-2, device))[0]:
+                        homes[x] = length, device
+
+    def home(tensor: Tensor) -> Tensor:
+        # What was moved under another name is at home.
+        return moved_to(homes.get(tensor, (0, tensor.device))[1], tensor)
+
+    for _, module, _ in modules:
+        module._apply(home, recurse=False)
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
     for table, name, tensor in before:
@@ -167,6 +175,9 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
         for name, module in _computed_as_a_whole(key, named, device_map, several):
             place = f"{name or 'the model'} on {device}"
             found.setdefault(module, Mapped(name, module, device, place))
+    places = places_of({module: mapped.device for module, mapped in found.items()})
+    for module, own in places.items():
+        found[module].lent = own
     return [*found.values()]
 
 

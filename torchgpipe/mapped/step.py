@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -36,6 +37,8 @@ from torchgpipe.engine.body import Body
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.weights import Weights
+from torchgpipe.partition.lent import Lent
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
 
@@ -121,11 +124,13 @@ class MappedStep:
         #: The stage in which each module was called last.
         self._last: dict[nn.Module, Stage] = {}
         self._bodies: dict[tuple[nn.Module, Stage], Body] = {}
+        self._lent: dict[tuple[nn.Module, Stage], Lent] = {}
         self._attributes: dict[nn.Module, Attributes] = {}
         self._visited: dict[nn.Module, bool] = {}
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
+        self._weights = Weights(lasting.pools[0], self._outside)
         self._lock = threading.Lock()
         #: Whether code has drawn random numbers on a device behind the cell that was on its way.
         self.drawn_behind = False
@@ -206,6 +211,18 @@ class MappedStep:
             found.call = call
             self._bodies[mapped.module, stage] = found
         return found
+
+    def lending(self, mapped: Mapped, stage: Stage, inner: Callable[..., Any]) -> Any:
+        """Call a mapped module with copies of the weights that are at home on other devices."""
+        if mapped.lent is None:
+            return inner
+        with self._lock:
+            lent = self._lent.get((mapped.module, stage))
+            if lent is None:
+                bring = partial(self._weights.bring, stage.compute, stage.lanes[0])
+                lent = Lent(mapped.lent, bring, self._lasting.lock)
+                self._lent[mapped.module, stage] = lent
+        return partial(lent.call, inner)
 
     def is_visited(self, module: nn.Module) -> bool:
         """Whether calls of a module add notes to what its functions may raise in backward."""
