@@ -66,6 +66,7 @@ TESTS = {
         "test_block_that_is_called_several_times",
         {},
     ),
+    "exchanged by threads": ("unit.mapped.test_exchanged", "test_second_runs_take_turns", {}),
     "lent to threads": ("unit.partition.test_lent", "test_threads_take_turns", {}),
     "contents of a call": (
         "behaviour.test_mapped_attributes",
@@ -125,6 +126,10 @@ MUTANTS = {
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "weights that are lent": (DROP, "mapped lent"),
     "weights that several threads lend": (("with self._lock", "if True"), "lent to threads"),
+    "mappings of several devices": (
+        ("with self._lock if is_recomputing() else nullcontext()", "if True"),
+        "exchanged by threads",
+    ),
     "changes that would be lost": (("!= version", "is None"), "mapped lost"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

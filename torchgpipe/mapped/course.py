@@ -42,6 +42,7 @@ from torchgpipe.mapped.attributes import Given
 from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import lists_and_dicts, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.step import MappedStep
 from torchgpipe.mapped.turns import Turns
@@ -146,6 +147,10 @@ class Course:
                 undrawn = self._numbers.undrawn(mapped.name, mapped.device)
             copies: list[Any] = []
             args, kwargs = cell.fetch_all((args, kwargs), copies)
+            exchanged = None
+            if mappings := mappings_of(args, kwargs):
+                fetch = partial(cell.fetch_all, copies=[])
+                exchanged = Exchanged(mappings, fetch, self.step.lock)
             uncached = self.step.uncached(mapped.module, cell.stage)
             with use_stream(cell.stage.compute), uncached, undrawn, labels.within(label):
                 attributes = self.step.attributes(mapped.module)
@@ -154,13 +159,16 @@ class Course:
                     batch = Batch(Arguments(args, kwargs))
                     del args, kwargs
                     again = noted(note.note, None if label is None else label._replace(kind="R"))
-                    checkpoint = self._new_checkpoint(mapped, inner, cell, again, given)
+                    around = None if exchanged is None else exchanged.call
+                    checkpoint = self._new_checkpoint(mapped, inner, cell, again, given, around)
                     output = _first_run(checkpoint, batch.take(), mapped.module).value
                 else:
                     if self.step.is_visited(mapped.module):
                         tensors = tensors_of((args, kwargs))
                         visit = Visit(mapped.module, tensors, tuple, str(note.note))
                         inner = partial(_visited, visit, inner)
+                    if exchanged is not None:
+                        inner = partial(exchanged.call, inner)
                     if self.step.recording is not None:
                         inner = self._recorded(inner, cell)
                     # Another container than the one of keyword arguments itself.
@@ -175,12 +183,21 @@ class Course:
         return output
 
     def _new_checkpoint(
-        self, mapped: Mapped, inner: Any, cell: Cell, note: noted, given: Given | None
+        self,
+        mapped: Mapped,
+        inner: Any,
+        cell: Cell,
+        note: noted,
+        given: Given | None,
+        around: Callable[..., Any] | None,
     ) -> Checkpoint:
         body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
         run: Callable[..., Batch] = partial(_run, body, given, starts_in_place(mapped.module))
         if self.step.is_visited(mapped.module):
             run = partial(run, note=str(note.note))
+        if around is not None:
+            # The body is that of all micro-batches.
+            run = partial(around, run)
         if self.step.recording is not None:
             run = self.step.recording.around(run, self._where(cell))
         checkpoint = body.checkpoint(run, self.step.new_context(), cell.stage.compute, note)

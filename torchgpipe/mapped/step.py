@@ -100,6 +100,8 @@ class MappedStep:
         checkpointed: int,
     ) -> None:
         self._lasting, self._known, self._checkpointed = lasting, known, checkpointed
+        #: Held where threads would change the same objects.
+        self.lock = lasting.lock
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:
@@ -220,7 +222,7 @@ class MappedStep:
             lent = self._lent.get((mapped.module, stage))
             if lent is None:
                 bring = partial(self._weights.bring, stage.compute, stage.lanes[0])
-                lent = Lent(mapped.lent, bring, self._lasting.lock)
+                lent = Lent(mapped.lent, bring, self.lock)
                 self._lent[mapped.module, stage] = lent
         return partial(lent.call, inner)
 
