@@ -384,7 +384,7 @@ class GPipe(Settings, nn.Module):
             self._prepare()
         partitions: Any = self.partitions
         verify_sharding(self, self._devices)
-        verify_placement(partitions, self._devices)
+        verify_placement(partitions, self._devices, self._stages.lent)
         found = MiniBatch(self, input, self.chunks, self._traps)
         for tensor in chain.from_iterable(found.different):
             if tensor.device != self._devices[0]:

@@ -16,6 +16,7 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.workers import Workers
+from torchgpipe.partition.lent import Place, places_of
 from torchgpipe.partition.placement import groups
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
@@ -72,6 +73,9 @@ class Stages:
         locks = {group: threading.RLock() for group in self.groups}
         #: For each partition, a lock that is held while the partition computes.
         self.locks = [locks[group] for group in self.groups]
+        #: For each partition, the places of tensors that partitions on several devices have.
+        places = places_of(dict(zip(self.partitions, devices)))
+        self.lent: list[list[Place]] = [places.get(x, []) for x in self.partitions]
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)

@@ -22,7 +22,7 @@ Parallelism (arXiv 2401.10241) for I and W.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -37,7 +37,7 @@ from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import Sums
 from torchgpipe.devices.streams import use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.step import Step
+from torchgpipe.engine.step import Step, lend
 from torchgpipe.engine.workers import Task
 from torchgpipe.executor.cell import Cell, Cells, Gradients
 from torchgpipe.executor.computation import KINDS, Computation, overlapped
@@ -97,6 +97,7 @@ class Executor:
         self.weights: list[list[Tensor]] = [
             [x for x in layers.parameters() if x.requires_grad] for layers in stages.partitions
         ]
+        copies = self._copies_of_weights()
         if behind is not None:
             self.weights[-1] += [x for x in behind.parameters() if x.requires_grad]
         #: For each micro-batch, the tensors that came from the caller.
@@ -105,6 +106,8 @@ class Executor:
         self._without_hooks = without_hooks([*chain(*self.weights), *given])
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, behind)
+        for body, places, own in zip(self.step.bodies, stages.lent, copies):
+            lend(body, places, partial(_in_place_of, own))
         self.new_cell = crew.cells.begin()
         recording = stages.recording
         #: Takes the times of instructions, while somebody traces the model.
@@ -136,6 +139,25 @@ class Executor:
         self.sums = [Sums() for _ in plan.devices]
         #: For each micro-batch, the gradients of the tensors that came from the caller.
         self.input_grads: list[Sequence[Tensor | None]] = [()] * plan.schedule.chunks
+
+    def _copies_of_weights(self) -> list[dict[Tensor, Tensor]]:
+        """Copies, for each stage, of weights that are at home on the device of another one.
+
+        Autograd knows what they are copies of, so their gradients are handed over to that.
+        """
+        made: dict[tuple[Tensor, torch.device], Tensor] = {}
+        found: list[dict[Tensor, Tensor]] = []
+        for j, (places, device) in enumerate(zip(self.stages.lent, self.stages.devices)):
+            own: dict[Tensor, Tensor] = {}
+            for x in [table[name] for table, name in places]:
+                if x is not None and x.device != device:
+                    if (x, device) not in made:
+                        made[x, device] = x.to(device, non_blocking=True)
+                    own[x] = made[x, device]
+            weights = [own.get(x, x) for x in self.weights[j]]
+            self.weights[j] = [x for x in weights if x.requires_grad]
+            found.append(own)
+        return found
 
     def run(self) -> None:
         """Run all instructions."""
@@ -302,3 +324,7 @@ class Executor:
             else:
                 arriving = self.grads.setdefault((source, i), {})
                 arriving[key] = self.links.send(found, j, source, i)
+
+
+def _in_place_of(copies: Mapping[Tensor, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    return [copies.get(x, x) for x in weights]

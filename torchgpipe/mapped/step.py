@@ -35,9 +35,9 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.recorded import Recording
+from torchgpipe.engine.weights import Weights
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.weights import Weights
 from torchgpipe.partition.lent import Lent
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -132,7 +132,7 @@ class MappedStep:
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
-        self._weights = Weights(lasting.pools[0], self._outside)
+        self._weights: Weights | None = None
         self._lock = threading.Lock()
         #: Whether code has drawn random numbers on a device behind the cell that was on its way.
         self.drawn_behind = False
@@ -219,6 +219,10 @@ class MappedStep:
         if mapped.lent is None:
             return inner
         with self._lock:
+            if self._weights is None:
+                streams = [self._lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
+                lanes = dict(zip(self.devices, [first.values[0] for first, *_ in streams]))
+                self._weights = Weights(lanes, self._outside)
             lent = self._lent.get((mapped.module, stage))
             if lent is None:
                 bring = partial(self._weights.bring, stage.compute, stage.lanes[0])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.versions import version_of
+from torchgpipe.devices.streams import canonical_device
 from torchgpipe.partition.placement import tables
 
 __all__: list[str] = []
@@ -40,6 +41,7 @@ def places_of(modules: Mapping[nn.Module, torch.device]) -> dict[nn.Module, list
         module: [(t, name, x) for t in tables(module) for name, x in t.items() if x is not None]
         for module in modules
     }
+    modules = {module: canonical_device(device) for module, device in modules.items()}
     away = [
         (table, x)
         for module, device in modules.items()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +19,29 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     shared stay shared.
 
     Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices, or a
-            buffer on the meta device could not be loaded later.
+        ValueError: a buffer is shared by partitions on different devices, or a buffer on the meta
+            device could not be loaded later.
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
-    before = [
-        (table, name, tensor)
-        for partition in partitions
-        for table in tables(partition)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
+    before = []
+    #: A parameter that partitions on several devices share is at home on the first one's.
+    homes: dict[Tensor, torch.device] = {}
     for partition, device in zip(partitions, devices):
-        partition._apply(partial(moved_to, device))
+        for table in tables(partition):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    before.append((table, name, tensor))
+                    homes.setdefault(tensor, device)
+                    if tensor.grad is not None:
+                        homes.setdefault(tensor.grad, device)
+
+    def home(tensor: Tensor) -> Tensor:
+        # What is a new tensor has been moved.
+        return moved_to(homes[tensor], tensor) if tensor in homes else tensor
+
+    for partition in partitions:
+        partition._apply(home)
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
     for table, name, tensor in before:
@@ -48,10 +56,10 @@ def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Check that no tensor is needed on two devices.
+    """Check that no buffer is needed on two devices, one of which may change it.
 
     Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices; the message
+        ValueError: a buffer is shared by partitions on different devices; the message
             proposes a balance, and devices, that would do.
     """
     faults, merged = _shared(partitions, devices)
@@ -64,17 +72,16 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
                 balance.append(len(partition._modules))
         proposed = [str(devices[k]) for k in groups(partitions)]
         raise ValueError(
-            "a parameter or buffer can be shared only by layers on one device "
+            "a buffer can be shared only by layers on one device "
             f"({'; '.join(faults)}); keep these layers in one partition, as with "
             f"balance={balance}, or on one device, as with devices={proposed}"
-            f"{_apart(partitions, devices)}"
         )
 
 
 def _shared(
     partitions: Sequence[nn.Module], devices: Sequence[torch.device]
 ) -> tuple[list[str], list[bool]]:
-    """The tensors on two devices, and whether each partition shares with the one before it.
+    """The buffers on two devices, and whether each partition shares with the one before it.
 
     A partition between two that share counts, since it has to be merged with them.
     """
@@ -82,29 +89,12 @@ def _shared(
     faults: list[str] = []
     merged = [False] * len(partitions)
     for j, partition in enumerate(partitions):
-        for name, tensor in tensors(partition):
+        for name, tensor in partition.named_buffers(remove_duplicate=False):
             other, k = owners.setdefault(tensor, (name, j))
             merged[k + 1 : j + 1] = [True] * (j - k)
             if devices[k] != devices[j]:
                 faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
     return faults, merged
-
-
-def _apart(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> str:
-    """Propose a partition for the last layer alone, as for a head that is tied to the embedding."""
-    *most, last = partitions[-1].named_children()
-    if not most:
-        return ""
-    ends = [nn.Sequential(OrderedDict(layers)) for layers in (most, [last])]
-    divided = [*partitions[:-1], *ends]
-    # The last partition may share with none; then the faults are elsewhere, and stay.
-    placed = [*devices[: len(partitions)], devices[min(groups(divided)[-1], len(partitions) - 1)]]
-    if _shared(divided, placed)[0]:
-        return ""
-    return (
-        ", or let the last layer be a partition of its own, as with "
-        f"balance={[len(x._modules) for x in divided]} and devices={[*map(str, placed)]}"
-    )
 
 
 def groups(partitions: Iterable[nn.Module]) -> list[int]:
@@ -143,16 +133,28 @@ def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
                     )
 
 
-def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+def verify_placement(
+    partitions: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    lent: Sequence[Sequence[tuple[Any, str]]] | None = None,
+) -> None:
     """Check that all parameters and buffers are on the device of their partition.
+
+    Args:
+        partitions: the partitions.
+        devices: the device of each.
+        lent: for each, the places of tensors that may be on the device of another one, too.
 
     Raises:
         RuntimeError: a parameter or buffer was moved.
     """
     for j, (partition, device) in enumerate(zip(partitions, devices)):
+        own = {(id(table), key) for table, key in lent[j]} if lent else ()
         for table in tables(partition):
-            for tensor in table.values():
-                if tensor is not None and tensor.device != device:
+            for key, tensor in table.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if (id(table), key) not in own or tensor.device not in devices:
                     name = next(name for name, x in tensors(partition) if x is tensor)
                     raise RuntimeError(
                         "parameters and buffers must stay on the device of their partition "

@@ -1,4 +1,4 @@
-"""Weights: how those that modules on several devices have come to each of them, once a step."""
+"""Weights: how those that layers on several devices have come to each of them, once a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torchgpipe.autograd.copy import copy, wait
 from torchgpipe.autograd.fork_join import needs_backward
 from torchgpipe.autograd.shared import shared
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import (
     AbstractStream,
     get_device,
@@ -24,15 +23,19 @@ __all__: list[str] = []
 
 
 class Weights:
-    """The weights of one step that modules on several devices have.
+    """The weights of one step that layers on several devices have.
 
     Args:
-        pool: the streams of the first visit of each device.
+        lanes: the stream of each device on which they leave.
         outside: the caller's stream on each device.
     """
 
-    def __init__(self, pool: StreamPool, outside: Mapping[torch.device, AbstractStream]) -> None:
-        self._pool, self._outside = pool, outside
+    def __init__(
+        self,
+        lanes: Mapping[torch.device, AbstractStream],
+        outside: Mapping[torch.device, AbstractStream],
+    ) -> None:
+        self._lanes, self._outside = lanes, outside
         #: Each weight, and what each device gets of it.
         self._shared: dict[object, tuple[Tensor, dict[torch.device, Tensor]]] = {}
 
@@ -52,7 +55,7 @@ class Weights:
         device = get_device(compute)
         if not (has_streams(weight.device) and has_streams(device)):
             return weight.to(device)
-        source = self._pool.get(weight.device, 1, skips=False)[0].values[0]
+        source = self._lanes[weight.device]
         own = self._aliases(weight, source)[device]
         if weight.device == device:
             return own
