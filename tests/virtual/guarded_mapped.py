@@ -127,7 +127,7 @@ MUTANTS = {
     "weights that are lent": (DROP, "mapped lent"),
     "weights that several threads lend": (("with self._lock", "if True"), "lent to threads"),
     "mappings of several devices": (
-        ("with self._lock if is_recomputing() else nullcontext()", "if True"),
+        ("with self._lock if again else nullcontext()", "if True"),
         "exchanged by threads",
     ),
     "changes that would be lost": (("!= version", "is None"), "mapped lost"),

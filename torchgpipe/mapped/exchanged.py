@@ -48,8 +48,9 @@ class Exchanged:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that computes the module, for the first or the second time."""
+        again = is_recomputing()
         # guard: mappings of several devices
-        with self._lock if is_recomputing() else nullcontext():
+        with self._lock if again else nullcontext():
             before = [{**mapping} for mapping, _ in self._found]
             for mapping, found in self._found:
                 _fill(mapping, found)
@@ -57,8 +58,11 @@ class Exchanged:
                 return function(*args, **kwargs)
             finally:
                 for (mapping, found), had in zip(self._found, before):
-                    left = {k for k, x in mapping.items() if k in found and x is found[k]}
-                    _fill(mapping, {k: had[k] if k in left else x for k, x in mapping.items()})
+                    # A second run finds the mapping as it was early on, and leaves no trace.
+                    if not again:
+                        left = {k for k, x in mapping.items() if k in found and x is found[k]}
+                        had = {k: had[k] if k in left else x for k, x in mapping.items()}
+                    _fill(mapping, had)
 
 
 def _fill(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:

@@ -41,14 +41,20 @@ def test_what_was_there_comes_back_after_a_failure():
     assert mapping == {"a": "a"}
 
 
-def test_a_second_run_finds_what_the_first_one_found():
+def test_a_second_run_finds_what_the_first_one_found_and_leaves_no_trace(monkeypatch):
     mapping, seen = UserDict(a="a"), []
     found = Exchanged([mapping], fetched, nullcontext())
-    for _ in range(2):
-        found.call(lambda: seen.append({**mapping}))
-        mapping.update(a="other", b="b")
+
+    def module():
+        seen.append({**mapping})
+        mapping["b"] = len(seen)
+
+    found.call(module)
+    mapping.update(a="other", c="c")
+    monkeypatch.setattr(exchanged, "is_recomputing", lambda: True)
+    found.call(module)
     assert seen == [{"a": "a here"}] * 2
-    assert mapping["b"] == "b"
+    assert mapping == {"a": "other", "b": 1, "c": "c"}
 
 
 def test_second_runs_take_turns(monkeypatch):
