@@ -17,7 +17,6 @@ from torchgpipe.planner import map_choice as choice
 from torchgpipe.planner import maps
 from torchgpipe.testing import observe
 
-
 # Tied weights are used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 
