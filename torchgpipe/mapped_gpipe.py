@@ -22,19 +22,21 @@ from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch, compute
 from torchgpipe.mapped.attributes import Attributes
-from torchgpipe.mapped.caches import takes_cache, without_cache
-from torchgpipe.mapped.calls import Call, intercept, is_intercepted, let_go
-from torchgpipe.mapped.course import Course, current
+from torchgpipe.mapped.body import current
+from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, let_go, signed
+from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
 from torchgpipe.mapped.glue import Glue
+from torchgpipe.mapped.hugging_face import takes_cache, without_cache
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
-from torchgpipe.partition.arguments import checked_chunks, checked_threads
+from torchgpipe.partition.arguments import checked_chunks, checked_device, checked_threads
 from torchgpipe.partition.placement import tables, tensors
 from torchgpipe.partition.settings import Settings
 from torchgpipe.partition.traps import Traps
 from torchgpipe.planner.map_choice import chosen_map
+from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
 from torchgpipe.values.structure import Arguments
@@ -80,6 +82,8 @@ class MappedGPipe(Settings, nn.Module):
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
+        output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on
+            the device on which the model has them.
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
             one. The model computes the sample where it is, and backward, too, if the memory of a
@@ -109,6 +113,7 @@ class MappedGPipe(Settings, nn.Module):
         checkpoint: str = "except_last",
         threads: int = 1,
         deferred_batch_norm: bool = False,
+        output_device: Device | None = None,
         sample: Any = None,
         devices: Iterable[Device] | None = None,
     ) -> None:
@@ -121,6 +126,7 @@ class MappedGPipe(Settings, nn.Module):
         self.checkpoint = checkpoint
         self.threads = threads
         (mode,) = self._modes
+        self._output_device = None if output_device is None else checked_device(output_device)
         self.training = module.training
         self._share(module)
         chosen = chosen_map(
@@ -185,6 +191,7 @@ class MappedGPipe(Settings, nn.Module):
             if module not in self._mapped and not self._mapped.isdisjoint(module.modules())
         ]
         self._takes_cache = takes_cache(self.module)
+        self._signed = signed(MappedGPipe.forward, self.module.forward)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {
@@ -197,6 +204,7 @@ class MappedGPipe(Settings, nn.Module):
             "_mapped",
             "_around",
             "_takes_cache",
+            "_signed",
         }
         return {key: value for key, value in super().__getstate__().items() if key not in own}
 
@@ -273,6 +281,7 @@ class MappedGPipe(Settings, nn.Module):
         self.module.train(mode)
         return self
 
+    @Signed
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, micro-batch by micro-batch.
@@ -314,11 +323,22 @@ class MappedGPipe(Settings, nn.Module):
         if m > 1:
             # A model may change its rows of an input in place, which are not those of the others.
             mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
-        step = MappedStep(self._lasting, self._attributes, devices, m, checkpointed)
+        output_device = self._output_device
+        # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
+        late = output_device is not None and not has_streams(output_device)
+        step = MappedStep(
+            *(self._lasting, self._attributes, devices, m, checkpointed),
+            None if late else output_device,
+        )
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run), devices, self._norms)
-        return mini_batch.joined(order.blocks)
+        output = mini_batch.joined(order.blocks)
+        if late:
+            output = trees.map_leaves(
+                lambda x: x.to(output_device) if isinstance(x, Tensor) else x, output
+            )
+        return output
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:
@@ -341,7 +361,7 @@ class MappedGPipe(Settings, nn.Module):
                 self._lasting.thread = None
                 step.have_caller_wait()
                 # The graph refers to the step, if the model came back to a device.
-                step.phonies.clear()
+                step.fence = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
         step.end()
@@ -352,9 +372,8 @@ class MappedGPipe(Settings, nn.Module):
         self, step: MappedStep, i: int, batch: Batch, turns: Turns | None, order: Order | None
     ) -> Batch:
         course = Course(step, i, turns)
-        outer = current.course, current.glue
-        glue = Glue(course) if step.needs_glue else None
-        current.course, current.glue = course, glue
+        glue = course.glue = Glue(course) if step.needs_glue else None
+        outer, current.course = current.course, course
         given, value = batch.parts[VALUE], batch.take().value
         try:
             with order.begin(given) if order else nullcontext(), glue or nullcontext():
@@ -368,7 +387,7 @@ class MappedGPipe(Settings, nn.Module):
         finally:
             course.close()
             step.leave_streams()
-            current.course, current.glue = outer
+            current.course = outer
 
     def _verify(self) -> None:
         lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]

@@ -17,9 +17,9 @@ from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.stages import Stages
+from torchgpipe.executor.cell import Cells
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
-from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of, verify_choice
 from torchgpipe.executor.targets import arguments_of, explaining
 from torchgpipe.gpipe import GPipe
@@ -181,7 +181,7 @@ class ScheduledLoss(nn.Module):
         total, divisor = criterion.total()
         value = total if divisor is None else total / divisor
         if recorded and criterion.depends:
-            value = hand_over(executor, value, divisor)
+            value = executor.outcome(value, divisor)
         if criterion.outputs is None:
             return value
         return value, criterion.joined(executor.step.blocks)
@@ -221,7 +221,7 @@ class ScheduledLoss(nn.Module):
         recorded = torch.is_grad_enabled()
         crew = self._crew_of(model)
         arguments, arriving = arguments_of(
-            terms, mini_batch.division, crew.streams, model.devices[-1]
+            terms, mini_batch.division, crew.stages.pool, model.devices[-1]
         )
         criterion = Criterion(
             self.loss,
@@ -237,7 +237,7 @@ class ScheduledLoss(nn.Module):
                 "(stages: 'graph'); pass stages='eager', or devices that name one twice"
             )
         executor = Executor(crew, chosen, batches, criterion, arriving)
-        if any(map(is_shard, chain(*executor.weights))):
+        if any(map(is_shard, chain(*executor.sums.weights))):
             raise ValueError(
                 "a scheduled loss must not have layers that are sharded by FSDP2, which gathers "
                 "and frees weights around a backward of its own (schedule: "
@@ -314,7 +314,7 @@ class ScheduledLoss(nn.Module):
             modules: list[list[nn.Module]] = [[x] for x in model.partitions]
             if isinstance(self.loss, nn.Module):
                 modules[-1].append(self.loss)
-            cells = None
+            cells = Cells()
             if self.stages == "graph":
                 overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)

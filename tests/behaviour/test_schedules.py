@@ -8,28 +8,10 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from tests.support.helpers import MODES, notes_of
-from tests.support.schedules import CASES, NAMES, Case, compare
+from tests.support.helpers import notes_of
+from tests.support.schedules import Case, compare
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.autograd import outcome
 from torchgpipe.skip import pop, skippable, stash
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_and_buffers(case, name, mode):
-    torch.manual_seed(0)
-    compare(CASES[case](), name, ["cpu"] * 4, mode)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_added_at_once(monkeypatch, case, name):
-    """Gradients of all sizes are added as soon as they are there, as large ones are."""
-    monkeypatch.setattr(outcome, "LARGE", 0)
-    model = compare(CASES[case](), name, ["cpu"] * 4, "except_last").model
-    assert not any(x._backward_hooks for x in model.parameters())
 
 
 def doubled(grad):
@@ -46,7 +28,6 @@ class HookedNode(nn.Linear):
 
 
 @pytest.mark.parametrize("name", ["zbh1", "dualpipe_v"])
-@pytest.mark.parametrize("mode", MODES)
 def test_hooks_that_change_what_nodes_compute(name, mode):
     torch.manual_seed(0)
     x, y = torch.rand(8, 6), torch.rand(8, 6)
@@ -81,7 +62,6 @@ SELECTIVE = {
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbh1", "dualpipe_v"])
-@pytest.mark.parametrize("mode", MODES)
 def test_selective_checkpoints_of_layers(name, mode):
     torch.manual_seed(0)
     x, y = torch.rand(8, 6), torch.rand(8, 6)

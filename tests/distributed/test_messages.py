@@ -9,16 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from torch import nn
-from torch.nn import functional as F
 
-from tests.distributed.test_schedules import pipe_of
+from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, same
-from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.values.microbatch import Part
+from torchgpipe.values.microbatch import VALUE, Batch, Part
 from torchgpipe.values.structure import flatten
 
 leaves = st.one_of(
@@ -42,29 +40,37 @@ values = st.recursive(
 )
 
 
+def batch_of(value, *skips):
+    """A micro-batch with skips."""
+    parts = {("ns", f"skip {k}"): Part(*flatten(skip)) for k, skip in enumerate(skips)}
+    return Batch(value).with_skips(parts)
+
+
 @given(st.lists(values, min_size=1, max_size=3))
 def test_there_and_back(parts):
-    parts = {k: Part(*flatten(value)) for k, value in enumerate(parts)}
-    form, tensors = pack(parts, frozenset([0]))
+    batch = batch_of(*parts)
+    batch.shared = frozenset([VALUE])
+    form, tensors = pack(batch)
     arrived = pickle.loads(pickle.dumps(form))
     assert form.is_like(arrived)
     assert arrived.is_like(form)
     found = unpack(arrived, [x.clone() for x in tensors])
-    for key, part in parts.items():
-        tensors, structure = flatten(found[key].structure.unflatten(found[key].tensors))
-        assert structure.equals(part.structure)
-        for x, y in zip(tensors, part.tensors):
+    assert found.shared == batch.shared
+    for key, part in batch.parts.items():
+        tensors, structure = flatten(found.structures[key].unflatten(found.parts[key]))
+        assert structure.equals(batch.structures[key])
+        for x, y in zip(tensors, part):
             assert torch.equal(x, y)
             assert x.dtype == y.dtype
 
 
 def test_one_tensor_in_two_places_is_sent_once():
     x = torch.rand(3, requires_grad=True)
-    form, tensors = pack({None: Part(*flatten((x, {"a": x}, x + 1)))}, frozenset())
+    form, tensors = pack(Batch((x, {"a": x}, x + 1)))
     assert len(tensors) == 2
-    found = unpack(form, [y.detach().clone() for y in tensors])[None]
-    assert found.tensors[0] is found.tensors[1]
-    assert found.tensors[0].requires_grad
+    one, two, _ = unpack(form, [y.detach().clone() for y in tensors]).parts[VALUE]
+    assert one is two
+    assert one.requires_grad
 
 
 class Thing:
@@ -85,9 +91,7 @@ class Alike(Thing):
     ids=["number", "shape", "dtype", "structure"],
 )
 def test_forms_differ(other):
-    forms = [
-        pack({None: Part(*flatten(value))}, frozenset())[0] for value in ((torch.ones(2), 3), other)
-    ]
+    forms = [pack(Batch(value))[0] for value in ((torch.ones(2), 3), other)]
     assert not forms[0].is_like(forms[1])
 
 
@@ -105,7 +109,7 @@ X = torch.ones(2)
     ],
 )
 def test_first_difference_of_forms(one, other, texts):
-    forms = [pack({None: Part(*flatten(value))}, frozenset())[0] for value in (one, other)]
+    forms = [pack(Batch(value))[0] for value in (one, other)]
     assert not forms[0].is_like(forms[1])
     found = forms[0].difference(forms[1])
     assert found[0] != found[1]
@@ -114,14 +118,12 @@ def test_first_difference_of_forms(one, other, texts):
 
 
 def test_difference_in_what_shares_memory():
-    form = pack({None: Part(*flatten(X))}, frozenset())[0]
-    assert "nothing" in form.difference(form._replace(shared=frozenset([None])))[0]
+    form, _ = pack(Batch(X))
+    assert "nothing" in form.difference(form._replace(shared=frozenset([VALUE])))[0]
 
 
 def test_objects_that_print_alike():
-    one, other, same = (
-        pack({("ns", "a"): Part(*flatten(Alike(k)))}, frozenset())[0] for k in (1, 2, 1)
-    )
+    one, other, same = (pack(batch_of(X, Alike(k)))[0] for k in (1, 2, 1))
     assert one.is_like(same)
     assert not one.is_like(other)
     assert "an object differs" in one.difference(other)[1]
@@ -151,13 +153,8 @@ def compare(group, layers, name, rows, chunks, plain=None):
     """
     torch.manual_seed(0)
     x, y = torch.rand(2, rows, 6)
-    one = GPipe(
-        nn.Sequential(*copy.deepcopy(plain or layers)),
-        [1] * len(layers),
-        devices=["cpu"] * len(layers),
-        chunks=chunks,
-    )
-    expected = ScheduledLoss(one, F.mse_loss, "fill_drain")(x, y)
+    one, training = beside(plain or layers, chunks=chunks)
+    expected = training(x, y)
     expected.backward()
     pipe = pipe_of(layers, name, group, chunks=chunks)
     torch.testing.assert_close(pipe.step(x, y), expected.detach())
@@ -259,20 +256,23 @@ class PopView(nn.Module):
         return view.add_(1) + x[:, :3]
 
 
+def refused(group, *layers):
+    """The error of two micro-batches in two stages."""
+    pipe = pipe_of(layers, "fill_drain", group, chunks=2)
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as found:
+        pipe(torch.rand(4, 6))
+    return str(found.value)
+
+
 def skip_changed_in_place(group):
     """Check that it is an error to change a skip in place that is a view of the value."""
-    pipe = pipe_of([StashView(), PopView()], "fill_drain", group)
-    with pytest.raises(RuntimeError) as found:
-        pipe(torch.rand(2, 6))
-    assert "views of one tensor" in str(found.value)
-    return str(found.value)
+    found = refused(group, StashView(), PopView())
+    assert "views of one tensor" in found
+    return found
 
 
 def changed_in_place(group):
-    pipe = pipe_of([Views(first=True), Views(first=False)], "fill_drain", group)
-    with pytest.raises(RuntimeError) as found:
-        pipe(torch.rand(2, 6))
-    return str(found.value)
+    return refused(group, Views(first=True), Views(first=False))
 
 
 class Counted(nn.Module):
@@ -289,10 +289,7 @@ class Counted(nn.Module):
 
 def changed_object(group):
     """Check that an object is not taken for what it was."""
-    pipe = pipe_of([Counted(), Second()], "fill_drain", group, chunks=2)
-    with pytest.raises((ValueError, RuntimeError)) as found:
-        pipe(torch.rand(4, 6))
-    return str(found.value)
+    return refused(group, Counted(), Second())
 
 
 class Length(nn.Module):
@@ -315,19 +312,11 @@ class Second(nn.Module):
 
 
 def differing(group, what):
-    pipe = pipe_of([Length(what), Second()], "fill_drain", group, chunks=2)
-    x, y = torch.rand(2, 4, 6)
-    with pytest.raises((ValueError, RuntimeError)) as found:
-        pipe.step(x, y)
-    return str(found.value)
+    return refused(group, Length(what), Second())
 
 
 def unsendable(group):
-    pipe = pipe_of([Unsendable(), Second()], "fill_drain", group)
-    x, y = torch.rand(2, 4, 6)
-    with pytest.raises((TypeError, RuntimeError)) as found:
-        pipe.step(x, y)
-    return str(found.value)
+    return refused(group, Unsendable(), Second())
 
 
 class Unsendable(nn.Module):

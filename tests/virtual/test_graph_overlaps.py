@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from tests.support.graphs import Exchange
-from tests.support.helpers import assert_no_races
+from tests.support.helpers import assert_no_races, wrap
 from tests.support.schedules import V
 from tests.support.size import some
-from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import named
 from torchgpipe.testing import Busy, observe
 
@@ -36,13 +36,7 @@ def pairs(workers, m):
 
 
 def training_of(devices, schedule, m, share=0.2, layer=stage):
-    model = GPipe(
-        nn.Sequential(*[layer(share) for _ in devices]),
-        [1] * len(devices),
-        devices=devices,
-        chunks=m,
-        checkpoint="never",
-    )
+    model = wrap([layer(share) for _ in devices], devices, "never", m)
     return ScheduledLoss(model, squares, schedule, stages="graph")
 
 
@@ -94,7 +88,9 @@ def test_host_that_stumbles(devices):
     train(training_of([devices[w] for w in V], "dualpipe_v", 8), (None, *SEEDS))
 
 
-def test_gradients(devices):
+@pytest.mark.filterwarnings("ignore:a stage must be traceable")
+@pytest.mark.parametrize("eager", [False, True])
+def test_gradients(devices, eager):
     """Cells of one stage side by side, and of two stages, compute what each computes alone."""
     for where, schedule in (
         (devices[:4], pairs(4, 8)),
@@ -105,9 +101,13 @@ def test_gradients(devices):
             torch.manual_seed(0)
             training = training_of(where, schedule, 8)
             training.stages = stages
+            if eager:
+                # Such a stage is no graph.
+                training.model.partitions[1].register_forward_hook(lambda *_: None)
             x = torch.rand(8, WIDTH, device=where[0], requires_grad=True)
             y = torch.rand(8, WIDTH, device=where[-1])
             training(x, y).backward()
+            assert [x.last is None for x in training.graphs] in ([], [False, eager, False, False])
             found.append([x.grad, *[p.grad for p in training.parameters()]])
         for a, b in zip(*found):
             torch.testing.assert_close(a.cpu(), b.cpu())

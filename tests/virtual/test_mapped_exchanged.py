@@ -3,11 +3,10 @@
 import copy
 from collections import UserDict
 
-import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import assert_no_races
 from tests.virtual.stages import Stage, limit
 from tests.virtual.test_mapped import SEEDS
 from torchgpipe import MappedGPipe
@@ -58,7 +57,6 @@ class Sharing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_gradients_and_makespan(devices, mode):
     n, m = 4, 8
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import assert_no_races
 from tests.virtual.stages import Stage, limit
 from tests.virtual.test_mapped import SEEDS, Chain
 from torchgpipe import MappedGPipe
@@ -64,7 +64,6 @@ def wrapped(plain, devices, n, m, mode, **options):
     return MappedGPipe(copy.deepcopy(plain), names, chunks=m, checkpoint=mode, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("kind", "cost"), [("tied", 1), ("shared", 2), ("home behind", 1)])
 def test_gradients_and_makespan(devices, kind, cost, mode):
     n, m = 4, 8

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import assert_no_races
 from tests.virtual.stages import Stage, limit
 from tests.virtual.test_mapped import Chain, mapped
 from torchgpipe import GPipe, MappedGPipe
@@ -88,7 +88,6 @@ class AttentionResiduals(Chain):
 KINDS = [Residual, InPlace, Hourglass, Masked, Labelled, AttentionResiduals]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_makespan(devices, kind, mode):
     n, m = 4, 8
@@ -178,7 +177,6 @@ def reading(k, n):
     return Reading()
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_blocks_that_read_all_outputs_before_them_as_skips(devices, mode):
     n, m = 4, 8
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import assert_no_races
 from tests.virtual.stages import SEEDS, Stage, limit
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.testing import observe
@@ -57,7 +57,6 @@ class Piped(nn.Module):
         return self.model.state_dict()
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zbh1"])
 def test_training_and_makespan(devices, schedule, mode):
     def wrapped(layers):

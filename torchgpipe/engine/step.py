@@ -12,6 +12,7 @@ from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.engine.body import Body
+from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.weights import Weights
@@ -45,13 +46,14 @@ class Step:
         self.stages = stages
         #: The modes of the caller.
         self.context = Context()
-        #: The layers of each partition.
-        all_of: list[nn.Module] = [*stages.partitions]
+        #: For each partition, the module that has all of its weights.
+        self.modules: list[nn.Module] = [*stages.partitions]
         if behind is not None:
-            all_of[-1] = nn.ModuleList([all_of[-1], behind])
+            self.modules[-1] = nn.ModuleList([self.modules[-1], behind])
+        #: The layers of each partition.
         self.bodies: list[Body] = []
         order: Order | None = None
-        for j, (layers, x, lock) in enumerate(zip(stages.partitions, all_of, stages.locks)):
+        for j, (layers, x, lock) in enumerate(zip(stages.partitions, self.modules, stages.locks)):
             order = Order(layers, order) if joined else None
             state = LayersState(x, stages.learned) if j in again else None
             self.bodies.append(Body(layers, lock, state, j == 0, order))
@@ -66,9 +68,7 @@ class Step:
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
         for body in self.bodies:
-            if body.state is not None:
-                body.state.settle()
-                body.state.buffers.settle()
+            body.settle()
 
 
 class PipelineStep(Step):
@@ -87,13 +87,15 @@ class PipelineStep(Step):
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()
-        #: Whether forks and joins are needed. On the CPU alone autograd has one thread, which runs
-        #: the node that was recorded last first, and so keeps the order by itself.
-        self.fenced = (
+        #: The fence, if forks and joins are needed. On the CPU alone autograd has one thread, which
+        #: runs the node that was recorded last first, and so keeps the order by itself.
+        self.fence: Fence | None = None
+        if (
             stages.method.fence
             and torch.is_grad_enabled()
             and {*stages.devices} != {torch.device("cpu")}
-        )
+        ):
+            self.fence = Fence(self.lanes.ahead)
 
     def _lend(self) -> None:
         """Have partitions compute with copies of weights that others have, too."""

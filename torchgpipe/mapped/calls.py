@@ -9,8 +9,11 @@ nor its state dict changes. Forward hooks would run within the compiled code, an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,10 +21,9 @@ from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
-from torchgpipe.mapped.containers import replaced, unfilled
-from torchgpipe.mapped.course import NOTHING, Inside, current
+from torchgpipe.mapped.body import INSIDE, current
+from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.glue import paused
 from torchgpipe.mapped.step import Lasting
 from torchgpipe.partition.lent import Lent
 
@@ -45,9 +47,11 @@ class Call(Interception):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        course = current.course
+        course, module = current.course, self.mapped.module
         # Looked up by each call, since it holds the module, and the module holds this.
-        inner = self.inner or self.mapped.module._call_impl
+        inner = self.inner or module._call_impl
+        if course is INSIDE:
+            return inner(*args, **kwargs)
         if course is None:
             # A checkpoint of PyTorch computes the module again in a thread of autograd.
             if self._lasting.thread is not None and _torch.graph_task() == -1:
@@ -59,15 +63,14 @@ class Call(Interception):
             # Outside of a step, as when the model generates text.
             device = self.mapped.device
             copies: list[Any] = []
-            args, kwargs = replaced((args, kwargs), lambda x: x.to(device), copies)
+            here = {id(x): x.to(device) for x in tensors_of((args, kwargs))}
+            args, kwargs = replaced((args, kwargs), here, copies)
             if self.mapped.lent:
-                inner = partial(Lent(self.mapped.lent, partial(_near, device), NOTHING).call, inner)
+                near = partial(_near, device)
+                inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
             with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
                 return inner(*args, **kwargs)
-        if isinstance(course, Inside):
-            return inner(*args, **kwargs)
-        with paused(current.glue):
-            return course.call(self.mapped, inner, args, kwargs)
+        return course.call(self.mapped, module, inner, (args, kwargs))
 
 
 def _near(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -100,3 +103,35 @@ def let_go(call: Call) -> None:
     """Make calls of a module its own again."""
     if call.mapped.module._compiled_call_impl is call:
         call.mapped.module._compiled_call_impl = call.inner
+
+
+class Signed:
+    """A method of a wrapper, with the signature that :func:`signed` has made for the object.
+
+    Trainers drop the columns of a data set that the signature of ``model.forward`` does not name.
+
+    Args:
+        function: the method.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, wrapper: nn.Module | None, owner: type) -> Callable[..., Any]:
+        if wrapper is None:
+            return self.function
+        # Not kept as a bound method, which would refer to the object that it is kept in.
+        return MethodType(wrapper.__dict__.get("_signed", self.function), wrapper)
+
+
+def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of a method, with the signature of a model's forward.
+
+    It has the code of the method, which the compiler knows by its code.
+    """
+    found = FunctionType(method.__code__, method.__globals__, method.__name__)
+    own = [*inspect.signature(method).parameters.values()]
+    given = inspect.signature(model)
+    found.__doc__ = method.__doc__
+    found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])  # type: ignore[attr-defined]
+    return found
