@@ -87,13 +87,13 @@ class MappedGPipe(Settings, nn.Module):
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
             one. The model computes the sample where it is, and backward, too, if the memory of a
-            device is limited; it does not change.
+            device is limited, and at last by the map; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
 
     Raises:
         TypeError: the module is none, the map is no mapping of names, or a sample or devices are of
             the wrong kind.
-        ValueError: a name leads to no module, a parameter or buffer has no device or several,
+        ValueError: a name leads to no module, a parameter or buffer has no device,
             modules are offloaded, or chunks, checkpoint or threads are out of range. The map is a
             word other than ``"auto"``, or it is, and there is no sample or no device, there are
             fewer blocks than devices, the model does not fit, or it is on the meta device. A sample
