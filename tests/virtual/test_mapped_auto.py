@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.architectures import ARCHITECTURES, build
-from tests.support.helpers import assert_no_races
+from tests.support.helpers import assert_no_races, notes_of
 from tests.support.size import some
 from tests.virtual.stages import limit
 from tests.virtual.test_mapped import Chain
@@ -61,3 +61,29 @@ def test_architectures(devices, name, count):
         assert (own.grad is None) == (other.grad is None), key
         if own.grad is not None:
             assert torch.allclose(own.grad.cpu(), other.grad, rtol=1e-3, atol=1e-5), key
+
+
+class Fussy(Chain):
+    """Code that does not run with a list on two devices."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.layers = torch.nn.Sequential(*self.layers)
+        self.stem, self.head = Chain(1).layers[0], Chain(1).layers[0]
+
+    def forward(self, x):
+        if len({layer.weight.device for layer in self.layers}) > 1:
+            raise RuntimeError("apart")
+        return self.head(self.layers(self.stem(x)))
+
+
+def test_a_map_that_the_code_does_not_run_with_gives_way(devices):
+    with observe(), pytest.raises(RuntimeError, match="apart") as caught:
+        MappedGPipe(Fussy(), "auto", sample=torch.rand(2, 4), devices=devices[:4])
+    assert "no map that its code runs with" in notes_of(caught.value)[-1]
+    model = Fussy().to(devices[0])
+    with observe():
+        pipe = MappedGPipe(model, "auto", sample=torch.rand(2, 4), devices=devices[:3], chunks=2)
+    assert [*pipe.device_map] == ["", "stem", "layers", "head"]
+    pipe(torch.rand(4, 4, device=devices[0])).sum().backward()
+    assert all(x.grad is not None for x in pipe.parameters())
