@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -12,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled
+from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
-from torchgpipe.batchnorm import defer, deferred_batch_norms
+from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch
+from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
@@ -31,8 +31,6 @@ from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_chunks, checked_threads
 from torchgpipe.partition.placement import tables, tensors
-from torchgpipe.partition.settings import Settings
-from torchgpipe.partition.traps import Traps
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -41,7 +39,7 @@ from torchgpipe.values.structure import Arguments
 __all__ = ["MappedGPipe"]
 
 
-class MappedGPipe(Settings, nn.Module):
+class MappedGPipe(Wrapper):
     """Train any module by pipeline parallelism, by a map of its submodules to devices.
 
     ::
@@ -95,6 +93,10 @@ class MappedGPipe(Settings, nn.Module):
             or devices are given beside a map.
     """
 
+    _own = (
+        *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
+        *("_calls", "_mapped", "_around", "_takes_cache"),
+    )
     #: The model.
     module: nn.Module
     _calls: list[Call]
@@ -119,7 +121,7 @@ class MappedGPipe(Settings, nn.Module):
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
         self.threads = threads
-        (mode,) = self._modes
+        mode = str(self.checkpoint)
         chosen = chosen_map(
             module, device_map, sample, devices, chunks=self.chunks, checkpoint=mode
         )
@@ -128,25 +130,17 @@ class MappedGPipe(Settings, nn.Module):
         place(module, self._map)
         if checked_flag(deferred_batch_norm, "deferred_batch_norm"):
             defer(module)
-        self._traps = Traps("MappedGPipe")
-        self._traps.sequence_first([module], self._chunks)
-        self._share(module)
-        self._prepare()
-
-    def _share(self, module: nn.Module) -> None:
-        """Have the model's own tables, so that all names are those of the model."""
         self.__dict__["module"] = module
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = module.__dict__[table]
+        self._wrapped("MappedGPipe")
 
     def _prepare(self) -> None:
-        """Make the attributes that belong to this object alone: nobody copies or pickles them."""
-        mark_if_possible()
-        self._process = os.getpid()
+        # The model's own tables, so that all names are those of the model.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = self.module.__dict__[table]
+        super()._prepare()
         self._lasting = Lasting()
         self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
-        self._norms = deferred_batch_norms(self.module)
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
         ]
@@ -158,25 +152,6 @@ class MappedGPipe(Settings, nn.Module):
             if module not in self._mapped and not self._mapped.isdisjoint(module.modules())
         ]
         self._takes_cache = takes_cache(self.module)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {
-            "_process",
-            "_lasting",
-            "_attributes",
-            "_workers",
-            "_norms",
-            "_calls",
-            "_mapped",
-            "_around",
-            "_takes_cache",
-        }
-        return {key: value for key, value in super().__getstate__().items() if key not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share(self.module)
-        self._prepare()
 
     @property
     def device_map(self) -> dict[str, torch.device]:
@@ -192,8 +167,9 @@ class MappedGPipe(Settings, nn.Module):
     def _partition_count(self) -> None:
         return None
 
-    def _rechunked(self) -> None:
-        self._traps.sequence_first([self.module], self._chunks)
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [self.module]
 
     @property
     def threads(self) -> int:
@@ -210,7 +186,6 @@ class MappedGPipe(Settings, nn.Module):
         Returns:
             A table, to be printed, with a row for each device that has the figures.
         """
-        (mode,) = self._modes
         first = next(iter(self._map.values()))
         layers: dict[torch.device, list[str]] = {}
         for mapped in (call.mapped for call in self._calls):
@@ -221,7 +196,7 @@ class MappedGPipe(Settings, nn.Module):
             own = held.setdefault(first if key is None else self._map[key], [])
             own += module.parameters(recurse=False)
             own += module.buffers(recurse=False)
-        parts = [Part(None, layers.get(x, ()), held[x], x, mode) for x in held]
+        parts = [Part(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
@@ -238,7 +213,6 @@ class MappedGPipe(Settings, nn.Module):
         return getattr(self.module, name)
 
     def _traced(self) -> tuple[Lasting, list[torch.device]]:
-        """The object that holds the spans of a trace, and the devices."""
         return self._lasting, [*dict.fromkeys(self._map.values())]
 
     def train(self, mode: bool = True) -> MappedGPipe:
@@ -270,18 +244,12 @@ class MappedGPipe(Settings, nn.Module):
                 transform of :mod:`torch.func` or forward-mode differentiation is active; or forward
                 has set an attribute of a module while several threads computed micro-batches.
         """
-        if self._process != os.getpid():
-            # Neither threads nor streams survive a fork.
-            self._prepare()
-        self._verify()
         if self._takes_cache:
             kwargs = without_cache(kwargs)
-        mini_batch = MiniBatch(self, Arguments(args, kwargs), self.chunks, self._traps)
-        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         recorded = self.training and torch.is_grad_enabled()
-        if recorded:
-            self._traps.no_pipelining(len({*devices}), mini_batch.asked)
-        (checkpointed,) = self._checkpointed(m if recorded else 0)
+        mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
+        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
+        (checkpointed,) = mini_batch.checkpointed
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
@@ -290,7 +258,7 @@ class MappedGPipe(Settings, nn.Module):
         step = MappedStep(self._lasting, self._attributes, devices, m, checkpointed)
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
-        mini_batch.compute(partial(holding, step.numbers.locks, run), devices, self._norms)
+        mini_batch.compute(partial(holding, step.numbers.locks, run))
         return mini_batch.joined(order.blocks)
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:

@@ -25,9 +25,7 @@ class Programs:
 
     def __init__(self, choice: Choice, layout: SkipLayout, mail: Mail) -> None:
         self._choice, self._mail = choice, mail
-        self._skips = sorted(
-            {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
-        )
+        self._skips = layout.pairs
         self._made: dict[tuple[int, bool, Modes], tuple[Runtime, Plan]] = {}
 
     def get(self, m: int, recorded: bool, modes: Modes) -> tuple[Runtime, Plan]:
