@@ -27,7 +27,13 @@ from torchgpipe.partition.arguments import (
 )
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.sharding import verify_sharding
-from torchgpipe.partition.split import plain_module, split_module, verify_module
+from torchgpipe.partition.split import (
+    own_key,
+    plain_module,
+    rename,
+    split_module,
+    verify_module,
+)
 from torchgpipe.planner.choice import chosen
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.structure import arguments
@@ -260,12 +266,8 @@ class GPipe(Wrapper):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Keys are renamed here, since a parent does not call load_state_dict().
-        keys = [key for key in state_dict if key.startswith(prefix)]
-        for key, own in zip(keys, self._own_keys([key[len(prefix) :] for key in keys])):
-            # A second key of one tensor is not renamed, so that it is reported as unexpected.
-            if prefix + own not in state_dict:
-                state_dict[prefix + own] = state_dict.pop(key)
+        # Here, since a parent does not call load_state_dict().
+        rename(state_dict, prefix, self._homes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -275,27 +277,20 @@ class GPipe(Wrapper):
             # The versions of the saved layers have keys, too, which cannot be renamed through a
             # parent. Torch keeps the versions as an attribute that types do not know.
             state_dict = OrderedDict(state_dict)
-            state_dict._metadata = dict(  # type: ignore[attr-defined]
-                zip(self._own_keys(versions), versions.values())
-            )
+            homes = self._homes
+            state_dict._metadata = {  # type: ignore[attr-defined]
+                own_key(key, homes): version for key, version in versions.items()
+            }
         return super().load_state_dict(state_dict, *args, **kwargs)
 
-    def _own_keys(self, keys: Iterable[str]) -> list[str]:
-        """The keys of this wrapper for keys of the plain module, or of another balance."""
-        partition_of = {
-            name: j for j, layers in enumerate(self.partitions) for name in layers._modules
+    @property
+    def _homes(self) -> dict[str, str]:
+        """The start of the state dict's keys of each layer, up to its name."""
+        return {
+            name: f"partitions.{j}."
+            for j, layers in enumerate(self.partitions)
+            for name in layers._modules
         }
-        own = []
-        for key in keys:
-            path = key.split(".")
-            numbered = path[0] == "partitions" and len(path) > 2 and path[1].isdecimal()
-            if numbered and path[2] in partition_of:
-                path = path[2:]
-            if path[0] in partition_of:
-                path = ["partitions", str(partition_of[path[0]]), *path]
-                key = ".".join(path)
-            own.append(key)
-        return own
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,13 +24,13 @@ from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.caches import takes_cache, without_cache
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
 from torchgpipe.mapped.course import Course, current
-from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
+from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_chunks, checked_threads
-from torchgpipe.partition.placement import tables, tensors
+from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -186,16 +186,13 @@ class MappedGPipe(Wrapper):
         Returns:
             A table, to be printed, with a row for each device that has the figures.
         """
-        first = next(iter(self._map.values()))
         layers: dict[torch.device, list[str]] = {}
         for mapped in (call.mapped for call in self._calls):
             name = mapped.name or type(self.module).__name__
             layers.setdefault(mapped.device, []).append(name)
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
-        for _, module, key in owned(self.module, self._map):
-            own = held.setdefault(first if key is None else self._map[key], [])
-            own += module.parameters(recurse=False)
-            own += module.buffers(recurse=False)
+        for _, module, device in placed(self.module, self._map):
+            held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
         parts = [Part(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
@@ -326,16 +323,12 @@ class MappedGPipe(Wrapper):
                     "compile the modules that the map names"
                 )
         for call in self._calls:
-            name, module, device = call.mapped.name, call.mapped.module, call.mapped.device
-            for table in tables(module):
-                for tensor in table.values():
-                    if tensor is not None and tensor.device != device:
-                        path = next(path for path, x in tensors(module) if x is tensor)
-                        raise RuntimeError(
-                            "parameters and buffers must stay on the device of their module "
-                            f"({name}: {device}, {path}: {tensor.device}); move the tensor back, "
-                            "or wrap the model anew with another map"
-                        )
+            if found := elsewhere(call.mapped.module, call.mapped.device):
+                raise RuntimeError(
+                    "parameters and buffers must stay on the device of their module "
+                    f"({call.mapped.name}: {found}); move the tensor back, or wrap the model anew "
+                    "with another map"
+                )
 
 
 class Near:

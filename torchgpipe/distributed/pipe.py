@@ -30,7 +30,6 @@ from torchgpipe.distributed.gradients import (
     verify_not_parallel,
     verify_same,
 )
-from torchgpipe.distributed.keys import keep_own
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers, digest
 from torchgpipe.distributed.programs import Programs, fitting
@@ -53,7 +52,7 @@ from torchgpipe.partition.arguments import (
     verify_loss,
 )
 from torchgpipe.partition.placement import place, verify_placement
-from torchgpipe.partition.split import Partition, split_module, verify_module
+from torchgpipe.partition.split import Partition, rename, split_module, verify_module
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.values.structure import arguments
 
@@ -428,5 +427,7 @@ class Pipe(Wrapper):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # A parent does not call load_state_dict().
-        keep_own(state_dict, prefix, self._others)
+        own = [name for layers in self._layers for name in layers._modules]
+        homes = dict.fromkeys(own, "") | dict.fromkeys(self._others)
+        rename(state_dict, prefix, homes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

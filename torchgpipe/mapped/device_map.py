@@ -14,14 +14,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
-from torchgpipe.partition.placement import moved_to
+from torchgpipe.partition.placement import moved_to, sharing, tables, tensors
 
 __all__: list[str] = []
 
@@ -99,30 +98,28 @@ def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
     Raises:
         ValueError: a parameter or buffer is shared by modules on different devices.
     """
-    first = next(iter(device_map.values()))
     homes: dict[Tensor, tuple[str, torch.device]] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for path, module, device in placed(model, device_map):
+        for name, tensor in tensors(module, path, recurse=False):
+            other, home = homes.setdefault(tensor, (name, device))
+            if home != device:
+                raise ValueError(
+                    "a parameter or buffer that several modules share must be on one device "
+                    f"({other}: {home}, {name}: {device}); map these modules to the same one"
+                )
+    with sharing(tables(model)):
+        for _, module, device in placed(model, device_map):
+            module._apply(partial(moved_to, device), recurse=False)
+
+
+def placed(
+    model: nn.Module, device_map: Mapping[str, torch.device]
+) -> Iterator[tuple[str, nn.Module, torch.device]]:
+    """Each module under each of its names, with its device."""
+    first = next(iter(device_map.values()))
     for path, module, key in owned(model, device_map):
         # Without a name there are only buffers that no state dict has.
-        device = first if key is None else device_map[key]
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                full = f"{path}.{name}" if path else name
-                other, home = homes.setdefault(tensor, (full, device))
-                if home != device:
-                    raise ValueError(
-                        "a parameter or buffer that several modules share must be on one device "
-                        f"({other}: {home}, {full}: {device}); map these modules to the same one"
-                    )
-                before.append((table, name, tensor))
-        module._apply(partial(moved_to, device), recurse=False)
-    # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
-    moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in before:
-        table[name] = moved.setdefault(tensor, table[name])
+        yield path, module, first if key is None else device_map[key]
 
 
 def owned(

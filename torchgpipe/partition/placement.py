@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 
@@ -25,18 +28,19 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
-    before = [
-        (table, name, tensor)
-        for partition in partitions
-        for table in tables(partition)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    for partition, device in zip(partitions, devices):
-        partition._apply(partial(moved_to, device))
+    with sharing(chain.from_iterable(map(tables, partitions))):
+        for partition, device in zip(partitions, devices):
+            partition._apply(partial(moved_to, device))
+
+
+@contextmanager
+def sharing(tables: Iterable[dict[str, Tensor | None]]) -> Iterator[None]:
+    """Let tensors that several tables share stay shared when a ``with`` block moves them."""
+    each = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
+    yield
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in before:
+    for table, name, tensor in each:
         table[name] = moved.setdefault(tensor, table[name])
 
 
@@ -150,15 +154,21 @@ def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.de
         RuntimeError: a parameter or buffer was moved.
     """
     for j, (partition, device) in enumerate(zip(partitions, devices)):
-        for table in tables(partition):
-            for tensor in table.values():
-                if tensor is not None and tensor.device != device:
-                    name = next(name for name, x in tensors(partition) if x is tensor)
-                    raise RuntimeError(
-                        "parameters and buffers must stay on the device of their partition "
-                        f"(partition {j}: {device}, {name}: {tensor.device}); move the tensor "
-                        "back, or wrap the module anew with other devices"
-                    )
+        if found := elsewhere(partition, device):
+            raise RuntimeError(
+                "parameters and buffers must stay on the device of their partition (partition "
+                f"{j}: {found}); move the tensor back, or wrap the module anew with other devices"
+            )
+
+
+def elsewhere(module: nn.Module, device: torch.device) -> str | None:
+    """The first parameter or buffer that is not on its device, as messages say it, if any is."""
+    for table in tables(module):
+        for tensor in table.values():
+            if tensor is not None and tensor.device != device:
+                name = next(name for name, x in tensors(module) if x is tensor)
+                return f"{device}, {name}: {tensor.device}"
+    return None
 
 
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
@@ -169,9 +179,11 @@ def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def tensors(
+    module: nn.Module, prefix: str = "", *, recurse: bool = True
+) -> list[tuple[str, Tensor]]:
     """All parameters and buffers with their names; a shared one under each of its names."""
     return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
+        *module.named_parameters(prefix, recurse, remove_duplicate=False),
+        *module.named_buffers(prefix, recurse, remove_duplicate=False),
     ]

@@ -89,5 +89,8 @@ def test_modules_are_moved_and_stay_shared():
 
 
 def test_shared_tensors_must_be_on_one_device():
+    model = Model()
     with pytest.raises(ValueError, match=r"embed.weight: cpu, again.weight: meta"):
-        place(Model(), {"embed": CPU, "layers": CPU, "again": META})
+        place(model, {"layers": META, "embed": CPU, "again": META})
+    # Nothing was moved.
+    assert {x.device for x in model.parameters()} == {CPU}
