@@ -40,7 +40,7 @@ def generator_of(device: torch.device) -> torch.device:
 
 def default_state(device: torch.device) -> Tensor:
     """The state of a device's default generator."""
-    generator = _generator(device)
+    generator = torch.default_generator if device == CPU else _generator(device)
     if generator is not None:
         # guard: one thread at a generator
         with _lock:
@@ -52,7 +52,7 @@ def default_state(device: torch.device) -> Tensor:
 
 def set_default_state(device: torch.device, state: Tensor) -> None:
     """Set the state of a device's default generator."""
-    generator = _generator(device)
+    generator = torch.default_generator if device == CPU else _generator(device)
     if generator is not None:
         # guard: one thread at a generator
         with _lock:
@@ -62,9 +62,7 @@ def set_default_state(device: torch.device, state: Tensor) -> None:
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """The generator itself, which takes less time, for backends that give access to it."""
-    if device == CPU:
-        return torch.default_generator
+    """The generator of an accelerator, which takes less time, if its backend gives access to it."""
     # torch.cuda and torch.xpu have generators once they are initialised.
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     return generators[device.index] if device.index < len(generators) else None

@@ -128,7 +128,9 @@ class StepNumbers:
             device: the device that computes.
             source: what the cell draws from on the CPU, if not from what the step draws from.
         """
-        return CellNumbers(self.states[i], generator_of(device), self.place(source))
+        # Most cells have no source, and a call takes time in each of them.
+        place = self.nest if source is None else self.place(source)
+        return CellNumbers(self.states[i], generator_of(device), place)
 
     def place(self, source: Source | None) -> Nest:
         """The place of a cell that draws from a source."""

@@ -102,13 +102,15 @@ class Body:
         tracker = SkipTracker.of(batch)
         visit = self._visit(batch, tracker, note) if note else None
         value = batch.take().with_skips({})
+        order = self.order
+        call = value.call if order is None or order.known else partial(self._ordered, order, value)
         # guard: a partition at a time
         with self.lock, self._around(copies), use_skip_tracker(tracker):
             if visit is None:
-                output = self._call(value)
+                output = call(self.call)
             else:
                 with visit:
-                    output = self._call(value)
+                    output = call(self.call)
                     visit.visit(*output)
             if behind is not None:
                 output = behind(output)
@@ -143,12 +145,12 @@ class Body:
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
 
-    def _call(self, value: Batch) -> Batch:
-        order = self.order
-        if order is None or order.known or (self.state and is_recomputing()):
-            return value.call(self.call)
+    def _ordered(self, order: Order, value: Batch, call: Callable[..., Any]) -> Batch:
+        """Call the layers, and look at the order of the rows that they return."""
+        if self.state and is_recomputing():
+            return value.call(call)
         with order.begin(value.parts[VALUE]):
-            output = value.call(self.call)
+            output = value.call(call)
         order.end(value.parts[VALUE], output.parts[VALUE])
         return output
 

@@ -50,6 +50,8 @@ class Parcels:
         """Keep the skips of an output; the value alone, for the next stage."""
         if len(output.parts) > 1:
             self._waiting.update(output.skips)
+        elif not (output.shared or self._waiting):
+            return output
         self._shared |= output.shared
         value = output.with_skips({})
         if len(value) < 2 and not self._waiting:

@@ -7,7 +7,6 @@ import time
 
 import torch
 
-from torchgpipe.ambient import defaults
 from torchgpipe.ambient.random_numbers import get_state, set_state
 
 CPU = torch.device("cpu")
@@ -31,7 +30,7 @@ class CountingGenerator:
 
 def test_one_thread_at_a_time_uses_a_generator(monkeypatch):
     generator = CountingGenerator()
-    monkeypatch.setattr(defaults, "_generator", lambda device: generator)
+    monkeypatch.setattr(torch, "default_generator", generator)
     threads = [threading.Thread(target=lambda: set_state(CPU, get_state(CPU))) for _ in range(3)]
     for thread in threads:
         thread.start()
