@@ -21,7 +21,6 @@ from torchgpipe.engine.wrapper import Wrapper, moving_denied
 from torchgpipe.partition.arguments import (
     MISSING,
     checked_balance,
-    checked_chunks,
     checked_devices,
     checked_index,
 )
@@ -118,9 +117,7 @@ class GPipe(Wrapper):
         self._balance = checked_balance(choice.balance, module)
         self._devices = checked_devices(choice.devices, len(self._balance))
         verify_sharding(module, self._devices)
-        self._chunks = checked_chunks(choice.chunks)
-        self.checkpoint = choice.checkpoint
-        self.training = module.training
+        self._set(module, choice.chunks, choice.checkpoint)
         partitions = split_module(module, self._balance)
         place(partitions, self._devices)
         self.partitions = nn.ModuleList(partitions)

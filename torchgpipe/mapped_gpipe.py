@@ -29,7 +29,7 @@ from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
-from torchgpipe.partition.arguments import checked_chunks, checked_threads
+from torchgpipe.partition.arguments import checked_threads
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -118,15 +118,13 @@ class MappedGPipe(Wrapper):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
-        self._chunks = checked_chunks(chunks)
-        self.checkpoint = checkpoint
+        self._set(module, chunks, checkpoint)
         self.threads = threads
         mode = str(self.checkpoint)
         chosen = chosen_map(
             module, device_map, sample, devices, chunks=self.chunks, checkpoint=mode
         )
         self._map = checked_map(chosen, module)
-        self.training = module.training
         place(module, self._map)
         if checked_flag(deferred_batch_norm, "deferred_batch_norm"):
             defer(module)

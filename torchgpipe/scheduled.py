@@ -306,12 +306,11 @@ class ScheduledLoss(Alone):
                 overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)
                 choice = CHOICES[self.recompute]
-                others: list[list[Any]] = [[] for _ in modules]
-                others[-1].append(self.loss)
+                last = len(modules) - 1
                 cells = GraphCells(
                     [
-                        StageGraphs(j, x, overlaps, make, choice, y)
-                        for j, (x, y) in enumerate(zip(modules, others))
+                        StageGraphs(j, x, overlaps, make, choice, [self.loss] if j == last else [])
+                        for j, x in enumerate(modules)
                     ]
                 )
             crew = self.__dict__["_crew"] = Crew(stages, cells, basis)

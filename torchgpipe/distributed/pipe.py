@@ -45,12 +45,7 @@ from torchgpipe.executor.executor import Crew
 from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, text_of, title_of
 from torchgpipe.executor.targets import explaining
-from torchgpipe.partition.arguments import (
-    checked_balance,
-    checked_chunks,
-    checked_device,
-    verify_loss,
-)
+from torchgpipe.partition.arguments import checked_balance, checked_device, verify_loss
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.split import Partition, rename, split_module, verify_module
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
@@ -151,9 +146,7 @@ class Pipe(Wrapper):
             others = None if replicas is None else Peers(replicas, self._device, "replicas")
             self._replicas = others
             self.balance = checked_balance(balance, module)
-            self._chunks = checked_chunks(chunks)
-            self.checkpoint = checkpoint
-            self.training = module.training
+            self._set(module, chunks, checkpoint)
             fits = fitting(schedule, len(self.balance), self._peers.size, self._chunks)
             partitions = split_module(module, self.balance)
             layout = inspect_skip_layout(partitions)
@@ -262,7 +255,7 @@ class Pipe(Wrapper):
             if that is a module.
         """
         text, rank = text_of(self._schedule), self._peers.rank
-        return self._crew.stages.describe(self, self.loss, text, self.stages, rank)
+        return self._crew.stages.describe(self, self.loss, text, rank)
 
     def extra_repr(self) -> str:
         schedule = title_of(self._schedule)

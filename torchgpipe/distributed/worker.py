@@ -42,8 +42,6 @@ class Worker(Executor):
         #: micro-batch. Gradients take the same way back.
         self.forms: dict[tuple[int, int], Form] = {}
         self._leaving: dict[tuple[int, int], list[Tensor]] = {}
-        #: Whether a stage of this process has drawn random numbers, before others took over.
-        self.drew = [False] * self.plan.schedule.chunks
 
     def where(self, w: int, op: Op) -> str:
         return f"raised in {op} on rank {self.routes.rank}"
@@ -66,7 +64,6 @@ class Worker(Executor):
     ) -> None:
         """Take what stage ``j`` is sent from the stage before, in another process."""
         if states is not None:
-            self.drew[i] |= self.step.numbers.has_drawn(i)
             self.step.numbers.go_on(i, states)
         self.forms[j, i] = form
         parts = unpack(form, tensors)

@@ -16,6 +16,7 @@ from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transfor
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_updates
 from torchgpipe.engine.wrapper import Wrapper
+from torchgpipe.partition.arguments import checkpointed, modes_of
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 
@@ -97,7 +98,8 @@ class MiniBatch:
     @property
     def checkpointed(self) -> list[int]:
         """For each partition, how many micro-batches, from the first, are checkpointed."""
-        return self.wrapper._checkpointed(self.m if self.recorded else 0)
+        modes = modes_of(self.wrapper.checkpoint, self.wrapper._partition_count or 1)
+        return [checkpointed(mode, self.m if self.recorded else 0) for mode in modes]
 
     def map(self, function: Callable[..., Iterable[Tensor]]) -> None:
         """Replace the tensors of each micro-batch by a function of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -119,7 +119,6 @@ class Stages:
         settings: Wrapper,
         loss: Any = None,
         schedule: str | None = None,
-        own: Iterable[int] | None = None,
         rank: int | None = None,
     ) -> Description:
         """Describe the partitions, and a step as it was measured and predicted.
@@ -128,20 +127,19 @@ class Stages:
             settings: the wrapper.
             loss: the loss behind the last partition.
             schedule: the name or the text of the schedule.
-            own: the partitions of this process, if others have some.
-            rank: the rank of this process, likewise.
+            rank: the rank of this process, if others have layers, too.
         """
-        last = len(self.devices) - 1
         modes = modes_of(settings.checkpoint, len(self.devices))
         found = self.prediction
         if found and not found.holds(settings.chunks, modes, schedule):
             found = None
-        each = [*zip(self.partitions, self.devices, modes)]
+        each = enumerate(zip(self.partitions, self.devices, modes))
         parts = [
-            part_of(j, *each[j], loss if j == last else None)
-            for j in (range(last + 1) if own is None else own)
+            part_of(j, *x, loss if j == len(modes) - 1 else None)
+            for j, x in each
+            if rank is None or len(x[0])
         ]
-        title = "partition" if own is None else "stage"
+        title = "partition" if rank is None else "stage"
         return Description.of(parts, settings.chunks, title, schedule, rank, self.figures, found)
 
 

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import mark_if_possible
 from torchgpipe.batchnorm import deferred_batch_norms
 from torchgpipe.engine.recorded import Holder
-from torchgpipe.partition.arguments import (
-    Modes,
-    checked_chunks,
-    checked_modes,
-    checkpointed,
-    modes_of,
-)
+from torchgpipe.partition.arguments import Modes, checked_chunks, checked_modes
 from torchgpipe.partition.traps import Traps
 
 __all__: list[str] = []
@@ -45,8 +39,8 @@ class Alone(nn.Module):
 class Wrapper(Alone):
     """A module that computes its layers micro-batch by micro-batch.
 
-    The constructor of a wrapper sets the number of micro-batches and the checkpoint mode, brings
-    the layers to their places, and calls :meth:`_wrapped` in the end.
+    The constructor of a wrapper calls :meth:`_set`, brings the layers to their places, and calls
+    :meth:`_wrapped`.
     """
 
     _own: ClassVar[tuple[str, ...]] = ("_process", "_norms")
@@ -60,6 +54,12 @@ class Wrapper(Alone):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
+
+    def _set(self, module: nn.Module, chunks: int, checkpoint: str | Sequence[str]) -> None:
+        """Check the settings, and begin with them in the mode of a module."""
+        self._chunks = checked_chunks(chunks)
+        self.checkpoint = checkpoint
+        self.training = module.training
 
     def _wrapped(self, name: str) -> None:
         """Make what every wrapper has, once its layers are in their places.
@@ -145,11 +145,6 @@ class Wrapper(Alone):
     @checkpoint.setter
     def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
         self._checkpoint = checked_modes(checkpoint, self._partition_count)
-
-    def _checkpointed(self, m: int) -> list[int]:
-        """For each partition the number of micro-batches, from the first, to be checkpointed."""
-        modes = modes_of(self._checkpoint, self._partition_count or 1)
-        return [checkpointed(mode, m) for mode in modes]
 
     def extra_repr(self) -> str:
         """The settings, for the first line of ``repr()``."""

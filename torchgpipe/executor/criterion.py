@@ -161,11 +161,6 @@ class Collector(Criterion):
         self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
         return output
 
-    def results(self, i: int) -> list[Tensor]:
-        assert self.outputs is not None
-        output = self.outputs[i]
-        return [] if output is None else [*output]
-
 
 def no_loss(*_: Any) -> Any:
     """Stand for a loss where none is computed."""
