@@ -76,13 +76,13 @@ class Criterion:
             TypeError: the loss function has returned something else.
         """
         current.name, current.kind = "loss", type(self.loss).__name__
-        label = labels.of_layers()
-        if label is not None:
-            label("loss", getattr(self.loss, "__name__", type(self.loss).__name__))
+        is_observed = labels.observer is not None
+        if is_observed:
+            labels.put_layer("loss", getattr(self.loss, "__name__", type(self.loss).__name__))
         found = _checked(self.loss(output.value, *args, **kwargs))
         current.name = None
-        if label is not None:
-            label("", "")
+        if is_observed:
+            labels.put_layer("", "")
         return found
 
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:

@@ -35,15 +35,15 @@ class Partition(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled partition must not depend on what changes from run to run.
-        then, visit, label = (None, None, None)
+        then, visit, is_observed = None, None, False
         if not is_compiling():
-            then, visit, label = current.then, current.visit, labels.of_layers()
+            then, visit, is_observed = current.then, current.visit, labels.observer is not None
         output = None
         for name, layer in self._modules.items():
             assert layer is not None
             current.name, current.kind = name, type(layer).__name__
-            if label is not None:
-                label(name, type(layer).__name__)
+            if is_observed:
+                labels.put_layer(name, type(layer).__name__)
             output = layer(*args, **kwargs)
             if visit is not None:
                 visit(output)
@@ -51,8 +51,8 @@ class Partition(nn.Sequential):
                 then()
             args, kwargs = (output,), {}
         current.name = None
-        if label is not None:
-            label("", "")
+        if is_observed:
+            labels.put_layer("", "")
         return output
 
 
