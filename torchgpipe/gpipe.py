@@ -18,21 +18,10 @@ from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.wrapper import Wrapper, moving_denied
-from torchgpipe.partition.arguments import (
-    MISSING,
-    checked_balance,
-    checked_devices,
-    checked_index,
-)
+from torchgpipe.partition.arguments import MISSING, checked_balance, checked_devices, checked_index
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.sharding import verify_sharding
-from torchgpipe.partition.split import (
-    own_key,
-    plain_module,
-    rename,
-    split_module,
-    verify_module,
-)
+from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
 from torchgpipe.planner.choice import chosen
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.structure import arguments

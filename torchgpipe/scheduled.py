@@ -122,14 +122,12 @@ class ScheduledLoss(Alone):
         recompute: str = "everything",
     ) -> None:
         super().__init__()
-        _verify_model(model)
-        verify_loss(loss)
-        _verify_stages(stages, compile, recompute)
         self.model = model
         self.loss = loss
         self.outputs = outputs
         self.scaler = scaler
         self.stages, self.backend, self.recompute = stages, compile, recompute
+        _verify_stages(stages, compile, recompute)
         self.training = model.training
         self._prepare()
         self.schedule = schedule
@@ -398,15 +396,11 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 
 
 def _verify_stages(stages: str, compile: Any, recompute: str) -> None:
-    """Check how stages compute.
+    """Check that the choices how stages compute go together.
 
     Raises:
-        TypeError: one of the choices is of the wrong kind.
-        ValueError: there is no such way, or the choices do not go together.
+        ValueError: they do not.
     """
-    _verify_way(stages)
-    _verify_backend(compile)
-    _verify_recompute(recompute)
     if compile is not None and stages != "graph":
         raise ValueError(
             "only graphs are compiled part by part (compile: "

@@ -85,8 +85,14 @@ class MiniBatch:
         verify_call(wrapper, chain.from_iterable(different))
         if not batches[0].atomic:
             wrapper._traps.lists(input, self.m)
-        if wrapper._entrance is not None:
-            _verify_entrance(chain.from_iterable(different), *wrapper._entrance)
+        if entrance := wrapper._entrance:
+            device, what, name = entrance
+            for x in chain.from_iterable(different):
+                if x.device != device:
+                    raise ValueError(
+                        f"the input must be on the device of the first {what} (first {what}: "
+                        f"{device}, input: {x.device}); pass input.to({name})"
+                    )
         if recorded:
             # Rows may be too few for the micro-batches that the caller wants.
             asked = self.m if division.is_given else wrapper.chunks
@@ -124,12 +130,3 @@ class MiniBatch:
         found = joined(self.batches, self.division, blocks)
         self.warn_of_coupled(self.batches[0].shapes, self.batches[-1].shapes)
         return found
-
-
-def _verify_entrance(tensors: Iterable[Tensor], device: torch.device, what: str, name: str) -> None:
-    for tensor in tensors:
-        if tensor.device != device:
-            raise ValueError(
-                f"the input must be on the device of the first {what} (first {what}: {device}, "
-                f"input: {tensor.device}); pass input.to({name})"
-            )

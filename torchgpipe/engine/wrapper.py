@@ -74,8 +74,7 @@ class Wrapper(Alone):
     def _prepare(self) -> None:
         mark_if_possible()
         self._process = os.getpid()
-        within = [self, *self._layers]
-        self._norms = [*dict.fromkeys(x for y in within for x in deferred_batch_norms(y))]
+        self._norms = deferred_batch_norms(nn.ModuleList([self, *self._layers]))
 
     @property
     def _layers(self) -> Iterable[nn.Module]:
