@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.fresh import popen
+from tests.support.helpers import MODES
 from tests.support.size import SOAK, rotate, some
 from torchgpipe import GPipe
 from torchgpipe.devices.streams import accelerators
@@ -72,6 +73,12 @@ def seed():
 @pytest.fixture(params=DEVICES, ids=str)
 def device(request):
     """A device to compute on."""
+    return request.param
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    """A checkpoint mode."""
     return request.param
 
 

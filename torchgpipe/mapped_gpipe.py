@@ -21,11 +21,12 @@ from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.mapped.attributes import Attributes
-from torchgpipe.mapped.caches import takes_cache, without_cache
+from torchgpipe.mapped.body import current
 from torchgpipe.mapped.calls import Call, intercept, is_intercepted
-from torchgpipe.mapped.course import Course, current
+from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.glue import Glue
+from torchgpipe.mapped.hugging_face import takes_cache, without_cache
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
@@ -277,7 +278,7 @@ class MappedGPipe(Wrapper):
                 self._lasting.thread = None
                 step.have_caller_wait()
                 # The graph refers to the step, if the model came back to a device.
-                step.phonies.clear()
+                step.fence = None
         outputs = iter(step.back_to_caller([x for batch in batches for x in batch]))
         batches[:] = [batch.replace([next(outputs) for _ in batch]) for batch in batches]
         step.end()
@@ -288,9 +289,8 @@ class MappedGPipe(Wrapper):
         self, step: MappedStep, i: int, batch: Batch, turns: Turns | None, order: Order | None
     ) -> Batch:
         course = Course(step, i, turns)
-        outer = current.course, current.glue
-        glue = Glue(course) if step.needs_glue else None
-        current.course, current.glue = course, glue
+        glue = course.glue = Glue(course) if step.needs_glue else None
+        outer, current.course = current.course, course
         given, value = batch.parts[VALUE], batch.take().value
         try:
             with order.begin(given) if order else nullcontext(), glue or nullcontext():
@@ -304,7 +304,7 @@ class MappedGPipe(Wrapper):
         finally:
             course.close()
             step.leave_streams()
-            current.course, current.glue = outer
+            current.course = outer
 
     def _verify(self) -> None:
         lost = [call.mapped.name for call in self._calls if not is_intercepted(call)]

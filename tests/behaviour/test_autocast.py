@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import CPUS, MODES, Apply, Plain
+from tests.support.helpers import CPUS, Apply, Plain
 from tests.support.loops import BF16, FP16, Casting
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.ambient.context import Context
 from torchgpipe.engine.workers import Task, Workers
 
 
-@pytest.fixture(params=MODES)
-def models(request):
+@pytest.fixture
+def models(mode):
     """A wrapped model and the plain one."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = Plain(copy.deepcopy(layers), 4)
-    return [GPipe(layers, [2, 2, 1], devices=CPUS[:3], chunks=4, checkpoint=request.param), plain]
+    return [GPipe(layers, [2, 2, 1], devices=CPUS[:3], chunks=4, checkpoint=mode), plain]
 
 
 def autocast(dtype, **options):
@@ -86,7 +86,6 @@ def losses_of(layers, call, around):
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("around", ["nothing", "a block", "a block that keeps nothing"])
 def test_layers_that_enter_autocast_in_a_worker(mode, around):
     """A worker keeps casts of weights as long as the caller would, and no longer."""

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.autograd.functional import jacobian
 
-from tests.support.helpers import MODES, Plain
+from tests.support.helpers import Plain
 from torchgpipe import GPipe
 
 ROWS = 5
@@ -19,29 +18,19 @@ def layers():
     ).double()
 
 
-def compare(way, mode, device, chunks=(2,), several=False):
+def compare(way, mode, device, chunks=(2,)):
     """Check that a function returns the same for a wrapped model and for the plain one."""
-    n = len(layers())
-    balances = [[1, n - 2, 1], [n], [2, n - 2], [1] * n] if several else [[1, n - 2, 1]]
     for m in chunks:
-        for balance in balances:
-            x = torch.randn(ROWS, 3, dtype=torch.double, device=device)
-            expected = way(Plain(layers().to(device), m), x.clone().requires_grad_())
-            wrapped = GPipe(
-                layers(), balance, devices=[device] * len(balance), chunks=m, checkpoint=mode
-            )
-            found = way(wrapped, x.clone().requires_grad_())
-            assert any(value.any() for value in expected)
-            torch.testing.assert_close(found, expected)
+        x = torch.randn(ROWS, 3, dtype=torch.double, device=device)
+        expected = way(Plain(layers().to(device), m), x.clone().requires_grad_())
+        wrapped = GPipe(layers(), [1, 4, 1], devices=[device] * 3, chunks=m, checkpoint=mode)
+        found = way(wrapped, x.clone().requires_grad_())
+        assert any(value.any() for value in expected)
+        torch.testing.assert_close(found, expected)
 
 
 def grads(model, *others):
     return [leaf.grad for leaf in [*others, *model.parameters()]]
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
 
 
 def test_gradient_of_the_output_that_is_given(mode, device):
@@ -53,16 +42,6 @@ def test_gradient_of_the_output_that_is_given(mode, device):
     compare(way, mode, device)
 
 
-def test_gradient_penalty(mode, device):
-    def way(model, x):
-        output = model(x).square().sum()
-        (grad,) = torch.autograd.grad(output, x, create_graph=True)
-        (output + grad.square().sum()).backward()
-        return grads(model, x)
-
-    compare(way, mode, device, chunks=(1, 2, 5), several=True)
-
-
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3), slice(-1, None)], ids=str)
 def test_loss_of_some_rows(rows, mode, device):
     def way(model, x):
@@ -70,11 +49,6 @@ def test_loss_of_some_rows(rows, mode, device):
         return grads(model, x)
 
     compare(way, mode, device, chunks=(2, 5))
-
-
-@pytest.mark.parametrize("vectorize", [False, True])
-def test_jacobian(vectorize, mode, device):
-    compare(lambda model, x: [jacobian(model, x, vectorize=vectorize)], mode, device, chunks=(1, 3))
 
 
 def test_gradcheck(mode):

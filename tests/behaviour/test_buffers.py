@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
+from tests.contract.state_of_layers import Whiten
+from tests.support.helpers import plain, same_buffers, same_gradients, wrap
 
 M = 3
 
@@ -33,29 +34,7 @@ def norms(name, **options):
     ).double(), (7, *shape)
 
 
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
-
-
 # Norms.
-
-
-@pytest.mark.parametrize("name", ["BatchNorm1d", "InstanceNorm2d"])
-def test_two_forwards_before_their_backwards(name, mode, device):
-    """The second forward updates the statistics of the first, which backward does not need."""
-    module, shape = norms(name)
-    reference = copy.deepcopy(module).to(device)
-    model = wrap(module, device, mode)
-    x, y = torch.randn(2, *shape, dtype=torch.double, device=device)
-    for owner, forward in ((reference, lambda x: plain(reference, x, M)), (model, model)):
-        first, second = forward(x), forward(y)
-        buffers = [buffer.clone() for buffer in owner.buffers()]
-        first.square().sum().backward()
-        second.exp().sum().backward()
-        assert all(map(torch.equal, buffers, owner.buffers()))
-    same_buffers(reference, model.module)
-    same_gradients(reference, model)
 
 
 def test_forward_of_another_kind_before_backward(mode, device):
@@ -76,45 +55,6 @@ def test_forward_of_another_kind_before_backward(mode, device):
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     same_gradients(reference, model)
-
-
-def test_twice_backward(mode, device):
-    module, shape = norms("BatchNorm2d")
-    reference = copy.deepcopy(module).to(device)
-    model = wrap(module, device, mode)
-    x = torch.randn(shape, dtype=torch.double, device=device)
-    for forward in (lambda x: plain(reference, x, M), model):
-        output = forward(x)
-        output.square().sum().backward(retain_graph=True)
-        output.exp().sum().backward()
-    same_buffers(reference, model.module)
-    same_gradients(reference, model)
-
-
-def test_gradient_of_the_gradient(mode, device):
-    module, shape = norms("BatchNorm1d")
-    reference = copy.deepcopy(module).to(device)
-    model = wrap(module, device, mode)
-    x = torch.randn(shape, dtype=torch.double, device=device, requires_grad=True)
-    for forward in (lambda x: plain(reference, x, M), model):
-        (grad,) = torch.autograd.grad(forward(x).exp().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-    same_buffers(reference, model.module)
-    same_gradients(reference, model)
-
-
-def test_lazy_norm(mode, device):
-    model = wrap(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()).to(device), device, mode)
-    model(torch.rand(7, 3, device=device)).square().sum().backward()
-    assert model[1].num_batches_tracked.item() == M
-
-
-def test_norm_that_was_replaced_within_the_wrapper(mode, device):
-    """The norm that is in the partition when the step runs counts."""
-    model = wrap(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Tanh()), device, mode)
-    model.partitions[1]._modules["1"] = norm = nn.BatchNorm1d(4).to(device)
-    model(torch.rand(7, 3, device=device)).square().sum().backward()
-    assert norm.num_batches_tracked.item() == M
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -215,24 +155,11 @@ def test_buffers_are_not_kept_alive(mode, device):
 # Other writes to buffers.
 
 
-class Whiten(nn.Module):
-    """A layer of which autograd saves a buffer, and that writes to it for each micro-batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.scale.mul_(2)
-        return x * self.scale
-
-
 def test_saved_buffer_that_is_written_to(device):
     """Values that backward needs are lost, as in plain PyTorch. Checkpointing computes them."""
-    module = nn.Sequential(nn.Linear(2, 2), Whiten()).to(device)
+    module = nn.Sequential(nn.Linear(4, 4), Whiten()).to(device)
     model = wrap(copy.deepcopy(module), device, "never")
-    x = torch.rand(6, 2, device=device)
+    x = torch.rand(6, 4, device=device)
     for output in (plain(module, x, M), model(x)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()

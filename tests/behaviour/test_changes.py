@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, note_of, plain, wrap
+from tests.support.helpers import note_of, plain, wrap
 from tests.support.recomputation import CHECKPOINTED, M, numbered
 from torchgpipe import GPipe
 
@@ -19,7 +19,6 @@ def layers():
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("mode", MODES)
 def test_switched_between_forward_and_backward(mode, training, device):
     """The gradients are those of the mode of the forward, and the modes stay switched."""
     model = wrap(layers(), device, mode, balance=[2, 1]).train(training)
@@ -38,7 +37,6 @@ def test_switched_between_forward_and_backward(mode, training, device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_a_layer_switched_alone(mode, device):
     """Scripts that freeze norms switch them alone, after ``model.train()``."""
     model = wrap(layers(), device, mode, balance=[2, 1])
@@ -81,7 +79,6 @@ def unfrozen(layer, loss):
     return output
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", [hook_removed, hook_added, frozen, unfrozen])
 def test_changed_between_forward_and_backward(change, mode):
     """The graph of the forward counts, and the change stays."""
@@ -99,7 +96,6 @@ def test_changed_between_forward_and_backward(change, mode):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_parameter_changed_in_place_is_an_error(mode, device):
     """PyTorch raises an error without checkpointing; with checkpointing, torchgpipe does."""
     model = wrap(layers(), device, mode, balance=[2, 1])
@@ -111,38 +107,6 @@ def test_parameter_changed_in_place_is_an_error(mode, device):
     if mode == "always":
         assert note_of(caught.value) == f"raised in partition 0, micro-batch {M - 1}"
     assert all(p.grad is None for p in [*model.partitions[0].parameters()])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_optimizer_step_between_forward_and_backward_is_an_error(mode, device):
-    model = wrap(layers(), device, mode, balance=[2, 1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first, second = model(x := torch.rand(6, 3, device=device)), model(x)
-    first.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="modified by an inplace|not be changed in place"):
-        second.square().sum().backward()
-    assert all(p.grad is None for p in model.partitions[0].parameters())
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_layer_that_changes_its_parameters(device, checkpoint):
-    def module():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(5, 4, max_norm=0.5), nn.Linear(4, 2)).to(device)
-
-    model = GPipe(module(), [1, 1], devices=[device] * 2, chunks=2, checkpoint=checkpoint)
-    reference = module()
-    x = torch.tensor([0, 1, 2, 3, 4, 0], device=device)
-    for _ in range(2):
-        expected, output = plain(reference, x, 2), model(x)
-        assert torch.equal(expected, output)
-        expected.sum().backward()
-        output.sum().backward()
-        for p, q in zip(reference.parameters(), model.parameters()):
-            assert torch.allclose(p, q)
-            assert torch.allclose(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTED)
@@ -160,7 +124,6 @@ class OwnParameter(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, OwnParameter])
-@pytest.mark.parametrize("mode", MODES)
 def test_parameter_that_the_layer_changes_after_its_use_is_an_error(mode, kind):
     """The change is an error even behind the last tensor to be recomputed."""
 

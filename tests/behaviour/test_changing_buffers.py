@@ -7,16 +7,11 @@ import torch
 from torch import nn
 
 from tests.contract.state_of_layers import Memory
-from tests.support.changing_buffers import LAYERS, Average, Codebook, changing
-from tests.support.helpers import MODES, plain, same_buffers, same_gradients, wrap
+from tests.support.changing_buffers import LAYERS, Average, changing
+from tests.support.helpers import plain, same_buffers, same_gradients, wrap
 from torchgpipe import is_recomputing, verify_recomputation
 
 M = 3
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
 
 
 @pytest.fixture
@@ -57,24 +52,6 @@ def test_verification_finds_nothing(name, mode, rows, device):
             model(rows).square().sum().backward()
 
 
-def test_buffer_that_changes_once_a_layer_trains(mode, rows, device):
-    """A layer that leaves its buffers alone in eval mode is learned once more in training."""
-    module = changing("parametrized spectral_norm").to(device)
-    module[1].eval()
-    model = wrap(copy.deepcopy(module), device, mode)
-    verify_like_plain(module, model, rows)
-    module[1].train(), model[1].train()
-    verify_like_plain(module, model, rows)
-
-
-def test_mode_that_changes_between_steps(rows, device):
-    module = changing("average in place").to(device)
-    model = wrap(copy.deepcopy(module), device, "never")
-    for mode in (*MODES, *reversed(MODES)):
-        model.checkpoint = mode
-        verify_like_plain(module, model, rows, steps=1)
-
-
 def test_buffer_that_changes_in_a_later_micro_batch_first(mode, rows, device):
     class Late(Average):
         calls = 0
@@ -100,27 +77,6 @@ def test_buffer_that_changes_in_a_later_micro_batch_first(mode, rows, device):
     same_buffers(reference, model.module)
 
 
-def test_layer_that_holds_its_changes_back_in_a_second_run(mode, rows, device):
-    """The second run reads what was there before the first run, and so must not use the change."""
-
-    class HeldBack(Average):
-        def forward(self, x):
-            y = (x / self.average.clone()).tanh()
-            if not is_recomputing():
-                self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
-            return y
-
-    module = nn.Sequential(nn.Linear(4, 4), HeldBack("in place"), nn.Linear(4, 4)).to(device)
-    verify_like_plain(module, wrap(copy.deepcopy(module), device, mode), rows)
-
-
-def test_copy_of_a_wrapper_learns_anew(mode, rows, device):
-    module = changing("codebook").to(device)
-    model = wrap(copy.deepcopy(module), device, mode)
-    verify_like_plain(module, model, rows)
-    verify_like_plain(module, copy.deepcopy(model), rows)
-
-
 def test_inference_tensor_as_buffer(mode, rows, device):
     """Nobody counts the changes of such a tensor, nor can a layer change it in training."""
     with torch.inference_mode():
@@ -144,33 +100,6 @@ def test_inference_tensor_as_buffer(mode, rows, device):
             loss.backward()
     for a, b in zip(model.parameters(), nn.Sequential(*reference).parameters()):
         torch.testing.assert_close(a.grad, b.grad)
-
-
-def test_codebook_in_eval_mode_and_without_grad(rows, device):
-    module = changing("codebook").to(device)
-    model = wrap(copy.deepcopy(module), device).eval()
-    torch.testing.assert_close(plain(module, rows, M), model(rows))
-    with torch.no_grad():
-        torch.testing.assert_close(plain(module, rows, M), model(rows))
-    same_buffers(module, model.module)
-
-
-def test_failing_step_is_learned_from_as_far_as_it_went(rows, device):
-    class Fail(nn.Module):
-        fails = True
-
-        def forward(self, x):
-            if self.fails:
-                raise ValueError("once")
-            return x
-
-    module = nn.Sequential(nn.Linear(4, 4), Codebook(), nn.Linear(4, 4)).to(device)
-    model = wrap([*copy.deepcopy(module), Fail()], device, balance=[3, 1])
-    with pytest.raises(ValueError, match="once"):
-        model(rows)
-    model[3].fails = False
-    module.load_state_dict(model.module.state_dict())
-    verify_like_plain(module, model, rows)
 
 
 def test_buffer_with_a_gradient(mode, rows, device):

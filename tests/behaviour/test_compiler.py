@@ -13,7 +13,7 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchgpipe
-from tests.support.helpers import MODES
+from tests.support.helpers import Plain
 from tests.support.size import some
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe._torch.dynamo import VERSION
@@ -23,8 +23,6 @@ from torchgpipe.skip import Namespace, pop, skippable, stash
 # The compiler reads the gradient of every input, also of one that is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-#: Layers that are compiled a partition at a time, before, and in place.
-WAYS = ["sequence", "partitions"]
 
 #: The backend where only the number of graphs matters.
 COUNTING = some("aot_eager", "eager")
@@ -63,7 +61,7 @@ class Block(nn.Module):
         return self.norm(nn.functional.gelu(self.linear(x))) + x
 
 
-class Plain(nn.Module):
+class Scriptable(nn.Module):
     """A scriptable layer that saves more for backward than its input and its weight."""
 
     def __init__(self):
@@ -106,35 +104,13 @@ def step(model, input):
     return [output.detach(), *[p.grad for p in model.parameters()]]
 
 
-def micro_batches(layers, m=4):
-    """Run the plain layers on the micro-batches one after another."""
-    plain = nn.Sequential(*layers).double()
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.plain = plain
-
-        def forward(self, input):
-            return torch.cat([plain(x) for x in input.tensor_split(min(m, len(input)))])
-
-    return Model()
+def micro_batches(layers):
+    """The plain layers, which run on the micro-batches one after another."""
+    return Plain(nn.Sequential(*layers).double(), 4)
 
 
 def input_of(rows):
     return torch.rand(rows, 6, dtype=torch.double)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", WAYS)
-def test_parity(way, mode, backend):
-    model = wrapped(blocks(), way, backend, chunks=4, checkpoint=mode)
-    plain = micro_batches(blocks())
-    for _ in range(2):
-        input = input_of(8)
-        torch.testing.assert_close(step(model, input), step(plain, input))
-    # One graph for the input, and one for tensors with a gradient, as for the plain model.
-    assert backend.frame_count == 2
 
 
 @cache
@@ -190,7 +166,6 @@ def test_compiled_anew_between_forward_and_backward():
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("around", [False, True])
 def test_autocast(mode, around, backend):
     """Both runs share one graph, and gradients are right if backward has a block of its own."""
@@ -260,7 +235,9 @@ class Pop(nn.Module):
         return self.linear(x).tanh() * skip
 
 
-@pytest.mark.parametrize("way", ["layers", "in place", "partitions"])
+@pytest.mark.parametrize(
+    "way", some(["layers", "in place", "partitions"], ["layers", "partitions"])
+)
 def test_skips(way, backend):
     def layers():
         torch.manual_seed(0)
@@ -339,13 +316,13 @@ def test_errors_name_the_layer(backend):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_scripted():
-    layers = [torch.jit.script(x) for x in blocks(Plain)]
+    layers = [torch.jit.script(x) for x in blocks(Scriptable)]
     model = GPipe(nn.Sequential(*layers), [2, 2], devices=["cpu"] * 2, chunks=4)
     model.double()
     with pytest.raises(TypeError, match="must not be scripted.*use checkpoint='never'"):
         model(input_of(8))
     model.checkpoint = "never"
-    plain = micro_batches(blocks(Plain))
+    plain = micro_batches(blocks(Scriptable))
     for _ in range(4):
         input = input_of(8)
         torch.testing.assert_close(step(model, input), step(plain, input))
@@ -360,29 +337,6 @@ def test_parameters_in_a_dict_of_another_kind():
     model = GPipe(nn.Sequential(*layers), [2, 2], devices=["cpu"] * 2, chunks=4).double()
     input = input_of(8)
     torch.testing.assert_close(step(model, input), step(micro_batches(blocks()), input))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("around", [False, True], ids=["model", "parent"])
-def test_wrapper(around, mode, backend):
-    """The wrapper breaks the graph; PyTorch compiles the code around it, and none of its own."""
-    model = GPipe(nn.Sequential(*blocks()), [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint=mode)
-    plain, whole = micro_batches(blocks()), nn.Module()
-    whole.forward, whole.model = lambda x: model(x * 2) * 3, model.double()
-    run = torch.compile(whole if around else model, backend=backend)
-    for _ in range(2):
-        input = input_of(8)
-        reference = plain(input * 2) * 3 if around else plain(input)
-        model.zero_grad()
-        plain.zero_grad()
-        output = run(input)
-        for x in (output, reference):
-            x.square().sum().backward()
-        torch.testing.assert_close(output, reference)
-        torch.testing.assert_close(
-            [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]
-        )
-    assert backend.frame_count == 2 * around
 
 
 def test_no_warnings(backend):

@@ -1,9 +1,7 @@
 """Containers of tensors must be registered with PyTorch; if not, the error says how."""
 
 import pytest
-from torch.utils._pytree import (
-    tree_map_only,
-)
+from torch.utils._pytree import tree_map_only
 
 from tests.support.structures import (
     DictOfTensors,

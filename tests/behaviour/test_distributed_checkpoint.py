@@ -134,18 +134,6 @@ def test_keys_with_partitions_are_those_of_one_balance(as_state_dict, tmp_path):
         assert torch.equal(one, other)
 
 
-def test_async_save(tmp_path):
-    """The checkpoint has the values at the time of the call."""
-    source, target = Parent([2, 2]), Parent([1, 3], seed=1)
-    expected = source.body[0].weight.detach().clone()
-    future = dcp.async_save({"body": source.body.module}, checkpoint_id=tmp_path)
-    with torch.no_grad():
-        source.body[0].weight.zero_()
-    future.result()
-    dcp.load({"body": target.body.module}, checkpoint_id=tmp_path)
-    assert torch.equal(target.body[0].weight, expected)
-
-
 def test_names_of_compiled_layers():
     """Names lack the prefix of the compiler's wrapper, as with the plain model."""
     layers = nn.Sequential(*[torch.compile(nn.Linear(1, 1), backend="eager") for _ in range(2)])

@@ -28,13 +28,12 @@ def training_of(name, mode, draws):
     return Scheduled(Maker("ScheduledLoss 1f1b", mode), layers, training, loss)
 
 
-@pytest.mark.parametrize("draws", [0.2, 0.0])
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_errors_anywhere(name, mode, draws):
-    training = training_of(name, mode, draws)
-    autocast = (NAMES.index(name) + MODES.index(mode) + (draws > 0)) % 2 == 1
+def test_errors_anywhere(name, mode):
+    k = NAMES.index(name)
     # Layers run, then are traced; and the third step may know that they draw nothing.
+    training = training_of(name, mode, 0.2 if k in (0, 3) else 0.0)
+    autocast = (k + MODES.index(mode)) % 2 == 1
     for _ in range(3):
         step(training, autocast)
     verify_anywhere(training, autocast)

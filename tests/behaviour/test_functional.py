@@ -44,11 +44,6 @@ def layers():
     ).double()
 
 
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
-
-
 @pytest.fixture
 def wrapped(device):
     """A wrapper whose checkpoint mode is of no account."""
@@ -84,19 +79,6 @@ def same(a, b):
 
 
 # functional_call.
-
-
-def test_replaced_buffers_are_updated_instead_of_the_own(models, input):
-    found = []
-    for model in models:
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        buffers = {name: buffer.clone() for name, buffer in before.items()}
-        output = functional_call(model, {**replacements(model), **buffers}, (input,))
-        output.square().sum().backward()
-        assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-        assert all(not torch.equal(before[name], buffer) for name, buffer in buffers.items())
-        found.append([*buffers.values()])
-    same(*found)
 
 
 def test_replaced_buffer_with_a_gradient(models, input):
@@ -150,37 +132,6 @@ def test_replacement_changed_in_place_is_an_error(models, input):
 # Transforms.
 
 
-def of_parameters(transform):
-    def apply(model, x):
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        return transform(lambda p: functional_call(model, p, (x,)).sum(), parameters)
-
-    return apply
-
-
-TRANSFORMS = {
-    "grad": of_parameters(lambda f, p: torch.func.grad(f)(p)),
-    "grad_and_value": of_parameters(lambda f, p: torch.func.grad_and_value(f)(p)),
-    "vjp": of_parameters(torch.func.vjp),
-    "jvp": of_parameters(lambda f, p: torch.func.jvp(f, (p,), (p,))),
-    "vmap": of_parameters(
-        lambda f, p: torch.func.vmap(f)({name: torch.stack([x, x]) for name, x in p.items()})
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transform_of_parameters_is_an_error(name, wrapped, input):
-    message = "cannot be called within a torch.func transform.*plain"
-    for wrapped.checkpoint in MODES:
-        for training, grad in product([True, False], repeat=2):
-            wrapped.train(training)
-            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message):
-                TRANSFORMS[name](wrapped, input)
-    assert wrapped[0].calls == 0, "no layer has run"
-    wrapped.train()(input).sum().backward()
-
-
 def test_plain_model_can_be_transformed(wrapped, input):
     model = wrapped.eval()
     _, expected = torch.autograd.functional.jvp(model, input, input)
@@ -206,18 +157,6 @@ def test_dual_input_is_an_error(place, wrapped, input):
                 with pytest.raises(RuntimeError, match=NAMED):
                     wrapped(place(dual))
     assert wrapped[0].calls == 0, "no layer has run"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["partitions.0.1.weight", "partitions.1.4.bias", "partitions.0.2.running_mean"],
-)
-def test_dual_parameter_or_buffer_is_an_error(name, wrapped, input):
-    own = dict([*wrapped.named_parameters(), *wrapped.named_buffers()])[name].detach().clone()
-    for wrapped.checkpoint in MODES:
-        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=NAMED):
-            dual = forward_ad.make_dual(own, torch.ones_like(own))
-            functional_call(wrapped.eval(), {name: dual}, (input,))
 
 
 # Within a layer.

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support.architectures import ARCHITECTURES, build, spread
-from tests.support.helpers import MODES
 from tests.support.size import some
 from torchgpipe import MappedGPipe
 
@@ -42,7 +41,6 @@ def compare(name, devices, mode, chunks=2, threads=1):
         torch.testing.assert_close(own.cpu(), other)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients(name, mode):
     compare(name, [torch.device("cpu")] * 3, mode)

@@ -8,7 +8,6 @@ import torch
 
 from tests.examples import MISSING
 from tests.support.architectures import build
-from tests.support.helpers import MODES
 from torchgpipe import MappedGPipe, is_recomputing
 from torchgpipe.balance.device_map import timed
 from torchgpipe.planner import maps
@@ -72,13 +71,11 @@ def compare(devices, mode, layers=None, inputs_too=False):
             torch.testing.assert_close(found[name].grad.cpu(), other.grad)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layers", [None, [2]], ids=["all layers", "last layer"])
 def test_gradients(mode, layers):
     compare([CPU] * 3, mode, layers)
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_embeddings_that_require_grad(mode):
     compare([CPU] * 3, mode, [2], inputs_too=True)
 
@@ -107,7 +104,6 @@ class Counted(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_what_is_in_front_of_the_adapters_runs_forward_only(mode):
     model, inputs = adapted([2])
     backward, again = [0, 0, 0], [0, 0, 0]

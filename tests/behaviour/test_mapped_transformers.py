@@ -51,18 +51,6 @@ def test_generate(llama):
     assert found.tolist() == plain.generate(prompt, **options).tolist()
 
 
-def test_checkpoints_of_the_model_itself(llama):
-    model, inputs = llama
-    plain = copy.deepcopy(model)
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    next(getattr(model, name) for name in names if hasattr(model, name))()
-    wrapped(model, checkpoint="never")(**inputs).loss.mean().backward()
-    torch.stack(
-        [plain(**{key: x[k : k + 2] for key, x in inputs.items()}).loss for k in (0, 2)]
-    ).mean().backward()
-    assert_equal_gradients(model, plain)
-
-
 def test_all_hidden_states(llama):
     model, inputs = llama
     plain = copy.deepcopy(model)
@@ -74,30 +62,6 @@ def test_all_hidden_states(llama):
         for found, wanted in zip(out.hidden_states, expected.hidden_states):
             torch.testing.assert_close(found, wanted)
         out.hidden_states[1].sum().backward()
-
-
-def test_frozen_blocks(llama):
-    model, inputs = llama
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.2" in name)
-    plain = copy.deepcopy(model)
-    wrapped(model, checkpoint="always")(**inputs).loss.mean().backward()
-    torch.stack(
-        [plain(**{key: x[k : k + 2] for key, x in inputs.items()}).loss for k in (0, 2)]
-    ).mean().backward()
-    assert_equal_gradients(model, plain)
-
-
-def test_autocast(llama):
-    model, inputs = llama
-    plain = copy.deepcopy(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = wrapped(model, checkpoint="always", chunks=1)(**inputs)
-        expected = plain(**inputs)
-    assert out.logits.dtype == expected.logits.dtype == torch.bfloat16
-    out.loss.mean().backward()
-    expected.loss.backward()
-    assert_equal_gradients(model, plain)
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

@@ -15,13 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.helpers import Plain, wrap
+from tests.support.helpers import MODES, Plain, wrap
 from tests.support.long_runs import eventually
 from tests.unit.ambient.test_context import DispatchMode
 from torchgpipe import is_recomputing
 from torchgpipe.ambient.context import Modes
 
-CHECKPOINT = ("never", "except_last", "always")
 WIDTH = 4
 
 variable = contextvars.ContextVar("variable", default="unset")
@@ -102,7 +101,7 @@ def test_recomputation_within_a_backward_in_other_modes(device, order):
     layers = [CustomLayer(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     module = nn.Sequential(*[layers[k] for k in order])
     found = []
-    for mode in CHECKPOINT:
+    for mode in MODES:
         model = wrap(copy.deepcopy(module), ["cpu", "cpu"], mode)
         with torch.autocast("cpu", torch.bfloat16):
             output = model(torch.ones(6, WIDTH))
@@ -135,7 +134,6 @@ def test_nothing_of_the_caller_s_is_held_after_backward(places):
     assert eventually(lambda: (gc.collect() and ref.expired()) or ref.expired())
 
 
-@pytest.mark.parametrize("mode", CHECKPOINT)
 def test_number_of_threads_follows_the_caller(places, mode):
     seen = []
     model = wrap(nn.Sequential(Look(seen), Look(seen)), places, mode)

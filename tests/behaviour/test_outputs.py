@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES
 from tests.support.structures import Partial, Point, model, passed, rows, verify
 from torchgpipe import GPipe, PerMicroBatch
 
@@ -65,7 +64,6 @@ class Recurrent(nn.Module):
         return output, self.function(h), c.transpose(0, 1)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [4, 5, 6])
 def test_rows_in_another_dimension_are_an_error(count, mode):
     x = torch.rand(count, 4, 3)
@@ -94,33 +92,10 @@ def test_fewer_rows_are_an_error_unless_stacked():
     assert output.shape == (2, 2, 3)
 
 
-@pytest.mark.parametrize("count", [4, 5, 3, 2, 1])
-def test_losses_with_a_dimension_are_joined(count):
-    """Losses had to have a dimension of size 1 in torchgpipe 0.0.7."""
-    for shape in [(1,), (1, 1)]:
-        loss = Partial(lambda x, shape=shape: x.square().sum().view(shape))
-        output = verify(model(passed, loss), rows(count))
-        assert output.shape == (min(count, 2), *shape[1:])
-
-
 def test_one_row_for_each_micro_batch_tells_nothing():
     """Five rows for each row, or a matrix: nobody knows. One chunk has nothing to join."""
     assert model(nn.Linear(3, 5), lambda x: x.T @ x, chunks=2)(rows(2)).shape == (10, 5)
     assert model(nn.Linear(3, 5), lambda x: x.T @ x, chunks=1)(rows(4)).shape == (5, 5)
-
-
-def test_one_tensor_marked_and_not():
-    x, stacked = model(lambda x: (x, PerMicroBatch(x)), chunks=2)(rows(4))
-    assert (x.shape, stacked.shape) == ((4, 3), (2, 2, 3))
-
-
-def test_marks_do_not_come_out():
-    nothing, (stacked,) = model(
-        lambda x: (PerMicroBatch(None), PerMicroBatch([PerMicroBatch(x.T @ x)])), chunks=2
-    )(rows(4))
-    assert nothing is None
-    assert stacked.shape == (2, 3, 3)
-    assert model(lambda x: (x, PerMicroBatch(None)), chunks=2)(rows(4))[1] is None
 
 
 def test_marked_ones_of_several_shapes_are_an_error():
@@ -131,50 +106,3 @@ def test_marked_ones_of_several_shapes_are_an_error():
 def test_marked_inputs_are_an_error():
     with pytest.raises(TypeError, match="PerMicroBatch marks outputs.*NoChunk"):
         GPipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], chunks=2)([PerMicroBatch(rows())])
-
-
-# Tensors that are not differentiable.
-
-
-# Shapes.
-
-
-# Kinds of outputs.
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("frozen", [[], [0], [1], [2], [0, 1], [1, 2], [0, 1, 2]])
-def test_requires_grad(frozen, mode):
-    for requires_grad in (False, True):
-        layers = [nn.Linear(3, 3), Partial(lambda x: (x, x > 0, x.detach())), nn.Linear(3, 3)]
-        layers[2] = First(layers[2])
-        for k in frozen:
-            layers[k].requires_grad_(False)
-        wrapped = model(*layers, mode=mode)
-        output = verify(wrapped, rows(requires_grad=requires_grad))
-        expected = len(set(frozen) & {0, 2}) < 2 or requires_grad
-        assert [x.requires_grad for x in output] == [expected, False, False]
-
-
-class First(nn.Module):
-    """A layer applied to the first of several tensors."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value):
-        first, *rest = value
-        return (self.layer(first), *rest)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.uint8, torch.bool]
-)
-def test_dtypes(dtype, mode):
-    x = torch.ones(4, 2).to(dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        x.requires_grad_()
-    output = verify(model(Partial(lambda x: [x]), Partial(lambda x: x[0]), mode=mode), x)
-    assert (output.dtype, output.requires_grad) == (dtype, x.requires_grad)

@@ -1,7 +1,7 @@
-"""Random numbers depend on the seed and the number of chunks, and on nothing else.
+"""Random numbers of models of any layers, of wrappers within each other, and in several threads.
 
 The reference is a wrapper with a single partition, without checkpointing; with one chunk, the plain
-model.
+model. ``tests/contract`` has what every wrapper promises.
 """
 
 import copy
@@ -16,10 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.helpers import MODES, wrap
-from torchgpipe import is_recomputing
 from torchgpipe.ambient.random_numbers import get_state
 
-BALANCES = [[4], [1, 3], [2, 2], [1, 1, 1, 1]]
 WIDTH = 4
 
 
@@ -105,22 +103,6 @@ def batch(device="cpu", rows=5):
     return torch.rand(rows, 3, WIDTH, generator=torch.Generator().manual_seed(3)).to(device)
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("name", LAYERS)
-def test_same_in_every_mode_and_balance(name, chunks, device):
-    if name == "LSTM" and device.type == "cuda":
-        pytest.skip("cuDNN draws from a generator of its own")
-    module, x = draws_twice(name).to(device), batch(device)
-    expected = step(
-        module if chunks == 1 else wrap(module, device, "never", chunks, balance=[4]), x
-    )
-    assert not torch.equal(expected[-1], step(nn.Identity(), x)[-1])
-    for balance in BALANCES:
-        for mode in MODES:
-            found = step(wrap(module, device, mode, chunks, balance=balance), x)
-            assert same(found, expected), (balance, mode)
-
-
 @st.composite
 def models(draw):
     """A random module, and a random balance for it."""
@@ -151,130 +133,11 @@ def test_same_in_random_models(model, chunks, mode, rows, seed):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_same_in_training(chunks, mode):
-    """Each step goes on with the caller's generator."""
-    found = []
-    for balance, each in (([4], "never"), ([1, 2, 1], mode)):
-        module = draws_twice("dropout")
-        model = wrap(module, mode=each, chunks=chunks, balance=balance)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        torch.manual_seed(1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.rand(6, WIDTH)).square().sum().backward()
-            optimizer.step()
-        found.append([*module.parameters(), torch.rand(3)])
-    assert same(*found)
-
-
-def gone_on(state, steps):
-    torch.set_rng_state(state)
-    for _ in range(steps):
-        torch.rand(1)
-    return torch.get_rng_state()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_generator_goes_on_where_the_first_micro_batch_left_it(mode):
-    module = nn.Sequential(*[Drawing(lambda x: x + torch.rand(1)) for _ in range(4)])
-    before = torch.get_rng_state()
-    expected = gone_on(before, 4)
-    for chunks in (1, 2, 5):
-        torch.set_rng_state(before)
-        wrap(module, mode=mode, chunks=chunks, balance=[1, 3])(batch()).sum().backward()
-        assert torch.equal(expected, torch.get_rng_state())
-
-
 class Uniform(nn.Module):
     """A layer that replaces its input by random numbers."""
 
     def forward(self, x):
         return torch.rand_like(x)
-
-
-@pytest.mark.parametrize("balance", [[2], [1, 1]])
-def test_all_numbers_differ(balance):
-    """Numbers differ between micro-batches, between layers and between steps."""
-    layer = Drawing(lambda x: torch.cat([x, torch.rand(len(x), 50).double()], dim=1))
-    layer.linear = nn.Identity()
-    model = wrap(nn.Sequential(layer, layer), mode="never", chunks=8, balance=balance)
-    drawn = torch.cat([model(torch.empty(8, 0).double()) for _ in range(4)])
-    assert len(drawn.unique()) == drawn.numel() == 3200
-
-
-class Selective(nn.Module):
-    """A layer that draws for some rows only."""
-
-    def forward(self, x):
-        return x + torch.rand_like(x) if (x > 0).all() else x
-
-
-@pytest.mark.parametrize("balance", [[2], [1, 1]])
-@pytest.mark.parametrize("mode", MODES)
-def test_generator_goes_on_when_only_a_later_micro_batch_draws(balance, mode):
-    x = torch.ones(4, 1)
-    x[0] = -1
-    x.requires_grad_()
-    model = wrap(nn.Sequential(Selective(), nn.Identity()), mode=mode, chunks=4, balance=balance)
-    states, outputs = [torch.get_rng_state()], []
-    for _ in range(3):
-        outputs.append(model(x))
-        states.append(torch.get_rng_state())
-        outputs[-1].sum().backward()
-        assert torch.equal(states[-1], torch.get_rng_state())
-    assert len({bytes(state.numpy()) for state in states}) == 4
-    assert len(torch.cat([output[1:] for output in outputs]).unique()) == 9
-
-
-class Failing(nn.Module):
-    """A layer that draws, and fails in one of its calls."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-
-    def forward(self, x):
-        x = x + torch.rand_like(x)
-        self.call -= 1
-        if self.call < 0:
-            raise ArithmeticError
-        return x
-
-
-@pytest.mark.parametrize("call", [0, 2])
-@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1]])
-def test_layer_that_fails_leaves_the_generator_as_found(balance, call, device):
-    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), Failing(call))
-    model, x = wrap(module, device, balance=balance), batch(device)
-    before = get_state(device)
-    with pytest.raises(ArithmeticError):
-        model(x)
-    assert torch.equal(before, get_state(device))
-    # And no lock: this would wait for it forever.
-    thread = threading.Thread(
-        target=wrap(nn.Sequential(nn.Tanh()), device, "never", 1, balance=[1]), args=(x,)
-    )
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_recomputation_that_fails_leaves_the_generator_as_found():
-    class FailingAgain(nn.Module):
-        def forward(self, x):
-            x = torch.rand_like(x).exp() * x
-            if is_recomputing():
-                raise ArithmeticError
-            return x
-
-    model = wrap(nn.Sequential(nn.Dropout(0.5), FailingAgain()), chunks=2, balance=[1, 1])
-    output = model(torch.rand(4, WIDTH, requires_grad=True))
-    before = torch.get_rng_state()
-    with pytest.raises(ArithmeticError):
-        output.sum().backward()
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("inner", MODES)
@@ -304,7 +167,6 @@ def draws_nothing():
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("others", ["draws", "draws nothing"])
 def test_wrappers_in_several_threads(others, mode):
     """Wrappers that draw share a generator, but no error blames one for the draws of another."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import CPUS, MODES, Apply, note_of, run_pipeline, wrap
+from tests.support.helpers import CPUS, Apply, note_of, run_pipeline, wrap
 from tests.support.recomputation import CHECKPOINTED, Differs, M, numbered, saving
 from torchgpipe import GPipe, is_recomputing, verify_recomputation
 
@@ -125,7 +125,6 @@ def test_empty_tensors_keep_nothing_alive(end):
         gc.enable()
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_hooks_that_are_always_called_are_called_in_a_second_run_too(mode):
     calls = []
     layer = Apply(lambda x: x * x.exp())
@@ -135,7 +134,6 @@ def test_hooks_that_are_always_called_are_called_in_a_second_run_too(mode):
     assert calls.count(True) == {"never": 0, "except_last": M - 1, "always": M}[mode]
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_threads_that_differentiate_one_graph(mode):
     model = wrap([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)], mode=mode)
     for _ in range(5):
@@ -156,7 +154,6 @@ def test_threads_that_differentiate_one_graph(mode):
         assert all(torch.equal(gradient, found[0]) for gradient in found)
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_graph_is_let_go_that_hooks_have_kept(mode):
     model = wrap([nn.Linear(2, 2), nn.Tanh()], mode=mode)
     kept = []

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.contract.layers import Pop, Stash
 from torchgpipe import GPipe, MappedGPipe, PerMicroBatch, ScheduledLoss
-from torchgpipe.skip import pop, skippable, stash
 
 
 def wrapped(*layers):
@@ -61,23 +61,9 @@ def test_graphs(layer, steps):
     assert ("another step" in str(found.value)) == (steps == 1)
 
 
-@skippable(stash=["a"])
-class Stashing(nn.Module):
-    def forward(self, x):
-        yield stash("a", x)
-        return x
-
-
-@skippable(pop=["a"])
-class Popping(nn.Module):
-    def forward(self, x):
-        a = yield pop("a")
-        return x + a
-
-
 def test_skips_between_modules_of_a_map():
     """All layers run, in order, and yet the one that pops finds nothing."""
-    layers = nn.Sequential(nn.Linear(4, 4), Stashing(), Popping())
+    layers = nn.Sequential(nn.Linear(4, 3), Stash(torch.exp), Pop())
     model = MappedGPipe(layers, {str(k): "cpu" for k in range(3)}, chunks=2, checkpoint="always")
     with pytest.raises(RuntimeError, match="within one of them, or wrap the layers in a GPipe"):
         model(torch.rand(4, 4))

@@ -5,28 +5,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.support.helpers import MODES
-from tests.support.schedules import CASES, NAMES, Case, compare
+from tests.support.schedules import Case, compare
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.autograd import outcome
 from torchgpipe.skip import pop, skippable, stash
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_and_buffers(case, name, mode):
-    torch.manual_seed(0)
-    compare(CASES[case](), name, ["cpu"] * 4, mode)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_added_at_once(monkeypatch, case, name):
-    """Gradients of all sizes are added as soon as they are there, as large ones are."""
-    monkeypatch.setattr(outcome, "LARGE", 0)
-    model = compare(CASES[case](), name, ["cpu"] * 4, "except_last").model
-    assert not any(x._backward_hooks for x in model.parameters())
 
 
 def doubled(grad):
@@ -43,7 +24,6 @@ class HookedNode(nn.Linear):
 
 
 @pytest.mark.parametrize("name", ["zbh1", "dualpipe_v"])
-@pytest.mark.parametrize("mode", MODES)
 def test_hooks_that_change_what_nodes_compute(name, mode):
     torch.manual_seed(0)
     x, y = torch.rand(8, 6), torch.rand(8, 6)

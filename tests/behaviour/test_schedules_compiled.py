@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.support.helpers import MODES
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.autograd.halves import _say_compiled
 
@@ -82,7 +81,6 @@ def whole():
     return layers, plain, torch.rand(8, 6), torch.rand(8, 6)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [whole, flex])
 def test_gradients(kind, mode, caplog):
     """Compiled layers run their whole backward at I, which a debug message says once."""

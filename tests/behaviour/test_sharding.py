@@ -12,7 +12,6 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.helpers import MODES
 from torchgpipe import GPipe
 from torchgpipe._torch.dynamo import VERSION
 
@@ -42,7 +41,6 @@ def sharded(module, mesh, mode="except_last", **how):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("mode", MODES)
 def test_steps(mode, keeps, mesh):
     """An evaluation before a step leaves whole parameters in the layers if FSDP2 keeps them."""
     if mode != "never" and not GATHERS_AGAIN:

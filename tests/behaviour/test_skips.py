@@ -1,124 +1,17 @@
-"""Skips through the pipeline: the values and gradients of the plain module, and errors."""
+"""Skips through a GPipe: namespaces, copies and errors; ``tests/contract`` has their values."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.helpers import CPUS, MODES, assert_same, nodes, note_of, plain, run_pipeline
+from tests.contract.layers import Pop, Stash
+from tests.support.helpers import CPUS, nodes, note_of, plain, run_pipeline
 from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-KINDS = ["layer", "input", "output", "view", "none", "constant", "unused", "integer", "nested"]
 WIDTH = 3
-
-
-def mix(stashes, pops):
-    """A layer that pops some skips, computes, and stashes some; each skip has a kind."""
-
-    @skippable(stash=list(stashes), pop=list(pops))
-    class Mix(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, input):
-            x = self.linear(input).tanh()
-            for name, kind in pops.items():
-                y = yield pop(name)
-                if kind == "none":
-                    assert y is None
-                elif kind == "nested":
-                    assert (y["n"], y["x"][1], y["x"][2].dtype) == (3, None, torch.bool)
-                    x = x * y["x"][0].sigmoid()
-                elif kind != "unused":
-                    x = x * y.sigmoid()
-            for name, kind in stashes.items():
-                if kind == "none":
-                    yield stash(name, None)
-                elif kind == "nested":
-                    yield stash(name, {"x": [x.exp(), None, x > 0], "n": 3})
-                elif kind == "input":
-                    yield stash(name, input)
-                elif kind == "output":
-                    yield stash(name, x)
-                elif kind == "view":
-                    yield stash(name, x[:, :1])
-                elif kind == "constant":
-                    yield stash(name, x.detach().exp())
-                elif kind == "integer":
-                    yield stash(name, x.detach().argmax(dim=-1, keepdim=True))
-                else:
-                    yield stash(name, x.exp())
-            return x
-
-    return Mix()
-
-
-@st.composite
-def models(draw):
-    """Layers with random skips among them, and a random balance."""
-    n = draw(st.integers(2, 7))
-    ends = st.tuples(st.integers(0, n - 2), st.integers(1, n - 1)).filter(lambda e: e[0] < e[1])
-    skips = draw(st.lists(st.tuples(ends, st.sampled_from(KINDS)), max_size=6))
-    stashes, pops = [{} for _ in range(n)], [{} for _ in range(n)]
-    for k, ((source, target), kind) in enumerate(skips):
-        stashes[source][f"skip {k}"] = pops[target][f"skip {k}"] = kind
-    torch.manual_seed(draw(st.integers(0, 99)))
-    layers = [mix(a, b) for a, b in zip(stashes, pops)]
-    cuts = draw(st.sets(st.integers(1, n - 1), max_size=4))
-    return layers, [b - a for a, b in pairwise([0, *sorted(cuts), n])]
-
-
-@settings(max_examples=100)
-@given(
-    models(),
-    st.integers(1, 4),
-    st.integers(0, 4),
-    st.booleans(),
-    st.sampled_from([[0, 0, 0, 0, 0], [0, 1, 2, 3, 0], [0, 0, 1, 1, 0], [1, 0, 1, 0, 1]]),
-)
-def test_parity(model, chunks, checkpointed, requires_grad, places):
-    layers, balance = model
-    taken = iter(layers)
-    partitions = [nn.Sequential(*[next(taken) for _ in range(size)]) for size in balance]
-    devices = [CPUS[k] for k in places[: len(partitions)]]
-    x = torch.rand(5, WIDTH, requires_grad=requires_grad)
-    leaves = [p for layer in layers for p in layer.parameters()] + [x] * requires_grad
-
-    expected = plain(nn.Sequential(*layers), x, chunks)
-    output = run_pipeline(partitions, devices, x, chunks=chunks, checkpointed=checkpointed)
-    assert_same(output, expected, leaves)
-
-
-@settings(max_examples=30)
-@given(models(), st.integers(1, 4), st.sampled_from(MODES))
-def test_parity_of_wrapped_models(model, chunks, mode):
-    layers, balance = model
-    reference = nn.Sequential(*copy.deepcopy(layers))
-    wrapped = GPipe(
-        nn.Sequential(*layers),
-        balance,
-        devices=["cpu"] * len(balance),
-        chunks=chunks,
-        checkpoint=mode,
-    )
-    x = torch.rand(4, WIDTH)
-    expected = plain(reference, x, chunks)
-    expected.sum().backward()
-    for twin in (wrapped, copy.deepcopy(wrapped)):
-        output = twin(x)
-        assert torch.equal(output, expected)
-        output.sum().backward()
-        for p, q in zip(reference.parameters(), twin.parameters()):
-            assert torch.allclose(p.grad, q.grad, atol=1e-6)
-        twin.eval()
-        with torch.no_grad():
-            assert torch.equal(twin(x), expected)
 
 
 def test_skip_that_was_not_stashed(device):
@@ -127,14 +20,14 @@ def test_skip_that_was_not_stashed(device):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = mix({"x": "layer"}, {})
+            self.inner = Stash(torch.exp)
 
         def forward(self, x):
             return x
 
-    layers = nn.Sequential(Block(), mix({}, {"x": "layer"})).to(device)
+    layers = nn.Sequential(Block(), Pop()).to(device)
     model = GPipe(layers, [1, 1], devices=[device] * 2)
-    with pytest.raises(RuntimeError, match="must be stashed by an earlier layer.*'x'") as caught:
+    with pytest.raises(RuntimeError, match="must be stashed by an earlier layer.*'far'") as caught:
         model(torch.rand(2, WIDTH, device=device))
     assert note_of(caught.value) == "raised in partition 1, micro-batch 0"
 
@@ -144,20 +37,19 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(mix({"x": "layer"}, {}), nn.Tanh(), mix({}, {"x": "layer"}))
+        self.layers = nn.Sequential(Stash(torch.exp), nn.Tanh(), Pop())
 
     def forward(self, x):
         return self.layers(x)
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [1, 2, 1]])
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_blocks_that_stash_and_pop_within_themselves(balance, checkpoint):
+def test_blocks_that_stash_and_pop_within_themselves(balance, mode):
     """Blocks of this kind need no namespaces, even where they are repeated, copied or nested."""
     block = Block()
     module = nn.Sequential(block, Block(), nn.Sequential(Block(), Block()), copy.deepcopy(block))
     reference = copy.deepcopy(module)
-    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
+    model = GPipe(module, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=mode)
     x = torch.rand(6, WIDTH)
     output = model(x)
     assert torch.equal(output, plain(reference, x, 3))
@@ -192,10 +84,10 @@ def test_layers_of_one_class():
 def test_devices_between_see_nothing(checkpointed):
     """A skip is copied once, straight from the device that stashed it, and not on the way."""
     partitions = [
-        nn.Sequential(mix({"x": "layer"}, {})),
+        nn.Sequential(Stash(torch.exp)),
         nn.Sequential(nn.Tanh()),
         nn.Sequential(nn.Tanh()),
-        nn.Sequential(mix({}, {"x": "layer"})),
+        nn.Sequential(Pop()),
     ]
     x = torch.rand(3, WIDTH, requires_grad=True)
     output = run_pipeline(partitions, CPUS, x, chunks=3, checkpointed=checkpointed)
@@ -204,15 +96,14 @@ def test_devices_between_see_nothing(checkpointed):
     assert len(copies) == 3 * 4
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_error_in_a_generator_names_the_cell(mode):
-    @skippable(stash=["x"])
+    @skippable(stash=["far"])
     class Fail(nn.Module):
         def forward(self, input):
-            yield stash("x", input)
+            yield stash("far", input)
             raise KeyError("why")
 
-    layers = nn.Sequential(nn.Linear(1, 1), Fail(), mix({}, {"x": "unused"}))
+    layers = nn.Sequential(nn.Linear(1, 1), Fail(), Pop())
     model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint=mode)
     with pytest.raises(KeyError, match="why") as caught:
         model(torch.rand(2, 1))

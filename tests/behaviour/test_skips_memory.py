@@ -118,7 +118,6 @@ def test_alive_until_its_last_use(devices, balance, grad):
     assert seen == [0 if balance[0] == 1 and devices[0] != devices[1] else 1, 0]
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_alive_after_a_failure(mode):
     watch = Watch()
     put, get = watch.layers()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.state import Versioned
 from torchgpipe import GPipe
 
 
@@ -107,14 +108,6 @@ def test_layer_called_partitions_with_layers_of_the_same_names():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters()))
 
 
-class Versioned(nn.Linear):
-    _version = 7
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-        self.loaded = local_metadata.get("version")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-
 @pytest.mark.parametrize("balance", [[1, 2], [2, 1], [3]])
 def test_layers_learn_the_version_of_what_they_load(balance):
     def layers():
@@ -126,14 +119,6 @@ def test_layers_learn_the_version_of_what_they_load(balance):
     assert model.load_state_dict(state) == ([], [])
     assert (model[0].loaded, model[2][0].loaded) == (7, 7)
     assert list(state._metadata) == keys
-
-
-def test_assigned_on_another_device_is_found():
-    model = wrapped([2, 2])
-    state = {key: value.to("meta") for key, value in layers().state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    with pytest.raises(RuntimeError, match=r"partition 0: cpu, 0\.weight: meta"):
-        model(torch.rand(2, 2))
 
 
 def linears():

@@ -11,11 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-)
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tests.support.helpers import MODES
 from tests.support.structures import (

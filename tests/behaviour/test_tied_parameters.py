@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from tests.support.helpers import CPUS, MODES, plain, wrap
+from tests.support.helpers import CPUS, plain, wrap
 from torchgpipe import GPipe
 from torchgpipe.partition.placement import tensors, verify_sharing
 from torchgpipe.partition.split import split_module
@@ -107,49 +107,6 @@ def ties(model):
 # On one device.
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_of_gradients(mode, device, input):
-    found = []
-    module = language_model().to(device)
-    model = divided(copy.deepcopy(module), device, cuts="each", mode=mode)
-    for owner, forward in ((module, lambda x: plain(module, x, 3)), (model, model)):
-        parameters = list(owner.parameters())
-        grads = torch.autograd.grad(forward(input).exp().sum(), parameters, create_graph=True)
-        sum(grad.square().sum() for grad in grads).backward()
-        found.append([*grads, *[p.grad for p in parameters]])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b, a)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_hook_runs_once_for_all_uses(mode, device, input):
-    model = divided(language_model(), device, cuts="each", mode=mode)
-    calls = []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: calls.append(id(p)))
-    model(input).square().sum().backward()
-    assert sorted(calls) == sorted(map(id, model.parameters()))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_optimizer_in_backward(mode, device, input):
-    """The optimizer steps after the last use of a parameter was recomputed."""
-    found = []
-    module = language_model().to(device)
-    model = divided(copy.deepcopy(module), device, cuts="each", mode=mode)
-    for owner, forward in ((module, lambda x: plain(module, x, 3)), (model, model)):
-        for parameter in owner.parameters():
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
-            parameter.register_post_accumulate_grad_hook(lambda p, step=optimizer.step: step())
-        for _ in range(2):
-            owner.zero_grad()
-            forward(input).square().sum().backward()
-        found.append([p.detach() for p in owner.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b, a)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_functional_call_replaces_all_uses(mode, device, input):
     model = divided(language_model(), device, cuts="two", mode=mode)
     reference = model.module
@@ -173,7 +130,6 @@ def test_functional_call_replaces_all_uses(mode, device, input):
         torch.testing.assert_close(b, a)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cuts", [None, "each"])
 def test_shared_buffer(cuts, mode, device):
     table = torch.zeros(1)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.helpers import MODES, Apply, plain, wrap
+from tests.support.helpers import Apply, plain, wrap
 
 
 @contextmanager
@@ -37,7 +37,6 @@ LAYERS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_noise_of_rrelu(name, mode, device):
     """Without a negative input, the layer draws no numbers, and fills its noise with ones."""

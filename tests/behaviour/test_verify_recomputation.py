@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, Apply, note_of, wrap
+from tests.support.helpers import Apply, note_of, wrap
 from tests.support.recomputation import Differs, numbered
 from torchgpipe import verify_recomputation
 
@@ -86,7 +86,6 @@ class First(nn.Module):
         return value[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_values_pass(name, autocast, mode, device):

@@ -12,6 +12,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from tests.contract.comparing import assert_same_buffers
 from tests.contract.promises import Otherwise, promise
 from tests.contract.values import batch
 from tests.contract.wrapped import assert_same_grads, linears, plain_step, trained
@@ -140,20 +141,34 @@ def some_leaves(make):
     same([own[0].grad], [plain[0].grad])
 
 
+class Rows(nn.Module):
+    """A layer that counts rows in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x):
+        self.rows += len(x)
+        return x.sin()
+
+
 @promise("Backward may run again if the graph is retained, and else says so.", **GRAPH)
 def retained(make):
-    model, layers, plain, own = pair(make)
+    model, layers, plain, own = pair(make, nn.Sequential(*linears(6, 6), Rows(), nn.Linear(6, 6)))
     losses = plain_loss(layers, *plain), model.loss(*own)
     for loss in losses:
         loss.backward(retain_graph=True)
         (2 * loss).backward()
     assert_same_grads(model, layers)
+    assert_same_buffers(model, layers)
     assert "second time" in model.raised(losses[1].backward).text
 
 
 @promise("Gradients have gradients, as in a gradient penalty.", **GRAPH)
 def penalty(make):
-    model, layers, plain, own = pair(make, nn.Sequential(*linears(6, 6), Own(), nn.Linear(6, 6)))
+    inner = nn.Sequential(Own(), Rows())
+    model, layers, plain, own = pair(make, nn.Sequential(*linears(6, 6), inner, nn.Linear(6, 6)))
     for loss, leaves in (
         (plain_loss(layers, *plain), [plain[0]]),
         (model.loss(*own), [own[0]]),
@@ -163,6 +178,7 @@ def penalty(make):
         found = grad(loss, leaves, create_graph=True)
         (loss + sum(x.square().sum().to(loss.device) for x in found)).backward()
     assert_same_grads(model, layers)
+    assert_same_buffers(model, layers)
     same([own[0].grad], [plain[0].grad])
 
 
@@ -346,15 +362,16 @@ def scripting():
     modes=True,
 )
 def tangents(make):
-    model, layers, _, own = pair(make)
+    model, layers, _, own = pair(make, nn.Sequential(*linears(6, 6), Rows(), nn.Linear(6, 6)))
     with scripting(), forward_ad.dual_level():
         dual = forward_ad.make_dual(own[0].detach(), torch.ones_like(own[0]))
         for call in (model.forward, model.step):
             raised = model.raised(call, dual, *own[1:] if call == model.step else ())
             assert raised, "no error"
             assert "cannot be differentiated in forward mode" in raised.text, raised
-        given = {k: forward_ad.make_dual(x.detach(), x) for k, x in layers.named_parameters()}
-        assert "in forward mode" in model.raised(model.loss_with, given, *own).text
+        for k, x in (*layers.named_parameters(), *layers.named_buffers()):
+            given = {k: forward_ad.make_dual(x.detach(), x.detach())}
+            assert "in forward mode" in model.raised(model.loss_with, given, *own).text
         # Another dual level than the model's.
         trained(model, layers)
 
@@ -378,25 +395,16 @@ def transforms(make):
     model, layers, _, own = pair(make)
     for k, (name, transform) in enumerate(TRANSFORMS.items()):
         model.train(k % 2 == 0)
-        for f in (lambda x: model.forward(x).sum(), lambda x: model.step(x, own[1])):
+        for f, x in (
+            (lambda x: model.forward(x).sum(), own[0]),
+            (lambda x: model.step(x, own[1]), own[0]),
+            (lambda x: model.loss_with({"0.weight": x}, *own), layers[0].weight),
+        ):
             with scripting():
-                raised = model.raised(transform, f, own[0].detach())
+                raised = model.raised(transform, f, x.detach())
             assert raised, f"no error in {name}"
             assert "a wrapped model cannot be" in raised.text, (name, raised)
     trained(model.train(), layers)
-
-
-class Rows(nn.Module):
-    """A layer that counts rows in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("rows", torch.zeros(()))
-
-    def forward(self, x):
-        if not is_recomputing():
-            self.rows += len(x)
-        return x.sin()
 
 
 @promise("``functional_call`` takes other parameters and buffers, all of them or some.", **LOSS)

@@ -181,12 +181,13 @@ def custom_in_place(make):
     },
 )
 def first_in_place(make):
-    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    for requires_grad in (False, True):
-        x = torch.randn(4, 3, requires_grad=requires_grad)
+    relu, within = nn.ReLU(inplace=True), nn.Sequential(nn.SiLU(inplace=True), nn.Tanh())
+    leaf = torch.randn(4, 3, requires_grad=True)
+    # The output of another model is no leaf.
+    for start, x in ((relu, leaf.detach()), (within, leaf), (relu, leaf * 2)):
+        layers = nn.Sequential(start, nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
         before = x.detach().clone()
-        reference = out_of_place(layers)
-        model = make(layers, loss=mean_of_squares, chunks=2)
+        reference, model = out_of_place(layers), make(layers, loss=mean_of_squares, chunks=2)
         expected = plain_step(reference, moved(x, "cpu"), loss=mean_of_squares)
         torch.testing.assert_close(model.step(x), expected)
         assert_same_grads(model, reference)
@@ -214,12 +215,14 @@ def own_in_place(make):
     fails=True,
 )
 def silent_in_place(make):
-    layers = nn.Sequential(nn.Linear(3, 3), Apply(torch.sin), Apply(torch.tanh_), nn.Linear(3, 3))
+    # A view of the input goes through a layer first.
+    second = nn.Flatten(), Apply(torch.tanh_), nn.Linear(3, 3)
+    layers = nn.Sequential(nn.Linear(3, 3), Apply(torch.sin), *second)
     model = make(layers, loss=mean_of_squares, chunks=2, mode="always")
     error = model.raised(model.step, rows(4))
     assert error.kind == "RuntimeError"
     assert "must not change its input in place" in error.text
-    assert "(layer: 2)" in error.text or "raised in 2 on cpu, micro-batch 0" in error.notes
+    assert "(layer: 3)" in error.text or "raised in 3 on cpu, micro-batch 0" in error.notes
 
 
 @promise("Views of any kind may leave a device, and the model.", modes=True)

@@ -13,6 +13,7 @@ from tests.contract.promises import GRAPHS, Otherwise, promise
 from tests.support.helpers import MODES
 from tests.support.long_runs import eventually, verify_nothing_stays
 from torchgpipe.balance.storages import LiveStorages
+from torchgpipe.skip import pop, skippable, stash
 
 
 @contextmanager
@@ -40,9 +41,30 @@ class Values(nn.Module):
         return x if self.last else {"x": [x, x * 2]}
 
 
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """A layer that stashes a tensor of such a value."""
+
+    def forward(self, value):
+        yield stash("skip", {"x": [value["x"][0] * 2, None]})
+        return value
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """A layer that adds it."""
+
+    def forward(self, value):
+        skip = yield pop("skip")
+        return {"x": [x + skip["x"][0] for x in value["x"]]}
+
+
 def valued(make, **options):
-    """A model with values of several containers."""
-    return make(nn.Sequential(Values(), Values(), Values(), Values(True)), **options)
+    """A model with values of several containers, and skips where the wrapper has them."""
+    first, last = Values(), Values(True)
+    if make.wrapper != "MappedGPipe":
+        first, last = nn.Sequential(first, Stash()), nn.Sequential(Pop(), last)
+    return make(nn.Sequential(first, Values(), Values(), last), **options)
 
 
 def train(model, rows=8):

@@ -189,7 +189,7 @@ def replaced(make):
     model = make(plain)
     verify_steps(model, plain, 3)
     for k in range(2):
-        plain[k][1] = nn.Linear(4, 4)
+        plain[k][1] = nn.BatchNorm1d(4)
         model.layers[k][1] = copy.deepcopy(plain[k][1]).to((model.first, model.last)[k])
         verify_steps(model, plain, 2)
 

@@ -1,19 +1,15 @@
 """Between steps, anything may change that decides what processes send to each other."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.distributed.test_schedules import pipe_of
+from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear
-from torchgpipe import ScheduledLoss
 from torchgpipe.distributed import mail
 from torchgpipe.distributed.gradients import total_norm
 from torchgpipe.distributed.peers import Peers
-from torchgpipe.gpipe import GPipe
 
 
 class Rate(nn.Module):
@@ -31,17 +27,15 @@ def drawing(group):
     """Check numbers that a layer begins to draw after a step without any."""
     torch.manual_seed(0)
     layers = [Rate(), Rate()]
-    plain = copy.deepcopy(layers)
+    one, training = beside(layers, chunks=2)
     pipe = pipe_of(layers, "1f1b", group, chunks=2, checkpoint="never")
-    wrapped = GPipe(nn.Sequential(*plain), [1, 1], devices=["cpu"] * 2, chunks=2)
-    training = ScheduledLoss(wrapped, F.mse_loss, "1f1b")
     x, y = torch.rand(2, 4, 6)
     for k in range(3):
         torch.manual_seed(k)
         found = pipe.step(x, y)
         torch.manual_seed(k)
         torch.testing.assert_close(found, training(x, y).detach())
-        for layer in (*layers, *plain):
+        for layer in (*layers, *one):
             layer.rate = 0.5
 
 

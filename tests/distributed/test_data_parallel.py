@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from tests.distributed.test_schedules import pipe_of
+from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import tokens
-from torchgpipe import GPipe, ScheduledLoss
 
 
 def layer():
@@ -24,13 +23,7 @@ def shard(group, name, mode, weighted):
     torch.manual_seed(0)
     layers = [layer() for _ in range(2 if name in ("1f1b", "zbh1") else 4)]
     loss = tokens if weighted else F.mse_loss
-    one = GPipe(
-        nn.Sequential(*copy.deepcopy(layers)),
-        [1] * len(layers),
-        devices=["cpu"] * len(layers),
-        chunks=4,
-    )
-    training = ScheduledLoss(one, F.mse_loss, "fill_drain")
+    one, training = beside(layers)
     own = mesh["pipeline"].get_group()
     pipe = pipe_of(layers, name, own, loss=loss, chunks=4, checkpoint=mode)
     for child in pipe.children():

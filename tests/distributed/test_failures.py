@@ -45,27 +45,6 @@ class Failing(nn.Module):
         return x * 1
 
 
-class Interrupted(nn.Module):
-    """A layer in which somebody presses Ctrl-C."""
-
-    def forward(self, x):
-        raise KeyboardInterrupt
-
-
-def interrupt(group):
-    pipe = pipe_of([nn.Identity(), Interrupted()], "1f1b", group)
-    with pytest.raises((KeyboardInterrupt, RuntimeError)) as found:
-        pipe(torch.rand(2, 6))
-    return type(found.value).__name__, str(found.value)
-
-
-def test_interruption(processes):
-    found = processes.run(interrupt, 2)
-    processes.stop()
-    assert found[1][0] == "KeyboardInterrupt"
-    assert "rank 1: KeyboardInterrupt" in found[0][1]
-
-
 @pytest.mark.parametrize(
     ("case", "arguments", "expected"),
     [

@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from torch import nn
-from torch.nn import functional as F
 
-from tests.distributed.test_schedules import pipe_of
+from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, same
-from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.skip import pop, skippable, stash
@@ -151,13 +149,8 @@ def compare(group, layers, name, rows, chunks, plain=None):
     """
     torch.manual_seed(0)
     x, y = torch.rand(2, rows, 6)
-    one = GPipe(
-        nn.Sequential(*copy.deepcopy(plain or layers)),
-        [1] * len(layers),
-        devices=["cpu"] * len(layers),
-        chunks=chunks,
-    )
-    expected = ScheduledLoss(one, F.mse_loss, "fill_drain")(x, y)
+    one, training = beside(plain or layers, chunks=chunks)
+    expected = training(x, y)
     expected.backward()
     pipe = pipe_of(layers, name, group, chunks=chunks)
     torch.testing.assert_close(pipe.step(x, y), expected.detach())
@@ -259,20 +252,23 @@ class PopView(nn.Module):
         return view.add_(1) + x[:, :3]
 
 
+def refused(group, *layers):
+    """The error of two micro-batches in two stages."""
+    pipe = pipe_of(layers, "fill_drain", group, chunks=2)
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as found:
+        pipe(torch.rand(4, 6))
+    return str(found.value)
+
+
 def skip_changed_in_place(group):
     """Check that it is an error to change a skip in place that is a view of the value."""
-    pipe = pipe_of([StashView(), PopView()], "fill_drain", group)
-    with pytest.raises(RuntimeError) as found:
-        pipe(torch.rand(2, 6))
-    assert "views of one tensor" in str(found.value)
-    return str(found.value)
+    found = refused(group, StashView(), PopView())
+    assert "views of one tensor" in found
+    return found
 
 
 def changed_in_place(group):
-    pipe = pipe_of([Views(first=True), Views(first=False)], "fill_drain", group)
-    with pytest.raises(RuntimeError) as found:
-        pipe(torch.rand(2, 6))
-    return str(found.value)
+    return refused(group, Views(first=True), Views(first=False))
 
 
 class Counted(nn.Module):
@@ -289,10 +285,7 @@ class Counted(nn.Module):
 
 def changed_object(group):
     """Check that an object is not taken for what it was."""
-    pipe = pipe_of([Counted(), Second()], "fill_drain", group, chunks=2)
-    with pytest.raises((ValueError, RuntimeError)) as found:
-        pipe(torch.rand(4, 6))
-    return str(found.value)
+    return refused(group, Counted(), Second())
 
 
 class Length(nn.Module):
@@ -315,19 +308,11 @@ class Second(nn.Module):
 
 
 def differing(group, what):
-    pipe = pipe_of([Length(what), Second()], "fill_drain", group, chunks=2)
-    x, y = torch.rand(2, 4, 6)
-    with pytest.raises((ValueError, RuntimeError)) as found:
-        pipe.step(x, y)
-    return str(found.value)
+    return refused(group, Length(what), Second())
 
 
 def unsendable(group):
-    pipe = pipe_of([Unsendable(), Second()], "fill_drain", group)
-    x, y = torch.rand(2, 4, 6)
-    with pytest.raises((TypeError, RuntimeError)) as found:
-        pipe.step(x, y)
-    return str(found.value)
+    return refused(group, Unsendable(), Second())
 
 
 class Unsendable(nn.Module):

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchgpipe
-from tests.distributed.test_schedules import pipe_of
+from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, relu, same
-from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.balance.storages import LiveStorages
 from torchgpipe.distributed import Pipe
 from torchgpipe.schedule import named
@@ -262,8 +261,7 @@ def tied(group, name):
     """Check weights that the first and the last stage share, from different values."""
     first = linear()
     layers = [first, relu(), relu(), nn.Sequential(nn.Tanh(), first)]
-    one = GPipe(nn.Sequential(*copy.deepcopy(layers)), [1] * 4, devices=["cpu"] * 4, chunks=4)
-    training = ScheduledLoss(one, F.mse_loss, "fill_drain")
+    one, training = beside(layers)
     if torch.distributed.get_rank(group):
         # As after random numbers of its own.
         nn.init.zeros_(first.weight)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support.helpers import wrap
 from tests.support.schedules import (
     CASES,
     ONE,
@@ -16,7 +17,6 @@ from tests.support.schedules import (
     reference,
     same,
     targets_of,
-    tensors,
 )
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss, is_recomputing
@@ -34,6 +34,12 @@ def pipe_of(layers, name, group, *, loss=F.mse_loss, **options):
     return Pipe(
         nn.Sequential(*layers), [1] * len(layers), loss=loss, schedule=name, group=group, **options
     )
+
+
+def beside(layers, *, chunks=4, mode="except_last"):
+    """A copy of the layers in one process, and its training."""
+    one = wrap(copy.deepcopy(layers), ["cpu"] * len(layers), mode, chunks)
+    return one, ScheduledLoss(one, F.mse_loss, "fill_drain")
 
 
 def compare(group, kind, name, mode):
@@ -71,8 +77,7 @@ def compare(group, kind, name, mode):
     for key, own in pipe.named_buffers():
         same(own, buffers[key])
     if pipe.is_first:
-        for own, other in zip(tensors(input), tensors(case.input)):
-            same(own.grad, other.grad)
+        same(input.grad, case.input.grad)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -97,14 +102,7 @@ def train(group, name, stages, mode):
     The generators are where one process leaves them. Returns the largest difference.
     """
     layers = dropping(stages)
-    one = GPipe(
-        nn.Sequential(*copy.deepcopy(layers)),
-        [1] * stages,
-        devices=["cpu"] * stages,
-        chunks=4,
-        checkpoint=mode,
-    )
-    training = ScheduledLoss(one, F.mse_loss, "fill_drain")
+    one, training = beside(layers, mode=mode)
     pipe = pipe_of(layers, name, group, chunks=4, checkpoint=mode)
     optimizers = [torch.optim.AdamW(x.parameters(), 0.01) for x in (one, pipe)]
     parameters = dict(one.module.named_parameters())
@@ -219,8 +217,7 @@ def sudden(group, j):
     """Check the step after one in which layers draw all of a sudden: of stage j, or of both."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(3, 3), Sudden()) for _ in range(2)]
-    one = GPipe(nn.Sequential(*copy.deepcopy(layers)), [1, 1], devices=["cpu"] * 2, chunks=2)
-    training = ScheduledLoss(one, F.mse_loss, "1f1b")
+    one, training = beside(layers, chunks=2)
     pipe = pipe_of(layers, "1f1b", group, chunks=2)
     x, y = torch.rand(2, 4, 3)
     for _ in range(2):

@@ -114,10 +114,6 @@ def test_main(capsys):
     assert "Both learnt the same" in capsys.readouterr().out
 
 
-def test_more_micro_batches_than_rows():
-    assert language_model.main(["--epochs", "2", "--rows", "8", "--chunks", "40"]) == 0
-
-
 def test_main_where_they_differ(monkeypatch, capsys):
     wrap = language_model.wrap
 

@@ -52,10 +52,6 @@ def test_main(capsys):
     assert "All learnt the same" in capsys.readouterr().out
 
 
-def test_more_micro_batches_than_rows(capsys):
-    assert with_transformers.main(["--epochs", "2", "--rows", "16", "--chunks", "32"]) == 0
-
-
 def other(model):
     """Wrap a model after a change of its weights."""
     with torch.no_grad():

@@ -8,7 +8,7 @@ from torch import nn
 from torchgpipe import is_recomputing
 from torchgpipe.ambient.context import Context
 from torchgpipe.devices.streams import current_stream
-from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.checkpoint import Checkpoint, trigger
 from torchgpipe.values.microbatch import Batch
 
 CHECKPOINTED = ["except_last", "always"]
@@ -59,5 +59,5 @@ def forked(function, input, lasting=None):
         nullcontext(),
         lasting or {},
     )
-    (output,), _ = made.trigger(tuple(made.forward(Batch(input))))
+    (output,), _ = trigger([made], tuple(made.forward(Batch(input))))
     return output

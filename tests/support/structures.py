@@ -215,9 +215,6 @@ def integers(n=5):
     return torch.arange(n)
 
 
-#: One value of each sort, with a tensor of rows in it.
-
-
 class Partial(nn.Module):
     """A function as a layer."""
 

@@ -9,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.helpers import wrap
 from tests.support.norms import NORMS, batch, close
-from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm, Moments
 
 convert = DeferredBatchNorm.convert_deferred_batch_norm
+
+
+def deferring(*layers, chunks=4, mode="except_last", device="cpu"):
+    """Wrap copies of layers, each in a partition, with deferred statistics."""
+    return wrap([*copy.deepcopy(layers)], device, mode, chunks, deferred_batch_norm=True)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.floats(-100, 100))
@@ -38,14 +43,7 @@ def test_moments(sizes, offset):
 def test_statistics_of_the_mini_batch(kind, affine, momentum, checkpoint, device):
     """Statistics are right over several steps, with another number of micro-batches in each."""
     plain = kind(3, affine=affine, momentum=momentum).to(device)
-    model = GPipe(
-        nn.Sequential(copy.deepcopy(plain), nn.Tanh()),
-        [1, 1],
-        devices=[device] * 2,
-        chunks=4,
-        checkpoint=checkpoint,
-        deferred_batch_norm=True,
-    )
+    model = deferring(plain, nn.Tanh(), mode=checkpoint, device=device)
     for step, (rows, chunks) in enumerate([(16, 8), (9, 3), (11, 4), (4, 2), (8, 4)]):
         model.chunks = chunks
         x = batch(kind, rows, device, step).requires_grad_()
@@ -59,17 +57,11 @@ def test_statistics_of_the_mini_batch(kind, affine, momentum, checkpoint, device
     assert close(plain(x).tanh(), model(x))
 
 
-def deferring(norm, chunks):
-    """Wrap a copy of a norm alone, with deferred statistics."""
-    layers = nn.Sequential(copy.deepcopy(norm))
-    return GPipe(layers, [1], devices=["cpu"], chunks=chunks, deferred_batch_norm=True)
-
-
 @pytest.mark.parametrize("rows", [4, 6, 7])
 def test_fewer_micro_batches_than_chunks(rows):
     """Micro-batches of one row have length 2, since a norm needs more than one value."""
     plain = nn.BatchNorm1d(3)
-    model = deferring(plain, 64)
+    model = deferring(plain, chunks=64)
     x = torch.rand(rows, 3, 2)
     plain(x), model(x)
     assert close(plain.running_mean, model[0].running_mean)
@@ -81,14 +73,7 @@ def test_fewer_micro_batches_than_chunks(rows):
 def test_normalises_micro_batches(kind, device):
     """Output and gradients are those of the plain norm on the micro-batches."""
     plain = kind(3).to(device)
-    model = GPipe(
-        nn.Sequential(copy.deepcopy(plain)),
-        [1],
-        devices=[device],
-        chunks=2,
-        checkpoint="always",
-        deferred_batch_norm=True,
-    )
+    model = deferring(plain, chunks=2, mode="always", device=device)
     x = batch(kind, 8, device)
     expected = torch.cat([plain(part) for part in x.chunk(2)])
     output = model(x)
@@ -119,19 +104,12 @@ def test_step_after_a_failure():
             return x
 
     plain = nn.BatchNorm1d(1)
-    fail = Fail()
-    model = GPipe(
-        nn.Sequential(copy.deepcopy(plain), fail),
-        [1, 1],
-        devices=["cpu"] * 2,
-        chunks=3,
-        deferred_batch_norm=True,
-    )
+    model = deferring(plain, Fail(), chunks=3)
     x = torch.randn(9, 1) * 5
     with pytest.raises(KeyError):
         model(x)
     assert model[0].num_batches_tracked.item() == 0
-    fail.fail = False
+    model[1].fail = False
     model(x), plain(x)
     assert close(model[0].running_var, plain.running_var)
     # And by itself.
@@ -141,15 +119,13 @@ def test_step_after_a_failure():
 
 
 def test_empty_mini_batch():
-    model = GPipe(nn.Sequential(nn.BatchNorm2d(3)), [1], devices=["cpu"], deferred_batch_norm=True)
+    model = deferring(nn.BatchNorm2d(3), chunks=1)
     model(torch.empty(0, 3, 2, 2))
     assert model[0].running_mean.tolist() == [0, 0, 0]
 
 
 def test_micro_batch_of_a_single_value_is_torch_s_error():
-    model = GPipe(
-        nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], chunks=2, deferred_batch_norm=True
-    )
+    model = deferring(nn.BatchNorm1d(3), chunks=2)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.rand(2, 3))
 
@@ -161,23 +137,16 @@ def test_dimensions_are_checked():
 
 def test_double_precision():
     plain = nn.BatchNorm1d(3).double()
-    model = deferring(plain, 4)
+    model = deferring(plain)
     x = torch.randn(32, 3, dtype=torch.double) + 1e3
     plain(x), model(x)
     for a, b in zip(plain.buffers(), model[0].buffers()):
         assert torch.allclose(a, b, rtol=1e-12)
 
 
-def test_only_if_asked_for():
-    model = GPipe(nn.Sequential(nn.BatchNorm1d(2)), [1], devices=["cpu"])
-    assert type(model[0]) is nn.BatchNorm1d
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(duplicate):
-    model = GPipe(
-        nn.Sequential(nn.BatchNorm1d(2)), [1], devices=["cpu"], chunks=2, deferred_batch_norm=True
-    )
+    model = deferring(nn.BatchNorm1d(2), chunks=2)
     model(torch.rand(4, 2))
     twin = duplicate(model)
     x = torch.rand(4, 2)
@@ -199,14 +168,7 @@ def test_norm_that_some_micro_batches_bypass(checkpoint):
         def forward(self, x):
             return self.norm(x) if x[0, 0] > 0 else x * 1
 
-    model = GPipe(
-        nn.Sequential(Sometimes()),
-        [1],
-        devices=["cpu"],
-        chunks=3,
-        checkpoint=checkpoint,
-        deferred_batch_norm=True,
-    )
+    model = deferring(Sometimes(), chunks=3, mode=checkpoint)
     x = torch.rand(6, 2) + 1
     x[2:4] = -1
     model(x.requires_grad_()).sum().backward()
@@ -220,18 +182,16 @@ def test_norm_that_some_micro_batches_bypass(checkpoint):
 
 def test_norm_that_comes_twice_is_updated_once():
     norm = nn.BatchNorm1d(2)
-    model = GPipe(
-        nn.Sequential(norm, norm), [2], devices=["cpu"], chunks=2, deferred_batch_norm=True
-    )
+    model = deferring(norm, norm)
     model(torch.rand(8, 2))
-    assert norm.num_batches_tracked.item() == 1
+    assert model[0].num_batches_tracked.item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
 def test_half_precision(dtype):
     """Sums of squares do not fit into half precision."""
     plain = nn.BatchNorm2d(2).to(dtype)
-    model = deferring(plain, 4)
+    model = deferring(plain)
     x = (torch.randn(32, 2, 64, 64) * 4 + 1).to(dtype)
     plain(x), model(x)
     for a, b in zip(plain.buffers(), model[0].buffers()):
@@ -240,14 +200,7 @@ def test_half_precision(dtype):
 
 def test_recomputation_beside_another_forward_is_not_counted():
     """One thread may run backward while another one runs forward."""
-    model = GPipe(
-        nn.Sequential(nn.BatchNorm1d(2)),
-        [1],
-        devices=["cpu"],
-        chunks=2,
-        checkpoint="always",
-        deferred_batch_norm=True,
-    )
+    model = deferring(nn.BatchNorm1d(2), chunks=2, mode="always")
     x, y = torch.rand(2, 8, 2)
     loss = model(x.requires_grad_()).sum()
     plain = copy.deepcopy(model.module)
@@ -269,6 +222,6 @@ def test_state_of_torchgpipe_0_0_7_loads():
     }
     keys = set(state)
     state |= {"partitions.0.0.sum": torch.zeros(2), "partitions.0.0.sum_squares": torch.zeros(2)}
-    model = GPipe(nn.Sequential(nn.BatchNorm1d(2)), [1], devices=["cpu"], deferred_batch_norm=True)
+    model = deferring(nn.BatchNorm1d(2))
     assert set(model.state_dict()) == keys
     assert model.load_state_dict(state) == ([], [])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from tests.support.helpers import wrap
 from tests.support.norms import batch, close
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
@@ -72,7 +73,7 @@ class Scaled(nn.BatchNorm1d):
 def test_derived_classes_that_inherit_forward():
     norm = Scaled(2, factor=3)
     plain = copy.deepcopy(norm)
-    model = GPipe(nn.Sequential(norm), [1], devices=["cpu"], chunks=4, deferred_batch_norm=True)
+    model = wrap([norm], chunks=4, deferred_batch_norm=True)
     assert isinstance(norm, Scaled)
     assert isinstance(norm, DeferredBatchNorm)
     x = torch.randn(16, 2) + 5
@@ -115,12 +116,7 @@ def test_others_are_an_error(norm, why):
     """The message says why not, and what to do."""
     other = nn.BatchNorm1d(2)
     with pytest.raises(TypeError, match=rf"can be deferred \(layer: 0\.1\.0, {why}"):
-        GPipe(
-            nn.Sequential(other, nn.Sequential(norm)),
-            [2],
-            devices=["cpu"],
-            deferred_batch_norm=True,
-        )
+        wrap([other, nn.Sequential(norm)], balance=[2], deferred_batch_norm=True)
     assert type(other) is nn.BatchNorm1d
 
 
@@ -144,14 +140,7 @@ def test_parametrised_after_the_conversion():
 def test_deferred_before_wrapping(make, asked):
     """Every wrapper collects; the number of micro-batches is the wrapper's."""
     norm = make()
-    model = GPipe(
-        nn.Sequential(norm),
-        [1],
-        devices=["cpu"],
-        chunks=3,
-        checkpoint="always",
-        deferred_batch_norm=asked,
-    )
+    model = wrap([norm], mode="always", deferred_batch_norm=asked)
     assert model[0] is norm
     plain = nn.BatchNorm1d(2)
     for step in range(3):
@@ -206,8 +195,7 @@ def test_wrapper_begins_anew():
 def test_wrapper_within_a_wrapper(checkpoint):
     """The outermost one collects."""
     norm = DeferredBatchNorm(2)
-    inner = GPipe(nn.Sequential(norm), [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
-    outer = GPipe(nn.Sequential(inner), [1], devices=["cpu"], chunks=2, checkpoint=checkpoint)
+    outer = wrap([wrap([norm], mode=checkpoint, chunks=2)], mode=checkpoint, chunks=2)
     plain = nn.BatchNorm1d(2)
     for _ in range(2):
         x = torch.rand(16, 2, requires_grad=True)

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "executor/executor": "virtual/test_schedules.py",
     "executor/interleaving": "virtual/test_graph_overlaps.py",
     "executor/links": "virtual/test_schedules.py",
+    "mapped/body": "unit/test_mapped_gpipe.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",
     "mapped/numbers": "virtual/test_mapped_code.py",
     "mapped/cell": "virtual/test_mapped.py",

@@ -45,11 +45,6 @@ def test_gradients_come_with_backward():
     assert all(x.grad is None for x in training.parameters())
 
 
-def test_all_is_frozen():
-    training = make(module=layers().requires_grad_(False))
-    assert not training(X, Y).requires_grad
-
-
 def test_another_model():
     training = make()
     training(X, Y).backward()
@@ -104,30 +99,6 @@ def test_state_dict_has_the_keys_of_the_model():
     training = make()
     keys = {f"model.{key}" for key in training.model.state_dict()}
     assert training.state_dict().keys() == keys
-
-
-class Fails(nn.Linear):
-    """A layer that fails when it is told so."""
-
-    fails = False
-
-    def forward(self, x):
-        if self.fails:
-            raise KeyError
-        return super().forward(x)
-
-
-def test_hooks_are_back_after_a_failure():
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Fails(3, 3))
-    training = make(module=module)
-    calls = []
-    module[0].weight.register_hook(calls.append)
-    module[2].fails = True
-    with pytest.raises(KeyError):
-        training(X, Y)
-    module[2].fails = False
-    training(X, Y).backward()
-    assert len(calls) == 1
 
 
 def test_gradient_scaler():

@@ -165,14 +165,14 @@ TESTS = {
         {"place": ["cpu", 2, 1, "cpu"], "chunks": 3},
     ),
     "other numbers": (
-        "behaviour.test_random_numbers",
-        "test_all_numbers_differ",
-        {"balance": [1, 1]},
+        "contract.test_contract",
+        "test_promise",
+        {"name": "random:other_numbers", "run": "GPipe", "mode": "never"},
     ),
     "a later micro-batch": (
-        "behaviour.test_random_numbers",
-        "test_generator_goes_on_when_only_a_later_micro_batch_draws",
-        {"balance": [1, 1]},
+        "contract.test_contract",
+        "test_promise",
+        {"name": "random:drawn_late", "run": "GPipe", "mode": "never"},
     ),
     "one step at a time": (
         "unit.ambient.test_nesting",
@@ -329,7 +329,7 @@ MUTANTS = {
     "join [1] before the layers": (("batch.requires_grad", "False"), "detour"),
     "join [1']": (DROP, "slow host"),
     "fork [2]": (DROP, "slow host"),
-    "a short lead": (("k - j + 1", "self.step.lanes.lead"), "early"),
+    "a short lead": (("k - j + 1", "self.lead"), "early"),
     "lead [3]": (DROP, "slow host"),
     "lead in forward": (DROP, "few streams"),
     "gradient of a fork": (("expand_as", "view_as"), "gradients of a skip"),
@@ -425,7 +425,7 @@ MUTANTS = {
     "the note of the first cell": (('"apply" in vars(node)', "False"), "graph met again"),
     "buffers as they were": ((" if is_parameter else x.detach()", ""), "buffer replaced"),
     "keeping what lasts": (("self.lasting.get(own)", "None"), "frozen partitions"),
-    "no Recompute for nothing": (("self.stored is None or ", ""), "frozen partitions"),
+    "no Recompute for nothing": ((" if found.stored is not None", ""), "frozen partitions"),
     "versions of what is kept": (
         ("place._version != self.kept.versions[id(place)]", "False"),
         "weights changed",

@@ -4,12 +4,10 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
-from tests.support.helpers import MODES
+from tests.support.helpers import MODES, wrap
 from tests.virtual.models import LAYERS, POP, ROWS, STASH, WIDTH, skip_layer
 from tests.virtual.training import WAYS
-from torchgpipe import GPipe
 from torchgpipe.skip.skippable import skips
 
 
@@ -91,14 +89,9 @@ class Pipeline:
             partitions.append(made)
         if self.reused:
             self._reuse(partitions)
-        return GPipe(
-            nn.Sequential(*[layer for made in partitions for layer in made]),
-            [len(made) for made in partitions],
-            devices=[d if d == "cpu" else devices[d] for d in self.devices],
-            chunks=self.chunks,
-            checkpoint=self.mode,
-            deferred_batch_norm=self.deferred,
-        )
+        places = [d if d == "cpu" else devices[d] for d in self.devices]
+        options = {"deferred_batch_norm": self.deferred}
+        return wrap(partitions, places, self.mode, self.chunks, **options)
 
     def _reuse(self, partitions):
         """Put layers of a partition, or their parameters, into another on the same device, too."""

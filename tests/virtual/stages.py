@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from itertools import pairwise
+from time import sleep
 
 import torch
 
@@ -29,6 +30,16 @@ class Stage(Busy):
         forward, *others = self.costs
         costs = (self.recompute if is_recomputing() else forward, *others)
         return busy(x.tanh(), self.weight, costs, self.name)
+
+
+class Lagging(Stage):
+    """A stage that makes the host slow in backward."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: sleep(0.002))
+        return y
 
 
 #: How many times as wide as what is passed on a skip is.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.planning import Timed
+from tests.support.size import some
 from torchgpipe import GPipe, ScheduledLoss, trace
 from torchgpipe.advice.strays import Strays
 from torchgpipe.devices.recorder import Recorder
@@ -55,10 +56,11 @@ def traced(devices, schedule, reading, mode="never", host=0.0):
     return timeline
 
 
+CASES = [("1f1b", 6, 2), ("1f1b", 2, 0), ("1f1b", 7, 1), ("zbh1", 6, 2)]
+
+
 @pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize(
-    ("schedule", "layer", "place"), [("1f1b", 6, 2), ("1f1b", 2, 0), ("1f1b", 7, 1), ("zbh1", 6, 2)]
-)
+@pytest.mark.parametrize(("schedule", "layer", "place"), some(CASES, CASES[:2]))
 def test_a_stray_copy_is_named(devices, schedule, layer, place, mode):
     before = traced(devices, schedule, {layer: place}, mode)
     after = traced(devices, schedule, {layer: layer // 2}, mode)

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.virtual.models import LAYERS, WIDTH
 from tests.virtual.training import loss_of, verify
-from torchgpipe import GPipe, is_recomputing
+from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
 M = 3
@@ -23,11 +23,6 @@ def batch():
     return torch.randn(2 * M, WIDTH).double()
 
 
-def removed(handles):
-    for handle in handles:
-        handle.remove()
-
-
 def optimizer_in_backward(model, value):
     """Update each parameter as soon as its gradient is there, and free the gradient."""
     optimizers = {p: torch.optim.SGD([p], lr=0.01, momentum=0.9) for p in model.parameters()}
@@ -40,23 +35,8 @@ def optimizer_in_backward(model, value):
     for _ in range(2):
         output = model(value)
         loss_of(output).backward()
-    removed(handles)
-    return output
-
-
-def hooked_tensors(model, value):
-    """Hook the input, the output, and tensors between layers."""
-    handles = [value.register_hook(lambda grad: grad * 2)]
-
-    def within(module, args, output):
-        if output.requires_grad:
-            output.register_hook(lambda grad: grad.tanh())
-
-    handles += [partition[1].register_forward_hook(within) for partition in model.partitions]
-    output = model(value)
-    output.register_hook(lambda grad: grad.sin())
-    loss_of(output).backward()
-    removed(handles)
+    for handle in handles:
+        handle.remove()
     return output
 
 
@@ -83,21 +63,6 @@ def called_functionally(model, value):
     return output
 
 
-NEW_WAYS = [optimizer_in_backward, hooked_tensors, penalty_of_the_parameters, called_functionally]
-
-
-@pytest.mark.parametrize(
-    ("place", "mode"),
-    [*zip([[0, 1, 2], [0, 1, 1, 2], [0, 1, 2]], MODES)],
-    ids=str,
-)
-@pytest.mark.parametrize("way", NEW_WAYS, ids=lambda way: way.__name__)
-def test_autograd(devices, way, place, mode):
-    model = made(place, devices, mode)
-    seed = MODES.index(mode)
-    verify(model, batch(), seed=seed, streams=seed % 2 == 1, requires_grad=True, way=way)
-
-
 class Tied(nn.Module):
     """A layer with the weight of another one."""
 
@@ -121,43 +86,9 @@ def test_tied_parameters(devices, way, place, mode):
     """The first and the last partition share a weight, on one device."""
     parts = [[LAYERS["linear"](), nn.Tanh()] for _ in place]
     parts[-1].append(Tied(parts[0][0].layer.weight))
-    model = GPipe(
-        nn.Sequential(*[layer for part in parts for layer in part]).double(),
-        [len(part) for part in parts],
-        devices=[devices[d] for d in place],
-        chunks=M,
-        checkpoint=mode,
-    )
+    model = wrap(parts, [devices[d] for d in place], mode, M).double()
     assert model[-1].weight is model[0].layer.weight
     verify(model, batch(), seed=1, requires_grad=way != "backward", streams=True, way=way)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_error_of_a_recomputation_comes_out_of_backward(devices, mode):
-    """Other devices are in the midst of their recomputations, and the next step is right."""
-
-    class Fails(nn.Module):
-        fails = True
-
-        def forward(self, x):
-            if is_recomputing() and self.fails:
-                raise ArithmeticError
-            return x.sin()
-
-    layer = Fails()
-    model = made([0, 1, 2], devices, mode)
-    model.partitions[1].append(layer)
-    x = batch().to(devices[0])
-    with observe(jitter=0) as seen:
-        output = model(x)
-        if mode != "never":
-            with pytest.raises(ArithmeticError):
-                output.sum().backward()
-            model.zero_grad()
-            assert not is_recomputing()
-        layer.fails = False
-        model(x).sum().backward()
-    assert_no_races(seen)
 
 
 def test_output_is_no_view(devices):

@@ -10,10 +10,12 @@ from benchmarks.suites import bubbles, one_gpu, speed
 from benchmarks.suites.overhead import main
 from benchmarks.suites.tables import virtual_speed
 from examples import schedules
+from tests.support.size import soak
 
 pytestmark = pytest.mark.usefixtures("prompt")
 
 
+@soak
 def test_overhead(tmp_path):
     path = tmp_path / "overhead.json"
     size = ["--n", "2", "--m", "2", "--rounds", "1", "--seconds", "0.001"]

@@ -6,9 +6,10 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from examples import device_map
+from tests.support.size import some
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last"])
+@pytest.mark.parametrize("mode", some(["never", "except_last"], ["never"]))
 def test_main(devices, monkeypatch, capsys, mode):
     monkeypatch.setattr(device_map, "load", lambda count: devices[:count])
     monkeypatch.setattr(device_map, "ROWS", 8)
@@ -24,5 +25,5 @@ def test_main_where_they_differ(devices, monkeypatch, capsys):
     monkeypatch.setattr(device_map, "load", lambda count: devices[:count])
     monkeypatch.setattr(device_map, "ROWS", 8)
     monkeypatch.setattr(device_map.torch, "allclose", lambda *args, **options: False)
-    assert device_map.main([]) == 1
+    assert device_map.main(["--chunks", "2"]) == 1
     assert "Not as it should be" in capsys.readouterr().out

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from tests.support.graphs import Exchange
-from tests.support.helpers import assert_no_races
+from tests.support.helpers import assert_no_races, wrap
 from tests.support.schedules import V
 from tests.support.size import some
-from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import named
 from torchgpipe.testing import Busy, observe
 
@@ -36,13 +36,7 @@ def pairs(workers, m):
 
 
 def training_of(devices, schedule, m, share=0.2, layer=stage):
-    model = GPipe(
-        nn.Sequential(*[layer(share) for _ in devices]),
-        [1] * len(devices),
-        devices=devices,
-        chunks=m,
-        checkpoint="never",
-    )
+    model = wrap([layer(share) for _ in devices], devices, "never", m)
     return ScheduledLoss(model, squares, schedule, stages="graph")
 
 

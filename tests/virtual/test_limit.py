@@ -1,7 +1,6 @@
 """The limit of the schedule, exactly, whatever the timing of the host."""
 
 from itertools import product
-from time import sleep
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,7 @@ from tests.support.size import some
 from tests.virtual.stages import (
     SEEDS,
     WIDER,
+    Lagging,
     Popping,
     Stage,
     Stashing,
@@ -26,7 +26,7 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.testing import observe
 
 #: One micro-batch, fewer than there are partitions, as many, and more; `make soak` takes all.
-SIZES = some([*product((2, 4, 8), (1, 4, 8, 32))], [(2, 1), (8, 4), (4, 4), (8, 32)])
+SIZES = some([*product((2, 4, 8), (1, 4, 8, 32))], [(2, 1), (8, 4), (4, 4), (4, 16)])
 
 #: Eight places for partitions, by the index of their device.
 SHARED = {
@@ -84,7 +84,7 @@ def test_partitions_that_share_devices_overlap(devices, n, m, mode, place):
         assert found == [limit(mode, n, m)] * 2, f"jitter {seed}"
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", some([1, 4], [1]))
 def test_the_callers_streams_may_be_others_in_each_step(devices, n):
     """The caller's streams come from the same pool, and slow ours down in no step."""
     model = wrap(
@@ -107,16 +107,6 @@ def test_more_micro_batches_than_streams(devices, mode):
     """CUDA has 32 streams on each device."""
     model = wrap([Stage() for _ in range(4)], devices[:4], mode, 64)
     assert makespans(model, seed=0, rows=1, steps=1) == [limit(mode, 4, 64)]
-
-
-class Lagging(Stage):
-    """A stage that makes the host slow in backward."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: sleep(0.002))
-        return y
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +181,7 @@ def test_unequal_stages_and_copies_take_as_long_as_the_ideal(devices, pipeline, 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("n", "m"), some([(3, 4), (4, 8), (8, 16)], [(3, 4), (8, 16)]))
+@pytest.mark.parametrize(("n", "m"), some([(3, 4), (4, 8), (8, 16)], [(3, 4), (8, 8)]))
 def test_a_skip_past_all_partitions_takes_no_time(devices, n, m, mode):
     model = wrap(
         [Stashing(), *[Stage() for _ in range(n - 2)], Popping()], devices[:n], mode, chunks=m

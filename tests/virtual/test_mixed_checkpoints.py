@@ -9,15 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import some
 from tests.virtual.stages import SEEDS, Stage, limit, makespans
-from tests.virtual.test_memory import ACTIVATION, ROWS, WIDTH, allocated, promise, stage
+from tests.virtual.test_memory import (
+    ACTIVATION,
+    ROWS,
+    WIDTH,
+    allocated,
+    stage,
+    verify_peak,
+)
 from tests.virtual.test_schedule_times import costs_of, expected, squares
 from tests.virtual.test_schedule_times import makespans as scheduled_makespans
 from tests.virtual.test_schedule_times import stage as busy
-from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import Costs, Op, named, simulate
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.testing import observe
@@ -29,36 +36,12 @@ MIXED = [
     ["always", "always", "never", "except_last"],
 ]
 MIXED = some(MIXED, MIXED[:2])
-NAMES = ["fill_drain", "1f1b", "zbh1", "zbv"]
-
-
-def wrap(layers, devices, modes, m=8):
-    return GPipe(
-        nn.Sequential(*layers), [1] * len(layers), devices=devices, chunks=m, checkpoint=modes
-    )
+NAMES = some(["fill_drain", "1f1b", "zbh1", "zbv"], ["1f1b", "zbv"])
 
 
 @pytest.mark.parametrize("modes", MIXED, ids=" ".join)
 def test_peak(devices, modes):
-    """A partition keeps what its own mode says, whatever the others do."""
-    n, m, layers = 4, 8, 16
-    model = wrap([stage(layers) for _ in modes], devices[:n], modes, m)
-    x = torch.rand(ROWS * m, WIDTH, device=devices[0])
-    for seed in SEEDS[::2]:
-        model.zero_grad()
-        gc.collect()
-        before = allocated(devices[:n])
-        for device in devices[:n]:
-            torch.accelerator.reset_peak_memory_stats(device)
-        with observe(jitter=seed) as seen:
-            model(x).sum().backward()
-        assert_no_races(seen)
-        for j, (mode, start) in enumerate(zip(modes, before)):
-            peak = (torch.accelerator.max_memory_allocated(devices[j]) - start) / ACTIVATION
-            least = promise(mode, m, layers, first=j == 0)
-            # As in test_memory: on its way, sent early by the next device, and joined.
-            most = least + 3 + m * (j < n - 1) + 2 * m * (j == n - 1)
-            assert least <= peak <= most, f"partition {j}"
+    verify_peak(devices, modes, 8, 16)
 
 
 @pytest.mark.parametrize("stages", ["eager", "graph"])
@@ -92,7 +75,7 @@ def test_peak_of_a_schedule(devices, modes, stages):
 @pytest.mark.parametrize("modes", MIXED, ids=" ".join)
 def test_makespan(devices, modes):
     """A partition recomputes before the gradient comes, so a stage delays nobody by all its R."""
-    model = wrap([Stage() for _ in modes], devices[:4], modes)
+    model = wrap([Stage() for _ in modes], devices[:4], modes, 8)
     for seed in SEEDS:
         found = makespans(model, seed=seed, requires_grad=bool(seed % 2))
         assert found == [limit(modes, 4, 8)] * 2, f"jitter {seed}"
@@ -136,7 +119,7 @@ def test_makespan_of_any_modes(devices, modes, m):
 @pytest.mark.parametrize("modes", MIXED, ids=" ".join)
 @pytest.mark.parametrize("name", NAMES)
 def test_makespan_of_a_schedule(devices, name, modes, stages):
-    model = wrap([busy() for _ in modes], [devices[w] for w in workers_of(name)], modes)
+    model = wrap([busy() for _ in modes], [devices[w] for w in workers_of(name)], modes, 8)
     training = ScheduledLoss(model, squares, name, stages=stages)
     schedule = training._plan(8, forward=False).schedule
     never = {j for j, mode in enumerate(modes) if mode == "never"}
@@ -150,7 +133,7 @@ def test_makespan_of_a_schedule(devices, name, modes, stages):
 
 
 def test_changed_between_steps(devices):
-    model = wrap([Stage() for _ in range(4)], devices[:4], "never")
+    model = wrap([Stage() for _ in range(4)], devices[:4], "never", 8)
     for modes in ("never", MIXED[0], "always", MIXED[1]):
         model.checkpoint = modes
         assert makespans(model, seed=0) == [limit(modes, 4, 8)] * 2

@@ -92,7 +92,7 @@ def limited(layers, x, options, share):
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-@pytest.mark.parametrize("seed", range(40) if SOAK else [1, 8])
+@pytest.mark.parametrize("seed", range(40) if SOAK else [8])
 def test_prediction_is_what_is_measured(devices, seed):
     layers, x, y, options, share = random_case(seed, devices)
     plans, limit, _ = limited(layers, x, options, share)
@@ -127,7 +127,7 @@ def skipping_case(kind, seed, devices):
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-@pytest.mark.parametrize("kind", ["linear", "convolutions"])
+@pytest.mark.parametrize("kind", ["linear", "convolutions"] if SOAK else ["linear"])
 @pytest.mark.parametrize("seed", range(24) if SOAK else [4])
 def test_prediction_with_skips(devices, kind, seed):
     """Memory of skips where they wait, and the time of their copies, are part of a plan."""
@@ -318,7 +318,7 @@ def test_prediction_beside_measurement(devices, auto):
 
 
 @pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
-@pytest.mark.parametrize("seed", range(20) if SOAK else [1, 2])
+@pytest.mark.parametrize("seed", range(20) if SOAK else [2])
 def test_auto_finds_the_optimum_of_planted_costs(devices, seed):
     """No balance is faster, under the chunks and modes that are given."""
     draw = random.Random(seed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, Scale, assert_no_races
+from tests.support.helpers import MODES, Scale, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss
@@ -54,13 +54,8 @@ def peaks(training, devices):
 def test_peak(devices, name, mode):
     workers = workers_of(name)
     m = 8
-    model = GPipe(
-        nn.Sequential(*[nn.Sequential(Scale(), *[nn.Tanh()] * (LAYERS - 1)) for _ in workers]),
-        [1] * 4,
-        devices=[devices[w] for w in workers],
-        chunks=m,
-        checkpoint=mode,
-    )
+    layers = [nn.Sequential(Scale(), *[nn.Tanh()] * (LAYERS - 1)) for _ in workers]
+    model = wrap(layers, [devices[w] for w in workers], mode, m)
     training = ScheduledLoss(model, squares, name)
     found, left = peaks(training, devices[: max(workers) + 1])
     plan = training._plan(m, forward=False)

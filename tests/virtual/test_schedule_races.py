@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import MODES, assert_no_races
+from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.support.schedules import workers_of
 from tests.support.size import some
 from tests.virtual.stages import own_streams
-from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe import ScheduledLoss
 from torchgpipe.schedule import parse
 from torchgpipe.testing import Busy, observe
 
-SEEDS = range(some(20, 3))
+SEEDS = range(some(20, 2))
 WIDTH = 64
 
 
@@ -25,13 +25,7 @@ def stage():
 
 
 def training_of(name, devices, mode="except_last", layer=stage, **options):
-    model = GPipe(
-        nn.Sequential(*[layer() for _ in devices]),
-        [1] * len(devices),
-        devices=devices,
-        chunks=4,
-        checkpoint=mode,
-    )
+    model = wrap([layer() for _ in devices], devices, mode, 4)
     return ScheduledLoss(model, squares, name, **options)
 
 

@@ -7,13 +7,13 @@ from torch import nn
 from tests.support.helpers import MODES, assert_no_races
 from tests.support.schedules import FEW, ONE, TWO, workers_of
 from tests.support.size import SOAK, some
+from tests.support.skips import Pop, Stash
 from tests.virtual.stages import own_streams
 from torchgpipe import GPipe, NoChunk, ScheduledLoss
 from torchgpipe.schedule import Costs, Overlap, Schedule, greedy, named, parse, simulate
-from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import Busy, observe
 
-SEEDS = range(some(20, 2))
+SEEDS = range(some(20, 1))
 NAMES = (*ONE, *TWO) if SOAK else FEW
 
 #: Numbers in a row, and the bytes of a micro-batch of two rows.
@@ -138,20 +138,6 @@ def test_overlap_of_two_backwards(devices):
     training = training_of(schedule, [devices[0]] * 3, m=2)
     found = makespans(training)
     assert found == [expected(training, costs_of())] * len(found)
-
-
-@skippable(stash=["far"])
-class Stash(nn.Module):
-    def forward(self, x):
-        yield stash("far", x.sin())
-        return x
-
-
-@skippable(pop=["far"])
-class Pop(nn.Module):
-    def forward(self, x):
-        far = yield pop("far")
-        return x + far
 
 
 @pytest.mark.parametrize("copy", [0, 3])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.schedule.cases import examples, schedules
-from tests.support.helpers import MODES, assert_no_races, note_of
-from tests.support.schedules import CASES, NAMES, V, compare, workers_of
+from tests.support.helpers import MODES, assert_no_races
+from tests.support.schedules import CASES, NAMES, compare, schedule_for, workers_of
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.autograd import outcome
 from torchgpipe.devices import pool
@@ -25,11 +25,8 @@ from torchgpipe.testing import observe
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_buffers(devices, case, name, mode):
     torch.manual_seed(0)
-    if case == "weights of two stages" and workers_of(name) != V:
-        # The two stages are on one worker of a V alone.
-        name = "zbv"
     with observe(jitter=0) as seen:
-        compare(CASES[case](), name, devices, mode)
+        compare(CASES[case](), schedule_for(case, name), devices, mode)
     assert not seen.races
 
 
@@ -37,10 +34,8 @@ def test_gradients_and_buffers(devices, case, name, mode):
 @pytest.mark.parametrize("case", ["mlp", "functions of all kinds", "weights of two stages"])
 def test_gradients_added_at_once(devices, monkeypatch, case, name):
     monkeypatch.setattr(outcome, "LARGE", 0)
-    if case == "weights of two stages" and workers_of(name) != V:
-        name = "zbv"
     with observe(jitter=0) as seen:
-        compare(CASES[case](), name, devices, "except_last")
+        compare(CASES[case](), schedule_for(case, name), devices, "except_last")
     assert not seen.races
 
 
@@ -111,43 +106,6 @@ def test_random_programs(devices, case, mode):
     torch.testing.assert_close(found.cpu(), loss)
     for own, other in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(own.grad.cpu(), other.grad)
-
-
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_failure(devices, when):
-    """An error names the instruction, and the next step is right and without a race."""
-
-    class Fails(nn.Linear):
-        fails = True
-
-        def forward(self, x):
-            y = super().forward(x)
-            if self.fails and when == "forward":
-                raise KeyError
-            if self.fails:
-                y.register_hook(self.fail)
-            return y
-
-        def fail(self, _):
-            raise KeyError
-
-    layers = [nn.Linear(6, 6), Fails(6, 6), nn.Linear(6, 6)]
-    model = GPipe(nn.Sequential(*layers), [1] * 3, devices=devices[:3], chunks=4)
-    training = ScheduledLoss(model, F.mse_loss, "zbh1")
-    x, y = (torch.rand(8, 6, device=devices[k]) for k in (0, 2))
-    with observe(jitter=0) as seen:
-        with pytest.raises(KeyError) as error:
-            training(x, y)
-        layers[1].fails = False
-        training(x, y).backward()
-    assert_no_races(seen)
-    kind = "F" if when == "forward" else "I"
-    assert f"raised in 1{kind}0 on worker 1" in note_of(error.value)
-    found = [weight.grad.clone() for weight in model.parameters()]
-    model.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    for own, other in zip(found, model.parameters()):
-        torch.testing.assert_close(own, other.grad)
 
 
 def test_a_schedule_and_its_model_have_one_set_of_streams_and_threads(devices, monkeypatch):

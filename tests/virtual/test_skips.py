@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.support.helpers import MODES, assert_no_races, wrap
 from tests.virtual.stages import SEEDS
-from torchgpipe import GPipe
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.testing import observe
 
@@ -115,13 +114,8 @@ def adding(name):
 def test_one_tensor_that_leaves_for_several_partitions(devices, mode, place):
     m = 5
     first = nn.Sequential(nn.Linear(WIDTH, WIDTH), StashSame())
-    model = GPipe(
-        nn.Sequential(first, adding("near"), adding("far")),
-        [1] * 3,
-        devices=[devices[j] for j in place],
-        chunks=m,
-        checkpoint=mode,
-    )
+    layers = [first, adding("near"), adding("far")]
+    model = wrap(layers, [devices[j] for j in place], mode, m)
     x = torch.rand(ROWS * m, WIDTH)
     y = copy.deepcopy(first[0]).cpu()(x)
     expected = (y.sin() * y).sin() * y

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.helpers import MODES, Plain, assert_no_races
-from tests.support.loops import cross_entropy, within_backward
+from tests.support.helpers import Plain, assert_no_races
+from tests.support.loops import cross_entropy
 from torchgpipe import GPipe
 from torchgpipe.testing import observe
 
@@ -42,27 +42,6 @@ def batches(first, last):
     torch.manual_seed(1)
     for _ in range(3):
         yield torch.randn(8, 8).double().to(first), torch.randint(8, (8,)).to(last)
-
-
-def steps(model, first, last):
-    return within_backward(model, batches(first, last), momentum=0.9)
-
-
-@pytest.mark.parametrize("layout", ["three", "one", "between", "mixed"])
-@pytest.mark.parametrize("mode", MODES)
-def test_steps_within_backward(mode, layout, devices):
-    """Parameters step once per backward, on autograd's threads, while other partitions run."""
-    a, b, c = devices[:3]
-    places = {"three": [a, b, c], "one": [a] * 3, "between": [a, b, a], "mixed": [CPU, a, b]}
-    verify(steps, mode, places[layout])
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["one device", "another between"])
-@pytest.mark.parametrize("mode", MODES)
-def test_steps_within_backward_with_tied_parameters(mode, shared, devices):
-    module = layers()
-    module[5] = module[0]
-    verify(steps, mode, [devices[0], devices[0 if shared else 1], devices[0]], module)
 
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", ""])

@@ -11,6 +11,7 @@ from benchmarks.simulate.blocking import KINDS, Blocks, draw
 from benchmarks.simulate.critical import backward_path, forward_path, recomputed, step_path
 from benchmarks.suites import varying
 from tests.support.helpers import MODES
+from tests.support.size import some
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.usefixtures("prompt")
@@ -75,7 +76,7 @@ def test_each_cell_blocks_for_its_time(devices, mode, monkeypatch):
     assert sorted(filter(None, slept)) == sorted([*sum(forward + backward, []), *again])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some(MODES, ["except_last"]))
 def test_passes_take_their_paths_at_least(devices, mode):
     times = varying.drawn("uniform", 4, 3, seed=0, mean=0.001)
     seconds = Blocks(Library(GPipe, devices), mode, *times).seconds()
@@ -84,7 +85,7 @@ def test_passes_take_their_paths_at_least(devices, mode):
 
 def test_command(tmp_path, capsys):
     output = tmp_path / "varying.json"
-    few = ["--mean=0.02", "--seeds=2", "--m=2", "--n=2", "--kinds=uniform", f"--output={output}"]
+    few = ["--mean=0.004", "--seeds=2", "--m=2", "--n=2", "--kinds=uniform", f"--output={output}"]
     varying.main([*few, "--modes", "never", "always", "--rivals", "ours"])
     lines = [line.strip("| ").split()[:10:2] for line in capsys.readouterr().out.splitlines()]
     for mode in ("never", "always"):

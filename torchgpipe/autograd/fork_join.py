@@ -20,7 +20,8 @@ a view, and autograd does not add another gradient to a view in place.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,15 +32,9 @@ from torchgpipe.values.structure import is_dense
 
 __all__: list[str] = []
 
-#: A tensor, or a tuple of tensors.
-Value = TypeVar("Value", bound=Tensor | tuple[Tensor, ...])
 
-
-def fork(input: Value) -> tuple[Value, Tensor]:
-    """Branch a phony off the input.
-
-    Args:
-        input: a tensor or a tuple of tensors, on one device.
+def fork(input: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Branch a phony off tensors on one device.
 
     Returns:
         The same values, and a phony. Backward runs the node that made the input only after each
@@ -47,7 +42,7 @@ def fork(input: Value) -> tuple[Value, Tensor]:
         with a phony that needs none. Sparse and nested tensors have no views, so they are not
         ordered.
     """
-    tensors = list(as_tuple(input))
+    tensors = [*input]
     phonies = []
     for k, tensor in enumerate(tensors):
         if tensor.requires_grad and torch.is_grad_enabled() and is_dense(tensor):
@@ -57,25 +52,21 @@ def fork(input: Value) -> tuple[Value, Tensor]:
             phonies.append(torch.as_strided_copy(tensors[k], (0,), (1,)))
     if not phonies:
         return input, get_phony(tensors[0].device, requires_grad=False)
-    return like(input, tensors), phonies[0] if len(phonies) == 1 else torch.cat(phonies)
+    return tuple(tensors), phonies[0] if len(phonies) == 1 else torch.cat(phonies)
 
 
-def join(input: Value, *phonies: Tensor) -> Value:
-    """Merge phonies into the input.
-
-    Args:
-        input: a tensor or a tuple of tensors.
-        *phonies: phonies that :func:`fork` branched off.
+def join(phonies: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Merge phonies that :func:`fork` branched off into tensors.
 
     Returns:
         The same values. Backward runs the nodes that these values go to before the nodes that the
-        phonies were branched off. An input that needs no gradient, or whose phonies need none, is
-        returned as it is.
+        phonies were branched off. Tensors that need no gradient, or whose phonies need none, are
+        returned as they are.
     """
-    tensors = as_tuple(input)
     if not (needs_backward(phonies) and needs_backward(tensors)):
-        return input
-    return like(input, Join.apply(len(phonies), *phonies, *tensors))
+        return tensors
+    joined: tuple[Tensor, ...] = Join.apply(len(phonies), *phonies, *tensors)
+    return joined
 
 
 class Join(torch.autograd.Function):
@@ -125,17 +116,6 @@ def keep_requires_grad(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, .
     return outputs
 
 
-def needs_backward(tensors: tuple[Tensor, ...]) -> bool:
+def needs_backward(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd is recording, and a gradient will be asked of one of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def as_tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The tensors of a value."""
-    return (value,) if isinstance(value, Tensor) else value
-
-
-def like(value: Value, tensors: Any) -> Value:
-    """The tensors in the form of the value: alone, or as a tuple."""
-    result = tuple(tensors)
-    return result[0] if isinstance(value, Tensor) else result  # type: ignore[return-value]

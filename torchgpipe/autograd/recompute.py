@@ -16,18 +16,19 @@ __all__: list[str] = []
 
 
 class Recompute(torch.autograd.Function):
-    """A fork whose backward recomputes first: ``recompute, *tensors → *tensors, phony``."""
+    """A fork whose backward recomputes first: ``due, *tensors → *tensors, phony``."""
 
     @staticmethod
-    def forward(ctx: Any, recompute: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.recompute = recompute
+    def forward(ctx: Any, due: list[Callable[[], None]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.due = due
         phony = get_phony(tensors[0].device, requires_grad=False).detach()
         return (*pass_on(ctx, tensors), phony)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.recompute()
+        for recompute in ctx.due:
+            recompute()
         return (None, *grads[:-1])
 
 

@@ -145,6 +145,12 @@ class Body:
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
 
+    def settle(self) -> None:
+        """Take note that all micro-batches were computed."""
+        if self.state is not None:
+            self.state.settle()
+            self.state.buffers.settle()
+
     def _ordered(self, order: Order, value: Batch, call: Callable[..., Any]) -> Batch:
         """Call the layers, and look at the order of the rows that they return."""
         if self.state and is_recomputing():

@@ -26,29 +26,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
-from typing import TypeAlias
 
 from torch import Tensor
 
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.copy import leave, wait
-from torchgpipe.autograd.fork_join import fork, join
+from torchgpipe.autograd.fork_join import join
 from torchgpipe.devices.streams import AbstractStream, use_stream
+from torchgpipe.engine.fence import Fence
+from torchgpipe.engine.lanes import Function, carried
 from torchgpipe.engine.step import PipelineStep
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
-Function: TypeAlias = Callable[..., tuple[Tensor, ...]]
-Fork: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
-
 
 class Cell:
     """Micro-batch ``i`` in partition ``j`` of a step."""
 
-    __slots__ = ("_checkpoint", "arriving", "body", "departing", "i", "j", "step", "stream")
+    __slots__ = ("_checkpoints", "arriving", "body", "departing", "i", "j", "step", "stream")
 
     def __init__(self, step: PipelineStep, i: int, j: int) -> None:
         self.step, self.i, self.j = step, i, j
@@ -59,7 +57,7 @@ class Cell:
         self.arriving = step.lanes.sources[j]
         #: The parts of the output that leave this compute stream, and the partition each goes to.
         self.departing = step.lanes.targets[j]
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoints: list[Checkpoint] = []
 
     def arrive(self, batch: Batch, phonies: Sequence[Tensor] = ()) -> Batch:
         """Fetch what comes from elsewhere.
@@ -72,18 +70,14 @@ class Cell:
         staying = [part for part in batch.parts if phonies and part not in self.arriving]
         if staying:
             with use_stream(self.stream):
-                batch = batch.map(lambda *tensors: join(tensors, *phonies), staying)
+                batch = batch.map(partial(join, phonies), staying)
         for part, k in self.arriving.items():
             lane = self._lane(part)
             source = self.step.lanes.lane(self.i, k, part)
             # guard: lane of Copy
             with use_stream(method.owner(lane, self.stream)):
-                copy: Function = partial(method.copy, source, lane, phonies=phonies)
-                if recording is not None:
-                    copy = recording.copying(copy, (source, lane), (k, self.j), self.i)
-                if k >= 0:
-                    copy = labels.around(copy, labels.of("copy", k, self.i, self.j))
-                batch = batch.map(copy, [part])
+                way = (source, lane), (k, self.j), self.i, recording
+                batch = batch.map(partial(carried, method.copy, *way, phonies), [part])
         return batch
 
     def compute(self, batch: Batch) -> Batch:
@@ -118,8 +112,8 @@ class Cell:
             for lane, parts in self._by_lane(self.departing) if self.departing else ():
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
-        if self.departing:
-            self._checkpoint = checkpoint
+        if self.departing and checkpoint:
+            self._checkpoints.append(checkpoint)
         return batch
 
     def merge(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:
@@ -127,38 +121,27 @@ class Cell:
 
         Args:
             batch: the output.
-            phonies: what :meth:`branch` has returned for these cells.
+            phonies: the phonies of these cells.
         """
-        if not phonies:
-            return batch
+        joined = partial(join, phonies)
+        return self._on_lanes(batch, joined, joined) if phonies else batch
 
-        def merged(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return join(tensors, *phonies)
-
-        return self._on_lanes(batch, merged, merged)
-
-    def branch(self, batch: Batch, last: bool) -> tuple[Batch, list[Tensor]]:
+    def branch(self, batch: Batch, fence: Fence, last: bool) -> Batch:
         """Branch phonies off the output, for cells that backward shall come to before this cell.
 
         The gradients of parts that depart trigger the recomputation.
 
         Args:
             batch: the output.
+            fence: takes the phonies.
             last: whether this is the last micro-batch. Then no such cell is in this partition, and
                 parts that stay are left alone.
         """
-        phonies = []
-
-        def branched(fork: Fork, *tensors: Tensor) -> tuple[Tensor, ...]:
-            tensors, phony = fork(tensors)
-            phonies.append(phony)
-            return tensors
-
         # Not kept here, since the checkpoint refers to this cell.
-        checkpoint, self._checkpoint = self._checkpoint, None
-        departing = checkpoint.trigger if checkpoint else fork
-        staying = None if last else partial(branched, fork)
-        return self._on_lanes(batch, partial(branched, departing), staying), phonies
+        checkpoints, self._checkpoints = self._checkpoints, []
+        departing = partial(fence.fork, self.i, self.j, checkpoints)
+        staying = None if last else partial(fence.fork, self.i, self.j, ())
+        return self._on_lanes(batch, departing, staying)
 
     def __str__(self) -> str:
         """The note on an exception of the cell."""

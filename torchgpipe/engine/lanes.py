@@ -15,11 +15,14 @@ inputs come from its stream, and their outputs go back to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy
 from torchgpipe.autograd.ends import between
 from torchgpipe.autograd.fork_join import needs_backward
@@ -33,10 +36,13 @@ from torchgpipe.devices.streams import (
     wait_all,
     wait_stream,
 )
+from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.stages import Stages
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
+
+Function: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 class Lanes:
@@ -90,11 +96,12 @@ class Lanes:
         pool = min(len(streams.values) for streams in self._streams)
         #: How many micro-batches a partition may be ahead of a neighbour.
         self.lead = pool - 1
-        #: For each partition, the partitions that it must not be ahead of by the lead.
-        self.held_by = [
-            [k for k in dict.fromkeys(self.targets[j].values()) if k < n and k - j < self.lead]
+        #: For the fence: how far those that a partition sends to may be ahead of it in backward.
+        self.ahead = {
+            # guard: a short lead
+            j: {k: range(k - j + 1, self.lead + 1) for k in self.targets[j].values() if k < n}
             for j in range(n)
-        ]
+        }
         #: For each cell ``(i, j)``, the cells ``(i + di, k)`` on other devices that it needs.
         self._needs = [
             [(di, k) for di, k in self._offsets(j, pool) if devices[k] != devices[j]]
@@ -188,6 +195,28 @@ class Lanes:
 def _without_copy_streams(streams: PartitionStreams) -> PartitionStreams:
     same = [streams.compute] * len(streams.values)
     return PartitionStreams(streams.compute, same, same)
+
+
+def carried(
+    copy: Function,
+    lanes: tuple[AbstractStream, AbstractStream],
+    stages: tuple[int, int],
+    i: int,
+    recording: Recording | None,
+    phonies: Sequence[Tensor],
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Copy tensors of micro-batch ``i`` from a lane of one stage, or the caller, to another's.
+
+    The copy belongs to the current stream. What comes of these tensors is before the phonies in
+    backward.
+    """
+    source, target = stages
+    function: Function = partial(copy, *lanes, phonies=phonies)
+    if recording is not None:
+        function = recording.copying(function, lanes, stages, i)
+    with labels.within(labels.of("copy", source, i, target) if source >= 0 else None):
+        return function(*tensors)
 
 
 def by_partition(parts: dict[Any, int]) -> dict[Any, int]:

@@ -58,8 +58,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from torch import Tensor
-
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
@@ -99,8 +97,6 @@ class Pipeline:
         self.stages = stages
         self.batches = batches
         self.step = PipelineStep(stages, len(batches), checkpointed)
-        #: The phonies of each cell, for cells that backward shall come to before it.
-        self.phonies: dict[tuple[int, int], list[Tensor]] = {}
         #: For each micro-batch, the skips that were stashed and not popped yet.
         self.parcels = [Parcels() for _ in batches]
 
@@ -146,7 +142,9 @@ class Pipeline:
         if popped:
             with noted(cell):
                 batch = self.parcels[i].unpacked(batch, popped)
-        phonies = self.phonies_for(i, j) if self.step.fenced else []
+        fence = self.step.fence
+        # Of the cells that backward shall come to after this one.
+        phonies = fence.before(i, j) if fence else []
         # guard: join [1] before the layers
         if batch.requires_grad:
             # guard: join [1]
@@ -157,18 +155,7 @@ class Pipeline:
             batch = cell.compute(batch)
             # guard: join [1']
             batch = cell.merge(batch, phonies)  # [1']
-        if self.step.fenced:
-            last = i + 1 == len(self.batches)
+        if fence:
             # guard: fork [2]
-            batch, self.phonies[i, j] = cell.branch(batch, last)  # [2]
+            batch = cell.branch(batch, fence, last=i + 1 == len(self.batches))  # [2]
         self.batches[i] = self.parcels[i].packed(batch)
-
-    def phonies_for(self, i: int, j: int) -> list[Tensor]:
-        """The phonies of the cells that backward shall come to after this one."""
-        cells = [(i - 1, j)]
-        for k in self.step.lanes.held_by[j]:
-            # guard: a short lead
-            ahead = range(k - j + 1, self.step.lanes.lead + 1)
-            # guard: lead [3]
-            cells += [(i - a, k) for a in ahead if (i - a, k) in self.phonies][:1]  # [3]
-        return [phony for cell in dict.fromkeys(cells) for phony in self.phonies.get(cell, ())]

@@ -10,6 +10,7 @@ from torch import nn
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.engine.body import Body
+from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
 from torchgpipe.recompute.layers import LayersState
@@ -61,9 +62,7 @@ class Step:
     def end_forward(self) -> None:
         """Take note that all cells were computed."""
         for body in self.bodies:
-            if body.state is not None:
-                body.state.settle()
-                body.state.buffers.settle()
+            body.settle()
 
 
 class PipelineStep(Step):
@@ -80,10 +79,12 @@ class PipelineStep(Step):
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
         self.lanes = Lanes(stages)
-        #: Whether forks and joins are needed. On the CPU alone autograd has one thread, which runs
-        #: the node that was recorded last first, and so keeps the order by itself.
-        self.fenced = (
+        #: The fence, if forks and joins are needed. On the CPU alone autograd has one thread, which
+        #: runs the node that was recorded last first, and so keeps the order by itself.
+        self.fence: Fence | None = None
+        if (
             stages.method.fence
             and torch.is_grad_enabled()
             and {*stages.devices} != {torch.device("cpu")}
-        )
+        ):
+            self.fence = Fence(self.lanes.ahead)

@@ -16,10 +16,9 @@ from torch import nn
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
-from torchgpipe.mapped.containers import replaced, unfilled
-from torchgpipe.mapped.course import Inside, current
+from torchgpipe.mapped.body import INSIDE, current
+from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.mapped.glue import paused
 from torchgpipe.mapped.step import Lasting
 
 __all__: list[str] = []
@@ -42,9 +41,11 @@ class Call(Interception):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        course = current.course
+        course, module = current.course, self.mapped.module
         # Looked up by each call, since it holds the module, and the module holds this.
-        inner = self.inner or self.mapped.module._call_impl
+        inner = self.inner or module._call_impl
+        if course is INSIDE:
+            return inner(*args, **kwargs)
         if course is None:
             # A checkpoint of PyTorch computes the module again in a thread of autograd.
             if self._lasting.thread is not None and _torch.graph_task() == -1:
@@ -56,13 +57,11 @@ class Call(Interception):
             # Outside of a step, as when the model generates text.
             device = self.mapped.device
             copies: list[Any] = []
-            args, kwargs = replaced((args, kwargs), lambda x: x.to(device), copies)
+            here = {id(x): x.to(device) for x in tensors_of((args, kwargs))}
+            args, kwargs = replaced((args, kwargs), here, copies)
             with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
                 return inner(*args, **kwargs)
-        if isinstance(course, Inside):
-            return inner(*args, **kwargs)
-        with paused(current.glue):
-            return course.call(self.mapped, inner, args, kwargs)
+        return course.call(self.mapped, module, inner, (args, kwargs))
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:

@@ -23,8 +23,7 @@ many modules there are called with it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +31,11 @@ from torch import Tensor
 
 from torchgpipe.ambient import labels
 from torchgpipe.autograd.copy import copy, leave, wait
-from torchgpipe.autograd.fork_join import fork, join, needs_backward
-from torchgpipe.autograd.recompute import Recompute
+from torchgpipe.autograd.fork_join import join, needs_backward
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.devices.streams import has_streams, record_stream, use_stream
-from torchgpipe.mapped.containers import replaced, tensors_of
+from torchgpipe.devices.streams import record_stream, use_stream
+from torchgpipe.engine.lanes import carried
+from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.step import MappedStep, Stage
 from torchgpipe.recompute.checkpoint import Checkpoint
 
@@ -50,14 +49,10 @@ class Cell:
         step: the step.
         i: the number of the micro-batch.
         stage: the stage.
-        at: the latest cell of this micro-batch on a device.
     """
 
-    def __init__(
-        self, step: MappedStep, i: int, stage: Stage, at: Callable[[torch.device], Cell]
-    ) -> None:
+    def __init__(self, step: MappedStep, i: int, stage: Stage) -> None:
         self.step, self.i, self.stage = step, i, stage
-        self._at = at
         #: The stream of the visit of the device before this one.
         self.before = stage.compute
         #: Whether a mapped module was called here.
@@ -78,33 +73,31 @@ class Cell:
         """The label of what is computed here, if somebody observes it."""
         return labels.of("F", self.stage.number, self.i)
 
-    def fetch_all(self, value: Any, copies: list[Any]) -> Any:
-        """Bring the tensors of a value here.
+    def fetch(
+        self, tensors: Sequence[Tensor], sources: Mapping[torch.device, Cell]
+    ) -> dict[int, Tensor]:
+        """Bring tensors here, those of one device together, each once.
 
         Args:
-            value: the value.
-            copies: a list to which all lists and dicts are added that had to be copied.
+            tensors: tensors on any device.
+            sources: the cells from which they come on lanes, by device.
+
+        Returns:
+            The tensors here, by the identities of the originals.
         """
-        device = self.stage.device
-        if not self.stage.visit:
-            # Most often nothing comes that is not here already.
-            missing = False
-
-            def known(tensor: Tensor) -> Tensor:
-                nonlocal missing
-                found = tensor if tensor.device == device else self._come.get(tensor)
-                missing |= found is None
-                return tensor if found is None else found
-
-            found = replaced(value, known, copies)
-            if not missing:
-                return found
-            copies.clear()
-        tensors = tensors_of(value)
-        fetched = self._fetch([x for x in tensors if x.device != device])
+        own = self.stage.device
+        fetched, missing = self._come.known([x for x in tensors if x.device != own])
+        for device in dict.fromkeys(x.device for x in missing):
+            originals = tuple([x for x in missing if x.device == device])
+            if device in sources:
+                arrived = self.receive(sources[device], originals)
+            else:
+                # The host waits anyway.
+                arrived = tuple([x.to(own) for x in originals])
+            fetched |= self._come.added(originals, arrived)
         if self.stage.visit:
-            fetched |= self.taken_over(tuple([x for x in tensors if x.device == device]))
-        return replaced(value, lambda x: fetched.get(id(x), x), copies)
+            fetched |= self.taken_over([x for x in tensors if x.device == own])
+        return fetched
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         """Tensors of an earlier visit of this device for the stream of this one, by identity.
@@ -131,46 +124,26 @@ class Cell:
         found = self._made.get(id(tensor))
         return found is not None and found() is tensor
 
-    def _fetch(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Bring tensors here that are elsewhere, those of one device together, by identity."""
-        fetched, missing = self._come.known(tensors)
-        for device in dict.fromkeys(x.device for x in missing):
-            originals = tuple([x for x in missing if x.device == device])
-            if has_streams(device) and has_streams(self.stage.device):
-                arrived = self._fetch_from(self._at(device), originals)
-            else:
-                # The host waits anyway.
-                arrived = tuple([x.to(self.stage.device) for x in originals])
-            fetched |= self._come.added(originals, arrived)
-        return fetched
-
-    def _fetch_from(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def receive(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Bring tensors here anew, from the cell on their device."""
         leaving = source.send(tensors)
-        self.step.goes(source.stage, self.stage)
+        there, here, fence = source.stage, self.stage, self.step.fence
         needed = any(x.requires_grad for x in leaving)
-        # guard: join of what is fetched
-        phonies = self._phonies() if needed else []
+        phonies: list[Tensor] = []
+        if fence:
+            fence.ahead[there.number][here.number] = there.lead_of(here)
+            # guard: join of what is fetched
+            phonies = fence.before(self.i, here.number) if needed else []
         # guard: lane of what is fetched
         with use_stream(self.lane):
-            lanes = source.lane, self.lane
-            function: Callable[..., tuple[Tensor, ...]] = partial(copy, *lanes, phonies=phonies)
-            if self.step.recording is not None:
-                stages = source.stage.number, self.stage.number
-                function = self.step.recording.copying(function, lanes, stages, self.i)
-            label = labels.of("copy", source.stage.number, self.i, self.stage.number)
-            function = labels.around(function, label)
-            arriving = function(*leaving)
+            way = (source.lane, self.lane), (there.number, here.number), self.i
+            arriving = carried(copy, *way, self.step.recording, phonies, *leaving)
         with use_stream(self.stage.compute), labels.within(self.label):
             arriving = wait(self.lane, self.stage.compute, *arriving)
         self._held |= needed
         if self.stage.visit:
             self.made(arriving)
         return arriving
-
-    def bring(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor here anew, for code that may change it in place."""
-        (arrived,) = self._fetch_from(self._at(tensor.device), (tensor,))
-        return arrived
 
     def stay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Fence what the model returns from here."""
@@ -196,6 +169,7 @@ class Cell:
             label = labels.of("copy", self.stage.number, self.i)
             # guard: lane of what is sent on
             with use_stream(self.lane), labels.within(label):
+                # guard: recomputation before the gradient
                 leaving = self._fenced(leaving, self.checkpoints)
             sent |= self._left.added(waiting, leaving)
         return tuple([sent[id(x)] for x in tensors])
@@ -204,34 +178,17 @@ class Cell:
         self, tensors: tuple[Tensor, ...], checkpoints: Sequence[Checkpoint] = ()
     ) -> tuple[Tensor, ...]:
         """Fence tensors, whose gradients trigger the recomputation of checkpoints."""
-        if not (self.step.fenced and needs_backward(tensors)):
+        fence, j = self.step.fence, self.stage.number
+        if fence is None or not needs_backward(tensors):
             return tensors
         if not self._held:
             # guard: join of what leaves
-            tensors = join(tensors, *self._phonies())
-        # guard: recomputation before the gradient
-        if checkpoints:
-            *outputs, phony = Recompute.apply(partial(_recompute, [*checkpoints]), *tensors)
-            tensors = tuple(outputs)
-        else:
-            tensors, phony = fork(tensors)
-        self.step.phonies.setdefault((self.i, self.stage), []).append(phony)
-        return tensors
-
-    def _phonies(self) -> list[Tensor]:
-        """The phonies of the cells that backward shall come to after this one."""
-        own, lead = self.stage, self.stage.lead
-        found = self.step.phonies_before(self.i, own)
-        for target in self.step.targets.get(own, ()):
-            # guard: lead of a course
-            if target.number - own.number < lead:
-                found = found + self.step.phonies.get((self.i - lead, target), [])
-        return found
+            tensors = join(fence.before(self.i, j), *tensors)
+        return fence.fork(self.i, j, checkpoints, *tensors)
 
     def close(self) -> None:
         """Let go of all tensors."""
-        self._come.clear()
-        self._left.clear()
+        self._come, self._left = Copies(), Copies()
         self.checkpoints.clear()
 
 
@@ -243,33 +200,23 @@ class Copies:
         #: been changed in place, and the copy.
         self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
 
-    def get(self, tensor: Tensor) -> Tensor | None:
-        """The copy of a tensor."""
-        found = self._found.get(id(tensor))
-        if found is None:
-            return None
-        _, version, copy = found
-        now = version_of(tensor)
-        # The tensor has changed since, or nobody counts its changes.
-        # guard: copies of what has changed
-        if version != now or now < 0:
-            return None
-        # A copy that was made without grad leads no gradient back.
-        # guard: copies without grad
-        if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
-            return None
-        return copy
-
     def known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[Tensor]]:
         """The copies that there are, by the identities of the originals, and tensors without."""
         copies: dict[int, Tensor] = {}
-        missing: dict[int, Tensor] = {}
-        for tensor in tensors:
-            known = self.get(tensor)
-            if known is None:
-                missing[id(tensor)] = tensor
-            else:
-                copies[id(tensor)] = known
+        missing = {id(x): x for x in tensors}
+        for key, tensor in [*missing.items()]:
+            _, version, copy = self._found.get(key, (tensor, -1, None))
+            now = version_of(tensor)
+            # The tensor has changed since, or nobody counts its changes.
+            # guard: copies of what has changed
+            if copy is None or version != now or now < 0:
+                continue
+            # A copy that was made without grad leads no gradient back.
+            # guard: copies without grad
+            if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
+                continue
+            copies[key] = copy
+            del missing[key]
         return copies, [*missing.values()]
 
     def added(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -277,12 +224,3 @@ class Copies:
         for tensor, made in zip(tensors, copies):
             self._found[id(tensor)] = tensor, version_of(tensor), made
         return {id(tensor): made for tensor, made in zip(tensors, copies)}
-
-    def clear(self) -> None:
-        """Let go of all tensors."""
-        self._found.clear()
-
-
-def _recompute(checkpoints: Sequence[Checkpoint]) -> None:
-    for checkpoint in checkpoints:
-        checkpoint.recompute()

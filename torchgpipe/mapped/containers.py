@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from torchgpipe.values.structure import ATOMS, flatten
+from torchgpipe.values.structure import flatten
 
 __all__: list[str] = []
 
@@ -17,47 +17,42 @@ CONTAINERS = (tuple, list, dict)
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors that :func:`replaced` replaces."""
     found: list[Tensor] = []
-    _collect(value, found)
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, CONTAINERS):
+        _collect(value, found)
     return found
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:
     # Most arguments are tensors, and tuples and dicts of them. PyTorch's functions for trees take
     # several times as long.
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, CONTAINERS):
-        for x in value.values() if isinstance(value, dict) else value:
-            if x is not None:
-                _collect(x, found)
+    for x in value.values() if isinstance(value, dict) else value:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, CONTAINERS):
+            _collect(x, found)
 
 
-def replaced(
-    value: Any, function: Callable[[Tensor], Tensor], copies: list[Any] | None = None
-) -> Any:
-    """A value with a function of each of its tensors in place of the tensor.
+def replaced(value: Any, others: Mapping[int, Tensor], copies: list[Any] | None = None) -> Any:
+    """A value with others in place of some of its tensors.
 
     The containers are those of Python, and subclasses of them that PyTorch knows. Other objects may
     be somebody's state, as a cache of keys and values is, which must not become a copy. They stay
-    what they are, and what is in them stays where it is. So do containers without a tensor that the
-    function changes.
+    what they are, and what is in them stays where it is. So do containers without such a tensor.
 
     Args:
         value: the value.
-        function: what replaces a tensor: another one, or the same.
+        others: the others, by the identities of the tensors that they replace.
         copies: a list to which all lists and dicts are added that had to be copied.
     """
     if isinstance(value, Tensor):
-        return function(value)
+        return others.get(id(value), value)
     kind = type(value)
     found: Any = None
     if kind in CONTAINERS:
-        # Not by calls for each item: most are tensors or of these types, and each call of a mapped
-        # module comes here.
         for key, x in value.items() if kind is dict else enumerate(value):
-            if type(x) in ATOMS:
-                continue
-            y = function(x) if isinstance(x, Tensor) else replaced(x, function, copies)
+            y = replaced(x, others, copies)
             if y is not x:
                 if found is None:
                     found = [*value] if kind is tuple else value.copy()
@@ -66,7 +61,7 @@ def replaced(
             return tuple(found)
     elif isinstance(value, CONTAINERS):
         tensors, structure = flatten(value)
-        changed = tuple(map(function, tensors))
+        changed = tuple([others.get(id(x), x) for x in tensors])
         if any(x is not y for x, y in zip(changed, tensors)):
             found = structure.unflatten(changed)
     if found is None:
@@ -74,6 +69,12 @@ def replaced(
     if copies is not None and not isinstance(value, tuple):
         copies.append(found)
     return found
+
+
+def filling_nothing(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module of this name with containers that are copies."""
+    with unfilled(name, lists_and_dicts((args, *kwargs.values()))):
+        return function(*args, **kwargs)
 
 
 def lists_and_dicts(value: Any) -> list[Any]:

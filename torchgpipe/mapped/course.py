@@ -21,69 +21,34 @@ micro-batch would wait for this one to come back.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from torchgpipe import _torch
 from torchgpipe.ambient import labels
-from torchgpipe.ambient.backward import Visit
+from torchgpipe.ambient.autocast import own_casts
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
-from torchgpipe.ambient.thread import registered
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
-from torchgpipe.engine.body import Body, starts_in_place
-from torchgpipe.engine.recorded import Where
-from torchgpipe.mapped.attributes import Given
+from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.cell import Cell
-from torchgpipe.mapped.containers import lists_and_dicts, tensors_of, unfilled
+from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.step import MappedStep
 from torchgpipe.mapped.turns import Turns
-from torchgpipe.recompute.buffers import Copy
-from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.values.microbatch import VALUE, Batch
+from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
-
-if TYPE_CHECKING:
-    from torchgpipe.mapped.glue import Glue
 
 __all__: list[str] = []
 
-
-class Inside:
-    """A mark in place of a course: a mapped module is being computed, as a whole."""
-
-
-INSIDE = Inside()
-
-
-class Current(threading.local):
-    """The course that a thread takes."""
-
-    course: Course | Inside | None = None
-    glue: Glue | None = None
-
-
-current = registered(Current())
-
 NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class inside:
-    """Compute a mapped module as a whole, whatever it calls, within a ``with`` block."""
-
-    def __enter__(self) -> None:
-        self._outer, current.course = current.course, INSIDE
-
-    def __exit__(self, *_: object) -> None:
-        current.course = self._outer
 
 
 class Course:
@@ -114,89 +79,102 @@ class Course:
         #: The cells of later visits, by device, once the model came back to one.
         self.later: dict[torch.device, Cell] = {}
         self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
+        #: The mode of code between mapped modules, which they are computed without.
+        self.glue: TorchFunctionMode | None = None
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
         if not self._noted:
             add_note(error, f"raised {self._place}, micro-batch {self.i}")
 
-    def call(self, mapped: Mapped, inner: Any, args: Any, kwargs: Any) -> Any:
-        """Compute a mapped module on its device.
+    def call(
+        self,
+        mapped: Mapped,
+        module: nn.Module,
+        inner: Callable[..., Any],
+        value: tuple[Any, Any],
+    ) -> Any:
+        """Compute a mapped module on its device: enter the cell, fetch, compute, note.
 
         Args:
-            mapped: the module.
+            mapped: the place of the module in the map.
+            module: the module.
             inner: calls the module's own forward, with its hooks.
-            args: the arguments of the call.
-            kwargs: likewise.
+            value: the positional arguments, and the keyword arguments.
         """
-        note = noted(f"raised in {mapped.place}, micro-batch {self.i}")
+        note = f"raised in {mapped.place}, micro-batch {self.i}"
         self._noted = True
-        with note:
-            cell = self._enter(mapped.device, (args, kwargs))
-            if (label := cell.label) is not None:
+        with paused(self.glue), noted(note):
+            cell = self._enter(mapped.device, value)
+            if cell.label is not None:
                 # Code behind the module belongs to the cell, too.
-                labels.put(label)
-                label = label._replace(layer=mapped.name, layer_type=type(mapped.module).__name__)
-            self.step.enters(mapped.module, cell.stage)
-            undrawn: AbstractContextManager[None] = NOTHING
-            if is_in_checkpoint():
-                undrawn = self._numbers.undrawn(mapped.name, mapped.device)
-            copies: list[Any] = []
-            args, kwargs = cell.fetch_all((args, kwargs), copies)
-            uncached = self.step.uncached(mapped.module, cell.stage)
-            with use_stream(cell.stage.compute), uncached, undrawn, labels.within(label):
-                attributes = self.step.attributes(mapped.module)
-                given = None if attributes is None else attributes.begin()
-                if self.step.is_checkpointed(self.i):
-                    batch = Batch(Arguments(args, kwargs))
-                    del args, kwargs
-                    again = noted(note.note, None if label is None else label._replace(kind="R"))
-                    checkpoint = self._new_checkpoint(mapped, inner, cell, again, given)
-                    output = _first_run(checkpoint, batch.take(), mapped.module).value
-                else:
-                    if self.step.is_visited(mapped.module):
-                        tensors = tensors_of((args, kwargs))
-                        visit = Visit(mapped.module, tensors, tuple, str(note.note))
-                        inner = partial(_visited, visit, inner)
-                    if self.step.recording is not None:
-                        inner = self._recorded(inner, cell)
-                    # Another container than the one of keyword arguments itself.
-                    copies = [x for x in copies if x is not kwargs]
-                    with unfilled(mapped.name, copies) if copies else NOTHING, inside():
-                        output = inner(*args, **kwargs)
-                if attributes is not None and given is not None:
-                    attributes.end(given)
-        if cell.stage.visit:
-            cell.made(output)
+                labels.put(cell.label)
+            body = self.step.body(cell.stage, mapped.name, module, inner)
+            value, copies = self._fetch(cell, value)
+            output = self._compute(mapped, cell, body, value, copies, note)
+            if cell.stage.visit:
+                cell.made(output)
         self._noted, self._place = False, f"behind {mapped.place}"
         return output
 
-    def _new_checkpoint(
-        self, mapped: Mapped, inner: Any, cell: Cell, note: noted, given: Given | None
-    ) -> Checkpoint:
-        body = self.step.body(mapped, partial(_filling_nothing, mapped.name, inner), cell.stage)
-        run: Callable[..., Batch] = partial(_run, body, given, starts_in_place(mapped.module))
-        if self.step.is_visited(mapped.module):
-            run = partial(run, note=str(note.note))
-        if self.step.recording is not None:
-            run = self.step.recording.around(run, self._where(cell))
-        checkpoint = body.checkpoint(run, self.step.new_context(), cell.stage.compute, note)
-        cell.checkpoints.append(checkpoint)
-        return checkpoint
+    def _fetch(self, cell: Cell, value: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Any]]:
+        """Bring the arguments of a call to a cell.
 
-    def _recorded(self, inner: Any, cell: Cell) -> Any:
-        """Call a mapped module, and record it for somebody who traces the model."""
-        recording = self.step.recording
-        assert recording is not None
+        Returns:
+            The arguments, and the lists and dicts in them that are copies.
+        """
+        copies: list[Any] = []
+        tensors, here = tensors_of(value), cell.stage.device
+        elsewhere = [x.device for x in tensors if x.device != here]
+        if elsewhere or cell.stage.visit:
+            on_lanes = [x for x in elsewhere if has_streams(x) and has_streams(here)]
+            fetched = cell.fetch(tensors, {device: self._at(device) for device in on_lanes})
+            value = replaced(value, fetched, copies)
+        # The dict of keyword arguments is the call's own.
+        return value, [x for x in copies if x is not value[1]]
 
-        def run(arguments: tuple[Any, Any]) -> Any:
-            return inner(*arguments[0], **arguments[1])
-
-        around = recording.around(run, self._where(cell), tensors_of)
-        return lambda *args, **kwargs: around((args, kwargs))
-
-    def _where(self, cell: Cell) -> Where:
-        return cell.stage.compute, cell.stage.number, cell.stage.number, self.i
+    def _compute(
+        self,
+        mapped: Mapped,
+        cell: Cell,
+        body: MappedBody,
+        value: tuple[Any, Any],
+        copies: list[Any],
+        note: str,
+    ) -> Any:
+        """Run a module whose arguments are on its device, perhaps under checkpointing."""
+        step, stage, label = self.step, cell.stage, cell.label
+        if label is not None:
+            label = label._replace(layer=mapped.name, layer_type=type(body.layers).__name__)
+        # The cache has weights that were cast on the stream of one visit, and frees them at will.
+        # guard: weights that were cast
+        casts = own_casts() if stage.visit and body.shared else NOTHING
+        undrawn = NOTHING
+        if is_in_checkpoint():
+            undrawn = self._numbers.undrawn(mapped.name, mapped.device)
+        with use_stream(stage.compute), casts, undrawn, labels.within(label):
+            given = body.attributes.begin() if body.attributes else None
+            again = self.i < step.checkpointed
+            run: Callable[..., Any] = (
+                partial(body.run_twice, given=given) if again else body.run_alone
+            )
+            if body.visited:
+                run = partial(run, note=note)
+            if step.recording is not None:
+                where = stage.compute, stage.number, stage.number, self.i
+                run = step.recording.around(run, where, iter if again else tensors_of)
+            if again:
+                batch = Batch(Arguments(*value))
+                within = noted(note, label and label._replace(kind="R"))
+                checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
+                cell.checkpoints.append(checkpoint)
+                output = checkpoint.forward(body.kept(batch), batch).value
+            else:
+                with unfilled(mapped.name, copies) if copies else NOTHING:
+                    output = run(value)
+            if body.attributes and given:
+                body.attributes.end(given)
+        return output
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Bring a tensor to another device, for code between mapped modules."""
@@ -206,7 +184,9 @@ class Course:
             # visit the next micro-batch would wait for it.
             # guard: code that comes back
             self._begin(device)
-        return self._at(device).bring(tensor)
+        target = self._at(device)
+        (arrived,) = target.receive(self._at(tensor.device), (tensor,))
+        return arrived
 
     def end(self, output: Any) -> Batch:
         """Fence the output of the model."""
@@ -237,7 +217,8 @@ class Course:
         self.step.drawn_behind |= self._numbers.drawn_behind
         for cell in self._all:
             cell.close()
-        # The cells refer to the course, too, and the step has the phonies of the whole graph.
+        # The mode refers to the course.
+        self.glue = None
         self._all.clear()
         self._cells.clear()
         self.later.clear()
@@ -278,9 +259,7 @@ class Course:
     def _begin(self, device: torch.device) -> Cell:
         before = self._cells.get(device)
         visit = before.stage.visit + 1 if before else 0
-        cell = self._cells[device] = Cell(
-            self.step, self.i, self.step.stage(device, visit), self._at
-        )
+        cell = self._cells[device] = Cell(self.step, self.i, self.step.stage(device, visit))
         self._all.append(cell)
         if before:
             # Code between modules computes on the device, too, with whatever is there.
@@ -293,52 +272,18 @@ class Course:
         return cell
 
 
-def _filling_nothing(name: str, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a mapped module with containers that are copies."""
-    with unfilled(name, lists_and_dicts((args, *kwargs.values()))):
-        return inner(*args, **kwargs)
+class paused:
+    """Leave a mode within a ``with`` block, if it is the innermost one."""
 
+    def __init__(self, mode: TorchFunctionMode | None) -> None:
+        self._mode = mode
 
-def _visited(visit: Visit, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a mapped module, and visit the nodes that it adds to the graph."""
-    with visit:
-        output = inner(*args, **kwargs)
-        visit.visit(*tensors_of(output))
-    return output
+    def __enter__(self) -> None:
+        count = _torch.count_function_modes()
+        self._popped = bool(count) and _torch.function_mode_at(count - 1) is self._mode
+        if self._popped:
+            _torch.pop_function_mode()
 
-
-def _first_run(checkpoint: Checkpoint, batch: Batch, module: nn.Module) -> Batch:
-    """Run a mapped module for the first time.
-
-    The model may use what a layer with ``inplace=True`` has changed, so the layer gets that and no
-    clone, which is for the second run.
-    """
-    if not starts_in_place(module):
-        return checkpoint.forward(batch)
-    return checkpoint.forward(_cloned(batch), batch)
-
-
-def _cloned(batch: Batch) -> Batch:
-    return batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])
-
-
-def _run(
-    body: Body,
-    given: Given | None,
-    in_place: bool,
-    batch: Batch,
-    copies: list[Copy] | None = None,
-    note: str = "",
-) -> Batch:
-    """Run a mapped module, for the first or the second time."""
-    if in_place and is_recomputing():
-        # A leaf, as the input of a second run is one, cannot be changed.
-        batch = _cloned(batch)
-    # Most models store nothing.
-    if given is not None and (given.keys or given.deep) and is_recomputing():
-        # Modules of several devices may share what is within their attributes.
-        # guard: contents of several devices
-        with body.lock, given.restored(), inside():
-            return body.run(batch, copies)
-    with inside():
-        return body.run(batch, copies, note)
+    def __exit__(self, *_: object) -> None:
+        if self._popped:
+            _torch.push_function_mode(self._mode)

@@ -75,7 +75,7 @@ class Glue(TorchFunctionMode):
         elif is_in_place(func.__name__) or kwargs.get("inplace"):
             result = self._changed(func, args, kwargs, found)
         else:
-            taken = replaced((args, dict(kwargs)), lambda x: found.get(id(x), x))
+            taken = replaced((args, dict(kwargs)), found)
             result = self._moved(func, *taken)
             if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in found.values()):
                 # A view must be one of the tensor itself: somebody may change it in place. Its
@@ -96,7 +96,7 @@ class Glue(TorchFunctionMode):
         if not args:
             args, kwargs = (kwargs["input"],), {k: x for k, x in kwargs.items() if k != "input"}
         target, *others = args
-        others, named = replaced((others, dict(kwargs)), lambda x: found.get(id(x), x))
+        others, named = replaced((others, dict(kwargs)), found)
         if id(target) not in found or func.__name__ in SHAPES:
             return self._moved(func, (target, *others), named)
         # The gradient would go on to the earlier visit as it is, beside those of other arguments.
@@ -175,20 +175,3 @@ TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.__setitem__: _set,
     torch.as_tensor: _as_tensor,
 }
-
-
-class paused:
-    """Leave the mode within a ``with`` block, if it is the innermost one."""
-
-    def __init__(self, glue: Glue | None) -> None:
-        self._glue = glue
-
-    def __enter__(self) -> None:
-        count = _torch.count_function_modes()
-        self._popped = bool(count) and _torch.function_mode_at(count - 1) is self._glue
-        if self._popped:
-            _torch.pop_function_mode()
-
-    def __exit__(self, *_: object) -> None:
-        if self._popped:
-            _torch.push_function_mode(self._glue)

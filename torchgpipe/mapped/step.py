@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.dynamo import uncompiled
-from torchgpipe.ambient.autocast import own_casts
-from torchgpipe.ambient.backward import is_worth_a_visit
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
 from torchgpipe.autograd.ends import between
@@ -27,22 +25,24 @@ from torchgpipe.devices.streams import (
     current_streams,
     has_streams,
     make_current,
+    record_all,
     record_stream,
     set_streams,
     wait_all,
     wait_stream,
 )
-from torchgpipe.engine.body import Body
+from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.mapped.attributes import Attributes
-from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.body import MappedBody
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
 
 __all__: list[str] = []
 
 
-class Stage(NamedTuple):
+@dataclass(eq=False)
+class Stage:
     """A visit of a device: the first one, or one of those after the model came back to it.
 
     Stages have numbers in the order in which the model comes to them.
@@ -54,10 +54,14 @@ class Stage(NamedTuple):
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
 
-    @property
-    def lead(self) -> int:
-        """The number of micro-batches that this stage may be ahead of the one it sends to."""
-        return len(self.lanes) - 1
+    def lead_of(self, target: Stage) -> range:
+        """The lead in backward of a stage that this one sends to, for the fence.
+
+        The numbers of stages tell little of their order in time, so there is no shorter lead.
+        """
+        lead = len(self.lanes) - 1
+        # guard: lead of a course
+        return range(max(lead, target.number - self.number + 1), lead + 1)
 
 
 class Lasting:
@@ -96,7 +100,7 @@ class MappedStep:
         m: int,
         checkpointed: int,
     ) -> None:
-        self._lasting, self._known, self._checkpointed = lasting, known, checkpointed
+        self._lasting, self._known, self.checkpointed = lasting, known, checkpointed
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:
@@ -105,24 +109,19 @@ class MappedStep:
         #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)
-        #: Whether forks and joins are needed.
-        self.fenced = torch.is_grad_enabled() and any(map(has_streams, self.devices))
+        #: The fence, if forks and joins are needed.
+        self.fence: Fence | None = None
+        if torch.is_grad_enabled() and any(map(has_streams, self.devices)):
+            self.fence = Fence(defaultdict(dict))
         #: Whether the code between mapped modules is watched.
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
-        #: The phonies of each cell, for cells that backward shall come to before it.
-        self.phonies: dict[tuple[int, Stage], list[Tensor]] = {}
-        #: The stages that each stage sends to.
-        self.targets: dict[Stage, list[Stage]] = {}
         self._stages: dict[tuple[torch.device, int], Stage] = {}
-        #: The modules that were computed in each stage.
-        self.modules: dict[Stage, set[nn.Module]] = defaultdict(set)
+        #: The bodies of each module, one for each stage that calls the module.
+        self._bodies: dict[nn.Module, dict[Stage, MappedBody]] = {}
         #: The devices of the outputs of the last micro-batch.
         self.places: list[torch.device] = []
         #: The stage in which each module was called last.
         self._last: dict[nn.Module, Stage] = {}
-        self._bodies: dict[tuple[nn.Module, Stage], Body] = {}
-        self._attributes: dict[nn.Module, Attributes] = {}
-        self._visited: dict[nn.Module, bool] = {}
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -151,79 +150,31 @@ class MappedStep:
             wait_all(others, caller)
         return found
 
-    def uncached(self, module: nn.Module, stage: Stage) -> AbstractContextManager[None]:
-        """Leave autocast's cache alone for a module that an earlier visit has called, too.
-
-        The cache has weights that were cast on the stream of one visit, and frees them at will.
-        """
-        shared = stage.visit and sum(module in modules for modules in [*self.modules.values()]) > 1
-        # guard: weights that were cast
-        return own_casts() if shared else nullcontext()
-
-    def phonies_before(self, i: int, stage: Stage) -> list[Tensor]:
-        """The phonies of the last micro-batch before ``i`` that came to a stage."""
-        for k in reversed(range(i)):
-            if (k, stage) in self.phonies:
-                return self.phonies[k, stage]
-        return []
-
-    def enters(self, module: nn.Module, stage: Stage) -> None:
-        """Order the calls of a module that a later visit of the device calls, too.
-
-        It may change its buffers, which the streams of two visits must not do at the same time.
-        """
-        self.modules[stage].add(module)
-        last = self._last.get(module)
-        # guard: one visit at a time
-        if last is not None and last is not stage and any(True for _ in module.buffers()):
-            wait_stream(stage.compute, last.compute)
+    def body(
+        self, stage: Stage, name: str, module: nn.Module, inner: Callable[..., Any]
+    ) -> MappedBody:
+        """The body of a mapped module that is called in a stage, by its own call."""
+        bodies = self._bodies.setdefault(module, {})
+        body = bodies.get(stage)
+        if body is None:
+            state = attributes = None
+            if self.checkpointed:
+                state = LayersState(module, self._lasting.learned)
+                attributes = self._known.get(module) or Attributes(module)
+                self._known[module] = attributes
+                if not bodies:
+                    attributes.begin_step()
+            body = MappedBody(name, module, inner, self._lasting.lock, state, attributes)
+            bodies[stage] = body
+        body.shared = len(bodies) > 1
+        if body.shared:
+            # It may change its buffers, which two visits must not do at the same time.
+            last = self._last[module]
+            # guard: one visit at a time
+            if last is not stage and any(True for _ in module.buffers()):
+                wait_stream(stage.compute, last.compute)
         self._last[module] = stage
-
-    def goes(self, source: Stage, target: Stage) -> None:
-        """Take note that one stage sends to another."""
-        targets = self.targets.setdefault(source, [])
-        if target not in targets:
-            targets.append(target)
-
-    def is_checkpointed(self, i: int) -> bool:
-        """Whether a micro-batch is computed under checkpointing."""
-        return i < self._checkpointed
-
-    def body(self, mapped: Mapped, call: Any, stage: Stage) -> Body:
-        """The body of a mapped module, for second runs.
-
-        Each stage has one of its own, since second runs of a norm write to a copy of its statistics
-        that the body keeps.
-        """
-        found = self._bodies.get((mapped.module, stage))
-        if found is None:
-            state = LayersState(mapped.module, self._lasting.learned)
-            found = Body(mapped.module, self._lasting.lock, state, False)
-            # The model has the arguments, too, so first runs of a layer that changes them in place
-            # get no clone.
-            found.in_place = False
-            # Not the module, whose class may have a __call__ of its own, which has been called.
-            found.call = call
-            self._bodies[mapped.module, stage] = found
-        return found
-
-    def is_visited(self, module: nn.Module) -> bool:
-        """Whether calls of a module add notes to what its functions may raise in backward."""
-        found = self._visited.get(module)
-        if found is None:
-            found = self._visited[module] = torch.is_grad_enabled() and is_worth_a_visit(module)
-        return found
-
-    def attributes(self, module: nn.Module) -> Attributes | None:
-        """The attributes of a mapped module, for second runs, if there will be any."""
-        if not self._checkpointed:
-            return None
-        found = self._attributes.get(module)
-        if found is None:
-            found = self._attributes[module] = self._known.get(module) or Attributes(module)
-            self._known[module] = found
-            found.begin_step()
-        return found
+        return body
 
     def new_context(self) -> Context:
         """The modes of this moment, for a second run."""
@@ -255,25 +206,27 @@ class MappedStep:
             for x in outputs:
                 # guard: recording outputs of later visits
                 record_stream(x, current_stream(x.device))
-        if own and needs_backward(tuple(outputs)):
+        if own and needs_backward(outputs):
             outputs = between(self._wait_for_caller, self._end_backward, *outputs)
         return outputs
 
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
-        for body in self._bodies.values():
-            if body.state is not None:
-                body.state.settle()
-                body.state.buffers.settle()
-        for attributes in self._attributes.values():
-            attributes.end_step(self.m)
+        for bodies in self._bodies.values():
+            for body in bodies.values():
+                body.settle()
+            if body.attributes is not None:
+                # Those of the module, whose bodies share them.
+                body.attributes.end_step(self.m)
         for context in self._contexts:
             context.over = True
 
     def fail(self) -> None:
         """Take note that no further micro-batch will be computed."""
-        for attributes in self._attributes.values():
-            attributes.let_go()
+        for bodies in self._bodies.values():
+            for body in bodies.values():
+                if body.attributes is not None:
+                    body.attributes.let_go()
 
     @property
     def is_divisible(self) -> bool:
@@ -282,9 +235,9 @@ class MappedStep:
         The numbers that code draws behind a cell would be those of another micro-batch. And where
         several stages change the buffers of a module, threads would take turns as they come.
         """
-        stages = Counter(module for modules in self.modules.values() for module in modules)
         return not self.drawn_behind and not any(
-            count > 1 and any(True for _ in module.buffers()) for module, count in stages.items()
+            len(bodies) > 1 and any(True for _ in module.buffers())
+            for module, bodies in self._bodies.items()
         )
 
     def _own(self) -> list[Stage]:
@@ -300,8 +253,8 @@ class MappedStep:
     def _end_backward(self) -> None:
         """Hand gradients over, whose memory belongs to streams of later visits."""
         self.have_caller_wait()
-        for stage in self._own():
-            for module in self.modules[stage]:
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        record_stream(parameter.grad, current_stream(stage.device))
+        for module, bodies in self._bodies.items():
+            for stage in bodies:
+                if stage.visit:
+                    caller = current_stream(stage.device)
+                    record_all([x.grad for x in module.parameters()], caller)

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import noted
 from torchgpipe.devices.streams import CPU, Device, accelerators
-from torchgpipe.mapped.caches import takes_cache, without_cache
-from torchgpipe.mapped.dispatched import map_of_accelerate, release, verify_all_there
+from torchgpipe.mapped.hugging_face import (
+    map_of_accelerate,
+    release,
+    takes_cache,
+    verify_all_there,
+    without_cache,
+)
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.sample import arguments_of
 from torchgpipe.planner.maps import fitting_map

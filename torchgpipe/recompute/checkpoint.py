@@ -33,7 +33,7 @@ the first slot is asked for is early enough.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -152,18 +152,6 @@ class Checkpoint:
             stored.pack()
             self.stored = stored, numbers
         return output
-
-    def trigger(self, outputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Branch a phony off outputs whose gradients trigger the recomputation.
-
-        The node belongs to the current stream. Outputs that do not pass through here trigger the
-        recomputation when backward asks for the first slot.
-        """
-        # guard: no Recompute for nothing
-        if self.stored is None or not needs_backward(outputs):
-            return fork(outputs)
-        *tensors, phony = Recompute.apply(self.recompute, *outputs)
-        return tuple(tensors), phony
 
     def recompute(self) -> None:
         """Fill the slots, unless that was done, and let go of the input.
@@ -289,6 +277,22 @@ class Checkpoint:
             with self.within:
                 raise modified(tensor, place.version, place.layer)
         return tensor
+
+
+def trigger(
+    checkpoints: Iterable[Checkpoint], outputs: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Branch a phony off outputs whose gradients trigger recomputations, if there are any.
+
+    The node belongs to the current stream. Outputs that do not pass through here trigger the
+    recomputation when backward asks for the first slot.
+    """
+    # guard: no Recompute for nothing
+    due = [found.recompute for found in checkpoints if found.stored is not None]
+    if not (due and needs_backward(outputs)):
+        return fork(outputs)
+    *tensors, phony = Recompute.apply(due, *outputs)
+    return tuple(tensors), phony
 
 
 def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:

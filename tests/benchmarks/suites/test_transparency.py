@@ -51,18 +51,8 @@ def test_transparency(colours, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(MODELS, "resnet", partial(resnet, [1], width=4))
     path = tmp_path / "found.json"
     options = ["--images", str(colours), "--size", "16", "--n", "1", "2", "--chunks", "2"]
-    options += [
-        "--device",
-        "cpu",
-        "--batch",
-        "5",
-        "--epochs",
-        "2",
-        "--seeds",
-        "2",
-        "--output",
-        str(path),
-    ]
+    options += ["--device", "cpu", "--batch", "5", "--epochs", "2", "--seeds", "2"]
+    options += ["--output", str(path)]
     assert main(["transparency", *options]) == 0
     result = json.loads(path.read_text("utf-8"))
     assert result["command"] == " ".join(["python -m benchmarks transparency", *options])

@@ -7,7 +7,22 @@ import pytest
 import torch
 
 from tests.support.helpers import Log
-from torchgpipe.autograd.fork_join import fork, join
+from torchgpipe.autograd import fork_join
+
+
+def fork(input):
+    """Fork a tensor alone, or a tuple."""
+    if isinstance(input, tuple):
+        return fork_join.fork(input)
+    (output,), phony = fork_join.fork((input,))
+    return output, phony
+
+
+def join(input, *phonies):
+    """Join phonies into a tensor alone, or a tuple."""
+    if isinstance(input, tuple):
+        return fork_join.join(phonies, *input)
+    return fork_join.join(phonies, input)[0]
 
 
 def test_join_is_differentiated_before_fork():

@@ -130,32 +130,3 @@ def test_divisor(weight):
     sums.add([weight], [torch.ones(3)])
     loss_of(sums, weight, divisor=torch.tensor(4.0)).backward()
     assert weight.grad.tolist() == [0.25] * 3
-
-
-def test_grad_of_some(weight):
-    sums = Sums()
-    other = nn.Parameter(torch.rand(3))
-    sums.add([weight, other], [torch.ones(3), torch.ones(3)])
-    (found,) = torch.autograd.grad(loss_of(sums, weight, other), [other])
-    assert found.tolist() == [1, 1, 1]
-    assert weight.grad is None
-
-
-def test_second_backward(weight):
-    sums = Sums()
-    sums.add([weight], [torch.ones(3)])
-    loss = loss_of(sums, weight)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="handed its gradients over"):
-        loss.backward()
-
-
-def test_graph_of_the_gradient(weight):
-    sums = Sums()
-    sums.add([weight], [torch.ones(3)])
-    loss = loss_of(sums, weight)
-    with pytest.raises(RuntimeError, match="no graph of their own"):
-        loss.backward(create_graph=True)
-    # The gradients are there still.
-    loss.backward()
-    assert weight.grad is not None

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.helpers import note_of
+from tests.support.skips import Pop, Stash
 from torchgpipe.balance import sandbox
 from torchgpipe.balance.profile import (
     LayerProfile,
@@ -15,7 +16,7 @@ from torchgpipe.balance.profile import (
     layerwise_sandbox,
     profile_layers,
 )
-from torchgpipe.skip import pop, skippable, stash
+from torchgpipe.skip import skippable, stash
 from torchgpipe.values.microbatch import Batch
 
 
@@ -32,20 +33,6 @@ class Merge(nn.Module):
 class Split(nn.Module):
     def forward(self, x):
         return x * 2, x.exp()
-
-
-@skippable(stash=["x"])
-class Stash(nn.Module):
-    def forward(self, x):
-        yield stash("x", x * 2)
-        return x * 3
-
-
-@skippable(pop=["x"])
-class Add(nn.Module):
-    def forward(self, x):
-        y = yield pop("x")
-        return x + y
 
 
 def test_sizes():
@@ -86,8 +73,8 @@ def test_what_is_kept_but_not_saved_is_counted():
         ([nn.Embedding(5, 3), nn.Linear(3, 2)], torch.tensor([[1, 2], [3, 4]])),
         ([Split(), nn.Identity(), Merge()], torch.rand(4, 3)),
         ([Merge(), nn.Linear(3, 3)], (torch.rand(2, 3), torch.rand(2, 3))),
-        ([Stash(), nn.ReLU(inplace=True), Add()], torch.rand(4, 3)),
-        ([nn.Sequential(Stash(), nn.Sequential(Add()))], torch.rand(4, 3)),
+        ([Stash(), nn.ReLU(inplace=True), Pop()], torch.rand(4, 3)),
+        ([nn.Sequential(Stash(), nn.Sequential(Pop()))], torch.rand(4, 3)),
         ([nn.ReLU(inplace=True), nn.Linear(3, 3)], torch.rand(4, 3, requires_grad=True)),
         ([nn.BatchNorm1d(3), nn.Linear(3, 3).requires_grad_(False)], torch.rand(4, 3)),
     ],
@@ -128,21 +115,15 @@ def test_inference_mode():
 def test_skips_that_pass_by_cost_nothing(clock):
     """The profile does not differentiate such skips, since the stashing layer does."""
 
-    @skippable(stash=["y"])
+    @skippable(stash=["skip"])
     class StashSlow(nn.Module):
         def __init__(self):
             super().__init__()
             self.slow = clock.layer(1.0)
 
         def forward(self, x):
-            yield stash("y", self.slow(x))
+            yield stash("skip", self.slow(x))
             return x * 1
-
-    @skippable(pop=["y"])
-    class Pop(nn.Module):
-        def forward(self, x):
-            y = yield pop("y")
-            return x + y
 
     module = nn.Sequential(StashSlow(), clock.layer(2.0), Pop())
     found = rows(module, torch.rand(3, requires_grad=True))

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.helpers import CPUS, Apply, Log, assert_same, nodes, plain, reaches, run_pipeline
+from tests.support.helpers import CPUS, Apply, Log, nodes, plain, reaches, run_pipeline
+from tests.support.skips import Pop, Stash
 from torchgpipe.devices.pool import StreamPool
 from torchgpipe.engine.pipeline import clock_cycles
-from torchgpipe.engine.workers import Workers
-from torchgpipe.skip import pop, skippable, stash
 
 CPU = torch.device("cpu")
 
@@ -175,17 +174,6 @@ def test_nor_by_as_many_micro_batches_as_there_are_copy_streams(monkeypatch):
 
 
 def test_nor_is_one_that_pops_from_far_away(monkeypatch):
-    @skippable(stash=["x"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("x", x * 2)
-            return x * 3
-
-    @skippable(pop=["x"])
-    class Pop(nn.Module):
-        def forward(self, x):
-            return x + (yield pop("x"))
-
     monkeypatch.setattr(StreamPool, "COPIES", 5)
     partitions = [nn.Sequential(x) for x in (Stash(), nn.Tanh(), nn.Tanh(), Pop())]
     graph, layers = graph_of(CPUS, 9, 0, True, partitions)
@@ -212,31 +200,6 @@ def test_parameter_that_is_passed_on_is_not_changed(view):
         with suppress(RuntimeError):
             run_pipeline(partitions, devices, torch.ones(2, 3), chunks=2)
         assert torch.equal(weight, torch.ones(2, 3))
-
-
-def mlp(j):
-    torch.manual_seed(j)
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-
-
-@given(devices, st.integers(1, 4), st.integers(0, 4))
-def test_parity_on_threads(devices, chunks, checkpointed):
-    partitions = [mlp(j) for j in range(3)]
-    parameters = [p for partition in partitions for p in partition.parameters()]
-    x = torch.rand(5, 3, requires_grad=True)
-    leaves = [x, *parameters]
-
-    expected = plain(nn.Sequential(*partitions), x, chunks)
-    output = run_pipeline(partitions, devices, x, chunks=chunks, checkpointed=checkpointed)
-    assert_same(output, expected, leaves)
-
-
-def test_frozen_partition_takes_no_part_in_backward():
-    log = []
-    partitions = [nn.Sequential(Log(0, log)), nn.Sequential(nn.Linear(1, 1), Log(1, log))]
-    run_pipeline(partitions, CPUS[:2], torch.rand(4, 1), chunks=4, checkpointed=4).sum().backward()
-    assert [kind for kind, name, _ in log if name == 0] == ["forward"] * 4
-    assert partitions[1][0].weight.grad is not None
 
 
 class Scale(nn.Module):
@@ -318,24 +281,3 @@ def test_exception_of_the_earliest_micro_batch(devices):
         run_pipeline(partitions, devices, torch.rand(3, 1), chunks=3)
     # The cells of the next cycle did not start.
     assert [partition[0].calls for partition in partitions] == [2, 1 if expected == "first" else 0]
-
-
-def test_next_run_after_an_exception():
-    class Fail(nn.Module):
-        fail = True
-
-        def forward(self, x):
-            if self.fail:
-                raise KeyError
-            return x
-
-    layer = Fail()
-    partitions = [nn.Sequential(nn.Identity()), nn.Sequential(layer)]
-    workers = Workers(CPUS[:2])
-    x = torch.rand(3, 1)
-    for _ in range(3):
-        layer.fail = True
-        with pytest.raises(KeyError):
-            run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers)
-        layer.fail = False
-        assert torch.equal(run_pipeline(partitions, CPUS[:2], x, chunks=3, workers=workers), x)

@@ -1,6 +1,5 @@
 """Workers: their context, their results and exceptions, and their end."""
 
-import gc
 import logging
 import os
 import signal
@@ -17,14 +16,6 @@ from torchgpipe.ambient.context import Context
 from torchgpipe.engine.workers import PATIENCE, Task, Worker, Workers
 
 A, B, C = CPUS[:3]
-
-
-class SpecialError(Exception):
-    """An exception that cannot be made again from its arguments."""
-
-    def __init__(self, *, reason):
-        super().__init__()
-        self.reason = reason
 
 
 def threads():
@@ -198,45 +189,6 @@ def test_exceptions_and_modes_of_the_caller_that_issues(clock):
     assert done == [False]
 
 
-def test_caller_s_modes_are_carried_over():
-    workers = Workers(CPUS)
-    seen = []
-
-    def look():
-        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-
-    run(workers, (A, look))
-    with torch.no_grad(), torch.autocast("cpu"):
-        run(workers, (A, look))
-    run(workers, (A, look))
-    assert seen == [(True, False), (False, True), (True, False)]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [KeyError("x"), SpecialError(reason="x"), StopIteration(1), SystemExit(3), KeyboardInterrupt()],
-    ids=lambda error: type(error).__name__,
-)
-def test_exception_is_the_same_object(workers, error):
-    with pytest.raises(type(error)) as caught:
-        run(workers, (A, raiser(error)))
-    assert caught.value is error
-    assert "task" in [entry.name for entry in caught.traceback]
-    # The next tasks run as ever.
-    done = []
-    run(workers, (A, partial(done.append, 1)))
-    assert done == [1]
-
-
-def test_exception_that_is_false(workers):
-    class NoError(Exception):
-        def __len__(self):
-            return 0
-
-    with pytest.raises(NoError):
-        run(workers, (A, raiser(NoError())))
-
-
 @pytest.mark.parametrize("places", [(A, B), (B, A)])
 def test_of_several_exceptions_the_first_by_name_is_raised(places):
     barrier = threading.Barrier(2, timeout=10)
@@ -338,26 +290,6 @@ def test_exception_does_not_wait_for_what_takes_long():
     release.set()
     run(workers, (A, partial(done.append, "next")))
     assert done == ["slow", "next"]
-
-
-def test_exception_leaves_no_cycle(workers):
-    class Held:
-        pass
-
-    def fail():
-        held = Held()
-        refs.append(weakref.ref(held))
-        raise KeyError
-
-    refs = []
-    gc.disable()
-    try:
-        with pytest.raises(KeyError):
-            run(workers, (A, fail))
-        # pytest itself holds the exception until here.
-        assert [ref() for ref in refs] == [None]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("interruptible")

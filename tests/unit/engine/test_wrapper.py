@@ -28,19 +28,6 @@ def mapped(checkpoint="except_last"):
     return MappedGPipe(linears(1, 1), {"": "cpu"}, chunks=2, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("make", [wrap, mapped])
-def test_chunks_and_one_mode(make):
-    model = make("never")
-    assert (model.chunks, model.checkpoint) == (2, "never")
-    model.chunks, model.checkpoint = 3, "always"
-    assert (model.chunks, model.checkpoint) == (3, "always")
-    with pytest.raises(ValueError, match=r"chunks: 0"):
-        model.chunks = 0
-    with pytest.raises(ValueError, match=r"checkpoint: 'some'"):
-        model.checkpoint = "some"
-    assert (model.chunks, model.checkpoint) == (3, "always")
-
-
 @pytest.mark.parametrize("kind", [list, tuple, UserList])
 def test_a_mode_for_each_partition(kind):
     model = wrap(kind(MIXED))

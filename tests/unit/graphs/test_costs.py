@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.schedules import Case, training_of
+from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.schedule import simulate, validate
-from torchgpipe.skip import pop, skippable, stash
 
 
 class Never(nn.Module):
@@ -41,20 +41,6 @@ def test_costs():
     assert validate(schedule, capacity=1, costs=costs)
     # Nothing was left of it.
     assert all(x.grad is None for x in training.parameters())
-
-
-@skippable(stash=["far"])
-class Stash(nn.Module):
-    def forward(self, x):
-        yield stash("far", x * 2)
-        return x * 3
-
-
-@skippable(pop=["far"])
-class Pop(nn.Module):
-    def forward(self, x):
-        far = yield pop("far")
-        return x + far
 
 
 def test_skips_and_graphs_that_a_step_uses_again():

@@ -1,7 +1,5 @@
 """The graphs of a stage: one for each kind of micro-batch, and each state of the layers."""
 
-import gc
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -99,17 +97,6 @@ def test_what_cannot_be_a_graph_is_said_once():
     (reason,) = training.graphs[1].reasons
     assert "depends on the values" in reason
     assert not training.graphs[0].reasons
-
-
-def test_hooks_of_layers_run():
-    layer = nn.Linear(3, 3)
-    seen = []
-    training = training_of(layer)
-    step(training)
-    layer.register_forward_hook(lambda *_: seen.append(1))
-    with pytest.warns(UserWarning, match="hooks"):
-        step(training)
-    assert seen == [1, 1]
 
 
 class Bound(nn.Module):
@@ -271,49 +258,6 @@ def test_kinds_are_not_without_end():
         training(x, x, 33.0)
     training(x, x, 34.0)
     assert traces(graphs_of(training)) == 32
-
-
-def test_steps_are_let_go_of():
-    training = training_of(nn.Linear(3, 3), outputs=True)
-    x = torch.rand(4, 3)
-    _, output = training(x, x)
-    _, output = training(x, x)
-    found = weakref.ref(output), weakref.ref(x)
-    del output, x
-    gc.collect()
-    assert [y() for y in found] == [None, None]
-
-
-def test_graphs_are_let_go_of_with_the_model():
-    layer = nn.Linear(3, 3)
-    training = training_of(layer)
-    step(training)
-    found = weakref.ref(layer), weakref.ref(graphs_of(training))
-    del training, layer
-    gc.collect()
-    assert [x() for x in found] == [None, None]
-
-
-def test_gradients_that_do_not_come():
-    """A weight whose output nobody uses has no gradient, as without graphs."""
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.a(x), self.b(x)
-
-    class First(nn.Module):
-        def forward(self, x):
-            return x[0]
-
-    for schedule in ("1f1b", "zbh1"):
-        two = Two()
-        step(training_of(two, First(), schedule=schedule))
-        assert two.a.weight.grad is not None
-        assert two.b.weight.grad is None
 
 
 def test_stages_are_eager_or_graphs():

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from array import array
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from tests.support import helpers
 from tests.support.helpers import wrap
-from torchgpipe import GPipe, MappedGPipe, NoChunk
+from torchgpipe import GPipe, NoChunk
 
 
 def messages(function):
@@ -103,32 +102,6 @@ class First(nn.Module):
 
 X = torch.rand(4, 2)
 
-CALLS = {
-    "[1]": lambda y: lambda m: m((X, y)),
-    "args[1]": lambda y: lambda m: m(X, y),
-    "kwargs['y']": lambda y: lambda m: m(X, y=y),
-    "args[1]['a'][0]": lambda y: lambda m: m(X, {"a": [y, X]}),
-}
-
-VALUES = {
-    "list": [1, 2, 3, 4],
-    "tuple": (1, 2, 3, 4),
-    "texts": ["a", "b", "c", "d"],
-    "nested": [[1], [2], [3, 4], []],
-    "array": array("d", [1, 2, 3, 4]),
-    "range": range(4),
-}
-
-
-@pytest.mark.parametrize("named", CALLS)
-@pytest.mark.parametrize("value", VALUES)
-def test_whole(named, value):
-    model = wrap([First()], chunks=2)
-    call = CALLS[named](VALUES[value])
-    (found,) = messages(lambda: [call(model), call(model), call(copy.deepcopy(model))])
-    assert f"(input: {named}, entries: 4, micro-batches: 2)" in found
-    assert "NoChunk" in found
-
 
 class Options(NamedTuple):
     a: int
@@ -188,17 +161,6 @@ def test_shapes_and_modules_are_no_rows(rows, value):
 def test_whole_matters_with_several_micro_batches():
     model = wrap([First()], chunks=1)
     assert messages(lambda: model(X, [1, 2, 3, 4])) == []
-
-
-def test_texts_name_the_wrapper():
-    def step():
-        MappedGPipe(nn.GRU(2, 2), {"": "cpu"}, chunks=2)
-        MappedGPipe(First(), {"": "cpu"}, chunks=2)(X, [1, 2, 3, 4])
-
-    sequence, lists = messages(step)
-    assert sequence.startswith("MappedGPipe splits dimension 0")
-    assert "(layers: the model (GRU), chunks: 2)" in sequence
-    assert lists.startswith("MappedGPipe splits tensors, and gives lists")
 
 
 # Rows that are compared with each other.

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from tests.support.helpers import note_of
+from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, NoChunk, arguments
 from torchgpipe.partition.arguments import MISSING
 from torchgpipe.planner import choice
 from torchgpipe.planner.plan import ranked
-from torchgpipe.skip import pop, skippable, stash
 
 # Layers that are as small as these may well be fastest in one piece.
 pytestmark = pytest.mark.filterwarnings("ignore:GPipe trains without pipelining")
@@ -74,19 +74,6 @@ class Scale(nn.Module):
 )
 def test_samples(sample):
     assert sum(auto(nn.Sequential(Scale(), *layers()), sample).balance) == 5
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x):
-        yield stash("skip", x)
-        return x * 2
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x):
-        return x + (yield pop("skip"))
 
 
 def test_skips():

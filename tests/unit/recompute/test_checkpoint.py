@@ -37,17 +37,6 @@ def test_gradients_are_the_same(model, input):
         assert torch.equal(a, b)
 
 
-def test_graph_is_the_same(input):
-    """One node that accumulates the gradient of each parameter, as without checkpointing."""
-    linear = nn.Linear(4, 4).to(input.device)
-    counts = {name: 0 for name, _ in linear.named_parameters()}
-    for name, parameter in linear.named_parameters():
-        parameter.register_hook(lambda grad, name=name: counts.update({name: counts[name] + 1}))
-    output = checkpoint(linear, input) + checkpoint(linear, input)
-    output.sum().backward()
-    assert counts == {"weight": 1, "bias": 1}
-
-
 def test_recomputes_before_the_gradient_goes_on():
     log = []
     model = nn.Sequential(Log("a", log), Log("b", log))
@@ -77,90 +66,11 @@ def test_recomputes_once_with_retain_graph(input, model):
         torch.autograd.grad(output.sum(), input)
 
 
-def test_double_backward(device):
-    def second_derivative(function):
-        x = torch.tensor([0.5, 2.0], device=device, requires_grad=True)
-        (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-        return torch.autograd.grad((grad**2).sum(), x)[0]
-
-    def function(x):
-        return x.tanh() ** 3
-
-    expected = second_derivative(function)
-    assert torch.equal(second_derivative(lambda x: checkpoint(function, x)), expected)
-
-
-def test_gradient_on_another_way_than_through_the_output(device):
-    """A layer that leaves a tensor behind, as layers with an auxiliary loss do."""
-    left = []
-
-    def function(x):
-        hidden = x.exp()
-        left.append(hidden)
-        return hidden.sin()
-
-    x = torch.tensor([0.3], device=device, requires_grad=True)
-    checkpoint(function, x)
-    left[0].backward()
-    assert torch.equal(x.grad, x.exp())
-
-
-def test_one_output_of_two(device):
-    x = torch.tensor([0.3], device=device, requires_grad=True)
-    _, b = checkpoint(lambda x: (x.exp(), x.sin()), x)
-    b.backward()
-    assert torch.equal(x.grad, x.cos())
-
-
-def test_outputs_keep_what_requires_grad(device):
-    x = torch.ones(2, device=device, requires_grad=True)
-    y = torch.ones(2, device=device, dtype=torch.long)
-    outputs = checkpoint(lambda value: (value[1] + 1, value[0] * 2, value[0].detach()), (x, y))
-    assert [t.requires_grad for t in outputs] == [False, True, False]
-
-
-def test_inputs_without_gradient(device):
-    embedding = nn.Embedding(5, 3).to(device)
-    runs = []
-
-    def function(value):
-        index, scale = value
-        runs.append((index.requires_grad, scale.requires_grad))
-        return (embedding(index) * scale).exp()
-
-    index = torch.tensor([1, 2], device=device)
-    scale = torch.ones(1, device=device)
-    checkpoint(function, (index, scale)).sum().backward()
-    assert runs == [(False, False)] * 2
-    assert embedding.weight.grad.any(1).tolist() == [False, True, True, False, False]
-
-
 def test_nothing_to_differentiate_is_not_recomputed(device):
     runs = []
     output = checkpoint(lambda x: runs.append(1) or x * 2, torch.ones(1, device=device))
     assert not output.requires_grad
     assert len(runs) == 1
-
-
-def test_without_grad(device, model, input):
-    with torch.no_grad():
-        assert not checkpoint(model, input).requires_grad
-
-
-def test_random_numbers_are_repeated(device):
-    drawn = []
-
-    def function(x):
-        drawn.append((torch.rand(2, device=device), torch.rand(2)))
-        return x * drawn[-1][0]
-
-    output = checkpoint(function, torch.ones(2, device=device, requires_grad=True))
-    torch.rand(7), torch.rand(7, device=device)
-    before = torch.get_rng_state()
-    output.sum().backward()
-    assert torch.equal(before, torch.get_rng_state())
-    for first, second in zip(*drawn):
-        assert torch.equal(first, second)
 
 
 def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatch):
@@ -172,23 +82,6 @@ def test_cpu_generator_is_not_asked_for_where_it_was_not_used(device, monkeypatc
     assert not locks
     checkpoint(lambda x: x * torch.rand(2).to(x.device), x).sum().backward()
     assert [*locks] == [torch.device("cpu")]
-
-
-@pytest.mark.parametrize("outer", [False, True])
-def test_autocast_is_repeated(device, outer):
-    linear = nn.Linear(2, 2).to(device)
-    dtypes = []
-
-    def function(x):
-        dtypes.append(linear(x).dtype)
-        return linear(x)
-
-    x = torch.ones(1, 2, device=device, requires_grad=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=not outer):
-        output = checkpoint(function, x)
-    with torch.autocast(device.type, torch.bfloat16, enabled=outer):
-        output.sum().backward()
-    assert dtypes == [torch.float32 if outer else torch.bfloat16] * 2
 
 
 def test_draws_to_the_end(device):
@@ -240,13 +133,3 @@ def test_other_checkpointing_within(device, model, input, use_reentrant):
     checkpoint(function, input).sum().backward()
     for a, b in zip(expected, leaves):
         assert torch.equal(a, b.grad)
-
-
-def test_within_itself(device, model, input):
-    leaves = [input, *model.parameters()]
-    torch.manual_seed(1)
-    expected = torch.autograd.grad(model(input).sum(), leaves)
-    torch.manual_seed(1)
-    output = checkpoint(lambda x: checkpoint(model, x), input)
-    for a, b in zip(expected, torch.autograd.grad(output.sum(), leaves)):
-        assert torch.equal(a, b)

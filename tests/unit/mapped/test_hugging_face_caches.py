@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from torchgpipe.mapped.caches import takes_cache, without_cache
+from torchgpipe.mapped.hugging_face import takes_cache, without_cache
 
 
 class Named(nn.Module):

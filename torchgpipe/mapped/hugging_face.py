@@ -1,7 +1,12 @@
-"""Models that Accelerate has dispatched, as ``from_pretrained(..., device_map="auto")`` does."""
+"""Models of Hugging Face: the map by which Accelerate has dispatched one, and caches of text.
+
+``from_pretrained(..., device_map="auto")`` dispatches a model. Caches are for models that write
+text: in training they take memory, and they cannot be joined.
+"""
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +15,20 @@ from torch import nn
 from torchgpipe.devices.streams import Device
 
 __all__: list[str] = []
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether a model has a keyword ``use_cache``, as models of Transformers do."""
+    forward = inspect.signature(model.forward)
+    return "use_cache" in forward.parameters or (
+        any(x.kind is x.VAR_KEYWORD for x in forward.parameters.values())
+        and hasattr(getattr(model, "config", None), "use_cache")
+    )
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that turn caches off, unless they say something else."""
+    return kwargs if kwargs.get("use_cache") is not None else {**kwargs, "use_cache": False}
 
 
 def map_of_accelerate(model: nn.Module) -> dict[str, Device]:

@@ -1,0 +1,123 @@
+"""The body of a cell: a mapped module, which is computed as a whole, once or twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torchgpipe.ambient.backward import Visit
+from torchgpipe.ambient.thread import registered
+from torchgpipe.engine.body import Body
+from torchgpipe.mapped.attributes import Attributes, Given
+from torchgpipe.mapped.containers import filling_nothing, tensors_of
+from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.values.microbatch import VALUE, Batch
+
+__all__: list[str] = []
+
+#: Stands for a course while a mapped module is computed.
+INSIDE: Any = object()
+
+
+class Current(threading.local):
+    """The course that a thread takes, or :data:`INSIDE`; None outside of a step."""
+
+    course: Any = None
+
+
+current = registered(Current())
+
+
+class inside:
+    """Compute a mapped module as a whole, whatever it calls, within a ``with`` block."""
+
+    def __enter__(self) -> None:
+        self._outer, current.course = current.course, INSIDE
+
+    def __exit__(self, *_: object) -> None:
+        current.course = self._outer
+
+
+class MappedBody(Body):
+    """A mapped module in one stage of one step.
+
+    Each stage has a body of its own, since second runs of a norm write to a copy of its statistics
+    that the body keeps.
+
+    Args:
+        name: the name of the module.
+        module: the module.
+        inner: the module's own call. Its class may have a ``__call__``, which has been called.
+        lock: a lock to hold while the module runs for the second time.
+        state: the state of the module, and its attributes; None in a step without second runs.
+        attributes: likewise.
+    """
+
+    __slots__ = ("_inner", "attributes", "changes_input", "shared")
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        inner: Callable[..., Any],
+        lock: AbstractContextManager[Any],
+        state: LayersState | None,
+        attributes: Attributes | None,
+    ) -> None:
+        super().__init__(module, lock, state, False)
+        self._inner, self.call = inner, partial(filling_nothing, name, inner)
+        self.attributes = attributes
+        # The model may use what the module changes, so the first run changes that and no clone.
+        self.changes_input, self.in_place = self.in_place, False
+        #: Whether another visit of the device calls the module, too.
+        self.shared = False
+
+    def run_alone(self, arguments: tuple[Any, Any], note: str = "") -> Any:
+        """Run the module with its arguments as they are, where there is no second run.
+
+        Args:
+            arguments: the positional arguments, and the keyword arguments.
+            note: as in :meth:`run`.
+        """
+        args, kwargs = arguments
+        with inside():
+            if not note:
+                return self._inner(*args, **kwargs)
+            visit = Visit(self.layers, tensors_of(arguments), tuple, note)
+            with visit:
+                output = self._inner(*args, **kwargs)
+                visit.visit(*tensors_of(output))
+        return output
+
+    def run_twice(self, batch: Batch, given: Given | None, **more: Any) -> Batch:
+        """Run the module under checkpointing, for the first or the second time.
+
+        Args:
+            batch: its arguments.
+            given: the attributes that the first run has found.
+            **more: for :meth:`run`.
+        """
+        with inside():
+            if not is_recomputing():
+                return self.run(batch, **more)
+            # A leaf, as the input of a second run is one, cannot be changed.
+            batch = self.kept(batch)
+            # Most models store nothing.
+            if given is None or not (given.keys or given.deep):
+                return self.run(batch, **more)
+            # Modules of several devices may share what is within their attributes.
+            # guard: contents of several devices
+            with self.lock, given.restored():
+                return self.run(batch, **more)
+
+    def kept(self, batch: Batch) -> Batch:
+        """The arguments for a later run, if this one may change its own."""
+        if not self.changes_input:
+            return batch
+        return batch.map(lambda *xs: [x.clone() for x in xs], [VALUE])
