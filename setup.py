@@ -20,7 +20,9 @@ check = ["mypy", "pre-commit", "ruff"]
 coverage = ["coverage[toml]"]
 dist = ["build", "twine"]
 # Neither are those of `make docs`.
-docs = ["furo", "myst-parser", "sphinx"]
+transformers = ["accelerate", "transformers"]
+# The documentation of torchgpipe.transformers is read from the module, which needs them.
+docs = [*transformers, "furo", "myst-parser", "sphinx"]
 
 setup(
     name="torchgpipe",
@@ -57,6 +59,7 @@ setup(
         "coverage": coverage,
         "dist": dist,
         "docs": docs,
+        "transformers": transformers,
         "all": benchmarks + demo + examples + test + check,
     },
 )

@@ -22,7 +22,7 @@ from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import current
-from torchgpipe.mapped.calls import Call, intercept, is_intercepted
+from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, signed
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.glue import Glue
@@ -30,9 +30,10 @@ from torchgpipe.mapped.hugging_face import takes_cache, without_cache
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
-from torchgpipe.partition.arguments import checked_threads
+from torchgpipe.partition.arguments import checked_device, checked_threads
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.map_choice import chosen_map
+from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
 from torchgpipe.values.structure import Arguments
@@ -78,6 +79,8 @@ class MappedGPipe(Wrapper):
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch, as in :class:`GPipe`.
+        output_device: where outputs go to, as in :class:`nn.DataParallel`; by default they stay on
+            the device on which the model has them.
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
             one. The model computes the sample where it is, and backward, too, if the memory of a
@@ -96,7 +99,7 @@ class MappedGPipe(Wrapper):
 
     _own = (
         *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
-        *("_calls", "_mapped", "_around", "_takes_cache"),
+        *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
     )
     #: The model.
     module: nn.Module
@@ -111,6 +114,7 @@ class MappedGPipe(Wrapper):
         checkpoint: str = "except_last",
         threads: int = 1,
         deferred_batch_norm: bool = False,
+        output_device: Device | None = None,
         sample: Any = None,
         devices: Iterable[Device] | None = None,
     ) -> None:
@@ -126,6 +130,7 @@ class MappedGPipe(Wrapper):
             module, device_map, sample, devices, chunks=self.chunks, checkpoint=mode
         )
         self._map = checked_map(chosen, module)
+        self._output_device = None if output_device is None else checked_device(output_device)
         place(module, self._map)
         if checked_flag(deferred_batch_norm, "deferred_batch_norm"):
             defer(module)
@@ -151,6 +156,7 @@ class MappedGPipe(Wrapper):
             if module not in self._mapped and not self._mapped.isdisjoint(module.modules())
         ]
         self._takes_cache = takes_cache(self.module)
+        self._signed = signed(MappedGPipe.forward, self.module.forward)
 
     @property
     def device_map(self) -> dict[str, torch.device]:
@@ -216,6 +222,7 @@ class MappedGPipe(Wrapper):
         self.module.train(mode)
         return self
 
+    @Signed
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, micro-batch by micro-batch.
@@ -251,11 +258,22 @@ class MappedGPipe(Wrapper):
         if m > 1:
             # A model may change its rows of an input in place, which are not those of the others.
             mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
-        step = MappedStep(self._lasting, self._attributes, devices, m, checkpointed)
+        output_device = self._output_device
+        # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
+        late = output_device is not None and not has_streams(output_device)
+        step = MappedStep(
+            *(self._lasting, self._attributes, devices, m, checkpointed),
+            None if late else output_device,
+        )
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
-        return mini_batch.joined(order.blocks)
+        output = mini_batch.joined(order.blocks)
+        if late:
+            output = trees.map_leaves(
+                lambda x: x.to(output_device) if isinstance(x, Tensor) else x, output
+            )
+        return output
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:

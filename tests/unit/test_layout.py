@@ -58,6 +58,7 @@ ELSEWHERE = {
     "engine/stages": "unit/engine/test_lanes.py",
     "engine/step": "unit/engine/test_pipeline.py",
     "partition/sharding": "behaviour/test_sharding.py",
+    "transformers/model": "unit/transformers/test_trainer.py",
     "schedule": "schedule",
     "testing/build": "unit/testing/test_loading.py",
     "testing/busy": "virtual/test_clock.py",

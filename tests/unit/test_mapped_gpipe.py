@@ -1,6 +1,7 @@
 """A wrapped model is the model, but for what its calls do."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -186,3 +187,14 @@ def test_caches_are_off():
     pipe = wrapped(Caching())
     assert pipe(torch.rand(4, 3))[1].tolist() == [False, False]
     assert pipe(torch.rand(4, 3), use_cache=True)[1].tolist() == [True, True]
+
+
+def test_the_signature_is_that_of_the_model():
+    class Model(nn.Module):
+        def forward(self, x, *, labels=None):
+            return x if labels is None else (x - labels).square()
+
+    for pipe in (one := MappedGPipe(Model(), {"": "cpu"}), copy.deepcopy(one)):
+        assert [*inspect.signature(pipe.forward).parameters] == ["x", "labels"]
+        assert pipe.forward(torch.ones(1), labels=torch.ones(1)).item() == 0
+    assert [*inspect.signature(MappedGPipe.forward).parameters] == ["self", "args", "kwargs"]

@@ -12,6 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 #: Modules of which everything is public that they export.
 PUBLIC = ("", "balance", "batchnorm", "distributed", "graphs", "schedule", "skip", "testing")
+PUBLIC += ("transformers",)
 
 #: Classes that public functions return, which nobody makes by hand.
 RETURNED = {

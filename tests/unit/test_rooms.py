@@ -30,7 +30,7 @@ LAYERS = [
     {"executor", "mapped"},
     {"graphs", "planner"},
     {"gpipe", "mapped_gpipe", "stream"},
-    {"scheduled", "distributed"},
+    {"scheduled", "distributed", "transformers"},
     {"plans", "advice"},
     {"tracing"},
     {""},
@@ -141,8 +141,12 @@ def test_torch_is_the_only_dependency(name):
     allowed = {"torch", "torchgpipe"} | set(sys.stdlib_module_names)
     for node in TREES[name].body:
         roots = {x.split(".")[0] for x in imports(node)}
-        # Extras are imported where they are used.
-        assert roots <= allowed | (EXTRAS if isinstance(node, ast.FunctionDef) else set())
+        # Extras are imported where they are used. A room that is for one, and that nothing else
+        # imports, says what to install.
+        where_used = isinstance(node, ast.FunctionDef) or (
+            room(name) == "transformers" and isinstance(node, ast.Try)
+        )
+        assert roots <= allowed | (EXTRAS if where_used else set())
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
@@ -173,9 +177,10 @@ before = set(sys.modules)
 import torchgpipe
 new = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(sorted(new & {EXTRAS}))
-print("torchgpipe.testing" in sys.modules, "torchgpipe.distributed" in sys.modules)
+rooms = ("testing", "distributed", "transformers")
+print(*(f"torchgpipe.{{room}}" in sys.modules for room in rooms))
 """
-    assert fresh.run(program) == (0, "[]\nFalse False\n", "")
+    assert fresh.run(program) == (0, "[]\nFalse False False\n", "")
 
 
 def test_exports():

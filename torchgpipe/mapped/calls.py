@@ -9,7 +9,9 @@ nor its state dict changes. Forward hooks would run within the compiled code, an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -84,3 +86,35 @@ def is_intercepted(call: Call) -> bool:
         call.inner, call.compiled = found, True
         module._compiled_call_impl = call
     return module._compiled_call_impl is call
+
+
+class Signed:
+    """A method of a wrapper, with the signature that :func:`signed` has made for the object.
+
+    Trainers drop the columns of a data set that the signature of ``model.forward`` does not name.
+
+    Args:
+        function: the method.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, wrapper: nn.Module | None, owner: type) -> Callable[..., Any]:
+        if wrapper is None:
+            return self.function
+        # Not kept as a bound method, which would refer to the object that it is kept in.
+        return MethodType(wrapper.__dict__.get("_signed", self.function), wrapper)
+
+
+def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of a method, with the signature of a model's forward.
+
+    It has the code of the method, which the compiler knows by its code.
+    """
+    found = FunctionType(method.__code__, method.__globals__, method.__name__)
+    own = [*inspect.signature(method).parameters.values()]
+    given = inspect.signature(model)
+    found.__doc__ = method.__doc__
+    found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])  # type: ignore[attr-defined]
+    return found

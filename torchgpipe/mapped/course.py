@@ -196,7 +196,8 @@ class Course:
             self._numbers.leave()
             self._turns.wait_for_end_before(self.i)
         # Micro-batches may end on different devices, by their values.
-        places = self.step.places
+        wanted = self.step.output_device
+        places = [wanted] * len(batch) if wanted else self.step.places
         if len(places) == len(batch):
             moved = [
                 x if x.device == place else self.move(x, place) for x, place in zip(batch, places)

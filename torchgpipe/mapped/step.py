@@ -90,6 +90,7 @@ class MappedStep:
         devices: the devices of the map.
         m: the number of micro-batches.
         checkpointed: how many micro-batches, from the first, are computed under checkpointing.
+        output_device: where outputs go to; None if they stay where they are.
     """
 
     def __init__(
@@ -99,13 +100,14 @@ class MappedStep:
         devices: Sequence[torch.device],
         m: int,
         checkpointed: int,
+        output_device: torch.device | None = None,
     ) -> None:
         self._lasting, self._known, self.checkpointed = lasting, known, checkpointed
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:
             self.recording.begin_step()
-        self.m = m
+        self.m, self.output_device = m, output_device
         #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)

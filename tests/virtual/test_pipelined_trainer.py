@@ -1,0 +1,70 @@
+"""A pipelined Trainer over several devices, of which it knows one."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.examples import MISSING
+from tests.support.architectures import build, spread
+from tests.support.helpers import assert_no_races
+from torchgpipe import MappedGPipe
+from torchgpipe.testing import observe
+
+transformers = pytest.importorskip("transformers", exc_type=MISSING)
+
+
+def places(model, devices):
+    """A map whose last device has the head, and so the loss."""
+    return {**spread(model, devices), "lm_head": devices[-1], "model.norm": devices[-1]}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_and_predictions_come_to_the_device_of_the_inputs(smoothing, devices, tmp_path):
+    from torchgpipe.transformers import pipelined
+
+    model, inputs = build("llama")
+    plain = copy.deepcopy(model)
+    pipe = MappedGPipe(model, places(model, devices[:2]), chunks=2)
+    data = [dict(zip(inputs, row)) for row in zip(*inputs.values())]
+    found = []
+    for kind, one, on_cpu in (
+        (transformers.Trainer, plain, True),
+        (pipelined(transformers.Trainer), pipe, False),
+    ):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            max_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            label_smoothing_factor=smoothing,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=on_cpu,
+        )
+        trainer = kind(one, arguments, train_dataset=data, eval_dataset=data)
+        with observe() as seen:
+            trainer.train()
+        assert_no_races(seen)
+        losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
+        found.append([*losses, trainer.evaluate()["eval_loss"]])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["first", "cpu"])
+def test_outputs_come_to_a_device(target, devices):
+    model, inputs = build("llama")
+    plain = copy.deepcopy(model)
+    device = devices[0] if target == "first" else torch.device("cpu")
+    pipe = MappedGPipe(model, places(model, devices[:2]), chunks=2, output_device=device)
+    with observe() as seen:
+        out = pipe(**{key: x.to(devices[0]) for key, x in inputs.items()})
+        (out.loss.mean() + out.logits.sum()).backward()
+    assert_no_races(seen)
+    assert {out.loss.device, out.logits.device} == {device}
+    expected = plain(**inputs)
+    torch.testing.assert_close(out.logits.cpu(), expected.logits, rtol=1e-4, atol=1e-5)
+    (expected.loss + expected.logits.sum()).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,146 @@
+"""The model that a Trainer calls: calls go through the pipeline, all else is the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.transformers.loss import counts_of, shares_of, told, whole
+from torchgpipe.values import trees
+from torchgpipe.values.division import division_of
+from torchgpipe.values.marks import Chunks
+
+__all__: list[str] = []
+
+
+class PipelinedModel:
+    """The model within a wrapper, whose calls are the wrapper's, with one loss.
+
+    It passes for the model (``isinstance``, attributes): trainers ask it for its class.
+
+    Args:
+        pipe: the wrapper.
+        names: the arguments that are labels.
+        shifted: whether the first label in each row counts nowhere.
+        device: where the loss goes to.
+        alone: whether nobody looks at other outputs than the loss. Else they go there, too.
+    """
+
+    _pipe: MappedGPipe
+    _names: Sequence[str]
+    _shifted: bool
+    _device: torch.device
+    _alone: bool
+
+    def __init__(
+        self,
+        pipe: MappedGPipe,
+        names: Sequence[str],
+        shifted: bool,
+        device: torch.device,
+        alone: bool,
+    ) -> None:
+        self.__dict__.update(
+            _pipe=pipe, _names=names, _shifted=shifted, _device=device, _alone=alone
+        )
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._pipe.module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._pipe.module, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, micro-batch by micro-batch.
+
+        Args:
+            *args: the arguments of the model.
+            **kwargs: likewise. ``num_items_in_batch`` is the number of labels in all mini-batches
+                of a step.
+
+        Returns:
+            The model's output, joined. What has no dimension, as the loss, is that of the
+            mini-batch.
+        """
+        pipe = self._pipe
+        # Trainer has set the mode of the model.
+        pipe.training = pipe.module.training
+        items = kwargs.pop("num_items_in_batch", None)
+        sizes = division_of((args, kwargs), pipe.chunks).sizes
+        counts = counts_of(self._labels(kwargs, sum(sizes)), sizes, self._shifts(kwargs))
+        if items is not None:
+            kwargs["num_items_in_batch"] = Chunks(told(counts, items))
+        with loss_alone(pipe.module) if self._alone else nullcontext():
+            output = pipe(*args, **kwargs)
+        return self._finished(output, sizes, shares_of(counts))
+
+    def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
+        """Make one number of those of all micro-batches, and bring it to its device."""
+        m, rows = len(sizes), sum(sizes)
+
+        def finished(name: str, value: Any) -> Any:
+            if isinstance(value, Tensor) and is_stacked(name, value, m, rows):
+                return whole(value, shares).to(self._device)
+            return value if self._alone else trees.map_leaves(self._arrived, value)
+
+        if isinstance(output, tuple):
+            return tuple([finished("" if k else "loss", x) for k, x in enumerate(output)])
+        if not isinstance(output, dict):
+            return finished("", output)
+        for name in [*output]:
+            output[name] = finished(name, output[name])
+        return output
+
+    def _labels(self, kwargs: dict[str, Any], rows: int) -> list[Tensor]:
+        if "shift_labels" in kwargs:
+            return [kwargs["shift_labels"]]
+        found = [kwargs.get(name) for name in self._names]
+        return [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
+
+    def _shifts(self, kwargs: dict[str, Any]) -> bool:
+        return self._shifted and "shift_labels" not in kwargs
+
+    def _arrived(self, x: Any) -> Any:
+        return x.to(self._device) if isinstance(x, Tensor) else x
+
+
+def is_stacked(name: str, value: Tensor, m: int, rows: int) -> bool:
+    """Whether an output has a number for each micro-batch, where the model returns one.
+
+    Args:
+        name: the name of the output.
+        value: the output, joined.
+        m: the number of micro-batches.
+        rows: the number of rows, which an output of one dimension has otherwise.
+    """
+    one_each = value.shape == (m,) and value.is_floating_point()
+    # Where each micro-batch has one row, the shape says nothing.
+    return one_each and (m != rows or name.endswith("loss"))
+
+
+@contextmanager
+def loss_alone(model: nn.Module) -> Iterator[None]:
+    """Have a model return its loss alone within a ``with`` block.
+
+    The logits of all micro-batches, joined, would take more memory than anything else.
+    """
+
+    def alone(model: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, dict):
+            return {"loss": output["loss"]} if "loss" in output else output
+        return output[:1] if isinstance(output, tuple) else output
+
+    handle = model.register_forward_hook(alone)
+    try:
+        yield
+    finally:
+        handle.remove()
