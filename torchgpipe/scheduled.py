@@ -18,9 +18,9 @@ from torchgpipe.describe.description import Description
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.stages import Stages, stages_of
 from torchgpipe.engine.wrapper import Alone
+from torchgpipe.executor.cell import Cells
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
-from torchgpipe.executor.hand_over import hand_over
 from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of, verify_choice
 from torchgpipe.executor.targets import arguments_of, explaining
 from torchgpipe.gpipe import GPipe
@@ -172,7 +172,7 @@ class ScheduledLoss(Alone):
         total, divisor = criterion.total()
         value = total if divisor is None else total / divisor
         if recorded and criterion.depends:
-            value = hand_over(executor, value, divisor)
+            value = executor.outcome(value, divisor)
         if criterion.outputs is None:
             return value
         return value, criterion.joined(executor.step.blocks)
@@ -212,7 +212,7 @@ class ScheduledLoss(Alone):
         recorded = torch.is_grad_enabled()
         crew = self._crew_of(model)
         arguments, arriving = arguments_of(
-            terms, mini_batch.division, crew.streams, model.devices[-1]
+            terms, mini_batch.division, crew.stages.pool, model.devices[-1]
         )
         criterion = Criterion(
             self.loss,
@@ -223,7 +223,7 @@ class ScheduledLoss(Alone):
         )
         chosen = self._plan(m, forward=not recorded)
         executor = Executor(crew, chosen, batches, criterion, arriving)
-        if any(map(is_shard, chain(*executor.weights))):
+        if any(map(is_shard, chain(*executor.sums.weights))):
             raise ValueError(
                 "a scheduled loss must not have layers that are sharded by FSDP2, which gathers "
                 "and frees weights around a backward of its own (schedule: "
@@ -299,7 +299,7 @@ class ScheduledLoss(Alone):
             modules: list[list[nn.Module]] = [[x] for x in model.partitions]
             if isinstance(self.loss, nn.Module):
                 modules[-1].append(self.loss)
-            cells = None
+            cells = Cells()
             if self.stages == "graph":
                 overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)

@@ -19,7 +19,7 @@ MUTANTS = {
     "generators of all processes": (DROP, "test_schedules:train", 2, ["fill_drain", 2, "never"]),
     "gradients of tied weights": (DROP, "test_pipe:tied", 4, ["1f1b"]),
     "skips that share memory elsewhere": (
-        ("parts, shared", "parts, ()"),
+        ("form.shared", "frozenset()"),
         "test_messages:skip_changed_in_place",
         2,
         [],

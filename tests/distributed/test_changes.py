@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear
-from torchgpipe.distributed import mail
+from torchgpipe.distributed import messages
 from torchgpipe.distributed.gradients import total_norm
 from torchgpipe.distributed.peers import Peers
 
@@ -81,15 +81,15 @@ def test_loss_without_rows(targets, processes):
 
 def forgetting(group):
     """Check that forms of steps do not pile up."""
-    mail.MOST = 2
+    messages.MOST = 2
     try:
         pipe = pipe_of([linear(), linear()], "1f1b", group, chunks=2)
         for rows in (2, 4, 6, 8, 2, 6):
             x, y = torch.rand(2, rows, 6)
             pipe.step(x, y)
-            assert len(pipe._mail._known) <= 2
+            assert len(pipe._forms._known) <= 2
     finally:
-        mail.MOST = 100
+        messages.MOST = 100
 
 
 def test_forms_are_forgotten(processes):

@@ -16,7 +16,7 @@ from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.values.microbatch import Part
+from torchgpipe.values.microbatch import VALUE, Batch, Part
 from torchgpipe.values.structure import flatten
 
 leaves = st.one_of(
@@ -40,29 +40,37 @@ values = st.recursive(
 )
 
 
+def batch_of(value, *skips):
+    """A micro-batch with skips."""
+    parts = {("ns", f"skip {k}"): Part(*flatten(skip)) for k, skip in enumerate(skips)}
+    return Batch(value).with_skips(parts)
+
+
 @given(st.lists(values, min_size=1, max_size=3))
 def test_there_and_back(parts):
-    parts = {k: Part(*flatten(value)) for k, value in enumerate(parts)}
-    form, tensors = pack(parts, frozenset([0]))
+    batch = batch_of(*parts)
+    batch.shared = frozenset([VALUE])
+    form, tensors = pack(batch)
     arrived = pickle.loads(pickle.dumps(form))
     assert form.is_like(arrived)
     assert arrived.is_like(form)
     found = unpack(arrived, [x.clone() for x in tensors])
-    for key, part in parts.items():
-        tensors, structure = flatten(found[key].structure.unflatten(found[key].tensors))
-        assert structure.equals(part.structure)
-        for x, y in zip(tensors, part.tensors):
+    assert found.shared == batch.shared
+    for key, part in batch.parts.items():
+        tensors, structure = flatten(found.structures[key].unflatten(found.parts[key]))
+        assert structure.equals(batch.structures[key])
+        for x, y in zip(tensors, part):
             assert torch.equal(x, y)
             assert x.dtype == y.dtype
 
 
 def test_one_tensor_in_two_places_is_sent_once():
     x = torch.rand(3, requires_grad=True)
-    form, tensors = pack({None: Part(*flatten((x, {"a": x}, x + 1)))}, frozenset())
+    form, tensors = pack(Batch((x, {"a": x}, x + 1)))
     assert len(tensors) == 2
-    found = unpack(form, [y.detach().clone() for y in tensors])[None]
-    assert found.tensors[0] is found.tensors[1]
-    assert found.tensors[0].requires_grad
+    one, two, _ = unpack(form, [y.detach().clone() for y in tensors]).parts[VALUE]
+    assert one is two
+    assert one.requires_grad
 
 
 class Thing:
@@ -83,9 +91,7 @@ class Alike(Thing):
     ids=["number", "shape", "dtype", "structure"],
 )
 def test_forms_differ(other):
-    forms = [
-        pack({None: Part(*flatten(value))}, frozenset())[0] for value in ((torch.ones(2), 3), other)
-    ]
+    forms = [pack(Batch(value))[0] for value in ((torch.ones(2), 3), other)]
     assert not forms[0].is_like(forms[1])
 
 
@@ -103,7 +109,7 @@ X = torch.ones(2)
     ],
 )
 def test_first_difference_of_forms(one, other, texts):
-    forms = [pack({None: Part(*flatten(value))}, frozenset())[0] for value in (one, other)]
+    forms = [pack(Batch(value))[0] for value in (one, other)]
     assert not forms[0].is_like(forms[1])
     found = forms[0].difference(forms[1])
     assert found[0] != found[1]
@@ -112,14 +118,12 @@ def test_first_difference_of_forms(one, other, texts):
 
 
 def test_difference_in_what_shares_memory():
-    form = pack({None: Part(*flatten(X))}, frozenset())[0]
-    assert "nothing" in form.difference(form._replace(shared=frozenset([None])))[0]
+    form, _ = pack(Batch(X))
+    assert "nothing" in form.difference(form._replace(shared=frozenset([VALUE])))[0]
 
 
 def test_objects_that_print_alike():
-    one, other, same = (
-        pack({("ns", "a"): Part(*flatten(Alike(k)))}, frozenset())[0] for k in (1, 2, 1)
-    )
+    one, other, same = (pack(batch_of(X, Alike(k)))[0] for k in (1, 2, 1))
     assert one.is_like(same)
     assert not one.is_like(other)
     assert "an object differs" in one.difference(other)[1]

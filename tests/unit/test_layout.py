@@ -44,7 +44,7 @@ ELSEWHERE = {
     "graphs/traced": "behaviour/test_graph_changes.py",
     "graphs/cell": "behaviour/test_graph_stages.py",
     "executor/executor": "virtual/test_schedules.py",
-    "executor/interleaving": "virtual/test_graph_overlaps.py",
+    "graphs/interleaving": "virtual/test_graph_overlaps.py",
     "executor/links": "virtual/test_schedules.py",
     "mapped/body": "unit/test_mapped_gpipe.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",

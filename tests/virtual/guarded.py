@@ -349,7 +349,7 @@ MUTANTS = {
     "recording gradients": (("parameter.grad is not None", "False"), "freed gradients"),
     "recording moments": (DROP, "statistics"),
     "back to the caller": (("VALUE in self.targets[-1]", "False"), "freed outputs"),
-    "own streams": (("0 if partitions == 1 else partitions", "0"), "shared limit"),
+    "own streams": (("count > 1", "False"), "shared limit"),
     "groups": (("groups(self.partitions)", "list(range(len(self.partitions)))"), "shared layers"),
     "letting go of a skip": (("pop(skip, None)", "get(skip)"), "last use"),
     "letting go of the input": (DROP, "last use"),

@@ -59,8 +59,7 @@ MUTANTS = {
         "graph buffers",
     ),
     "autocast around a graph": (("without_autocast()", "nullcontext()"), "graph autocast"),
-    "recomputation beside a trace": (("gate.computing", "nullcontext()"), "graph gate"),
-    "backward beside a trace": (("gate.computing", "nullcontext()"), "graph gate"),
+    "computing beside a trace": (("gate.computing", "nullcontext()"), "graph gate"),
     "arithmetic takes turns": (DROP, "graph time"),
     "communication after what it sends": (DROP, "graph overlaps"),
     "recording what is communicated": (DROP, "graph overlaps"),
@@ -68,7 +67,7 @@ MUTANTS = {
     "waiting for communication": (DROP, "graph overlaps"),
     "recording the result of communication": (DROP, "graph overlaps"),
     "random numbers of an overlap": (
-        (" and not found.is_random", ""),
+        ("self.part.is_random or other.part.is_random", "False"),
         "graph numbers side by side",
     ),
     "layers that keep what they have made": (("entry.has_run", "True"), "graph kept"),

@@ -66,10 +66,7 @@ MUTANTS = {
     "strays": (("cell.look_for_strays()", "[]"), "strays"),
     "hooks of strays": (DROP, "hooks of strays"),
     "autocast in backward": (("without_autocast(), ", ""), "autocast"),
-    "own streams of workers": (
-        ("pools[device][taken[device]]", "outside"),
-        "time of one device",
-    ),
+    "own streams of workers": (("count > 1", "False"), "time of one device"),
     "waiting for what is sent": (DROP, "a V"),
     "recording what is received": (DROP, "a V"),
     "recording what goes to the caller": (DROP, "workers of one device"),

@@ -88,7 +88,9 @@ def test_host_that_stumbles(devices):
     train(training_of([devices[w] for w in V], "dualpipe_v", 8), (None, *SEEDS))
 
 
-def test_gradients(devices):
+@pytest.mark.filterwarnings("ignore:a stage must be traceable")
+@pytest.mark.parametrize("eager", [False, True])
+def test_gradients(devices, eager):
     """Cells of one stage side by side, and of two stages, compute what each computes alone."""
     for where, schedule in (
         (devices[:4], pairs(4, 8)),
@@ -99,9 +101,13 @@ def test_gradients(devices):
             torch.manual_seed(0)
             training = training_of(where, schedule, 8)
             training.stages = stages
+            if eager:
+                # Such a stage is no graph.
+                training.model.partitions[1].register_forward_hook(lambda *_: None)
             x = torch.rand(8, WIDTH, device=where[0], requires_grad=True)
             y = torch.rand(8, WIDTH, device=where[-1])
             training(x, y).backward()
+            assert [x.last is None for x in training.graphs] in ([], [False, eager, False, False])
             found.append([x.grad, *[p.grad for p in training.parameters()]])
         for a, b in zip(*found):
             torch.testing.assert_close(a.cpu(), b.cpu())

@@ -49,20 +49,48 @@ class StreamPool:
             partitions: how many partitions share the device.
             skips: whether there are skips.
         """
-        current = current_stream(device)
-        if not has_streams(device):
-            same = [current] * self.COPIES
-            return [PartitionStreams(current, same, same)] * partitions
-        # guard: own streams
-        own = 0 if partitions == 1 else partitions
+        computing = self.computing(device, partitions)
         kinds = partitions * (1 + skips)
-        size = max(2, min(self.COPIES, (self.POOL - 1 - own) // kinds))
-        streams = self.some(device, own + kinds * size)
-        copies = [streams[own + kind * size :][:size] for kind in range(kinds)]
+        copies = self.lanes(device, 0 if partitions == 1 else partitions, kinds, least=2)
         return [
-            PartitionStreams(streams[k] if own else current, copies[k], copies[k - partitions])
+            PartitionStreams(computing[k], copies[k], copies[k - partitions])
             for k in range(partitions)
         ]
+
+    def computing(self, device: torch.device, count: int) -> list[AbstractStream]:
+        """Return the stream on which each partition, or worker, of a device computes.
+
+        One that is alone there computes on the caller's current stream, and so in order with what
+        the caller gave to that device. Several have the first streams of the pool.
+
+        Args:
+            device: where the streams are.
+            count: how many share the device.
+        """
+        current = current_stream(device)
+        # guard: own streams
+        # guard: own streams of workers
+        own = has_streams(device) and count > 1
+        return self.some(device, count) if own else [current] * count
+
+    def lanes(
+        self, device: torch.device, taken: int, count: int, least: int
+    ) -> list[list[AbstractStream]]:
+        """Divide the streams of a device among those that copy, for each to use round-robin.
+
+        Args:
+            device: where the streams are.
+            taken: how many, from the first, others have.
+            count: how many share the rest. If they are too many, streams have several of them.
+            least: the least number of streams that each gets.
+        """
+        if not has_streams(device):
+            return [[current_stream(device)] * self.COPIES] * count
+        size = max(least, min(self.COPIES, (self.POOL - 1 - taken) // count))
+        total = min(self.POOL - 1, taken + count * size)
+        streams = self.some(device, total)
+        rest = streams[taken:] or streams[-1:]
+        return [[rest[(k * size + turn) % len(rest)] for turn in range(size)] for k in range(count)]
 
     def some(self, device: torch.device, count: int) -> list[AbstractStream]:
         """Return the first streams of a device that are not the caller's; its one on the CPU."""

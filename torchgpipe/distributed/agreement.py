@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.transforms import verify_no_transform
-from torchgpipe.devices.streams import CPU, device_types
+from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.failures import shared_failures
+from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.peers import Peers, digest
-from torchgpipe.distributed.worker import Worker
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.values.division import Division, divided
-from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -193,24 +192,17 @@ class Agreement:
         division = Division(divided(first[2], abs(first[1])), first[1] < 0)
         return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
-    def end(
-        self,
-        worker: Worker,
-        placement: Sequence[int],
-        total: Tensor | None,
-        divisor: Tensor | None,
-    ) -> Loss | None:
+    def end(self, mail: Mail, total: Tensor | None, divisor: Tensor | None) -> Loss | None:
         """Agree on the loss of a step, and on the state of the generators after it.
 
         As after a step in one process, generators are where the first micro-batch has left them.
 
         Args:
-            worker: what has computed the step.
-            placement: the process of each stage.
+            mail: the messages of the step.
             total: the sum of the losses, where the last stage is; None without a loss.
             divisor: what it is divided by, there.
         """
-        numbers = worker.step.numbers
+        numbers, placement = mail.step.numbers, mail.routes.placement
         drew, any_drew = numbers.has_drawn(0), numbers.drawn or bool(numbers.in_backward)
         last = placement[-1]
         code = -1 if total is None else DTYPES.index(total.dtype)
@@ -224,7 +216,7 @@ class Agreement:
             drawers = [k for k, x in enumerate(found) if x[0]]
             states = numbers.states[0] if drawers else numbers.after()
             states = {kind: x.clone() for kind, x in states.items()}
-            source = last if drawers and not worker.quiet else [*drawers, placement[0]][0]
+            source = last if drawers and mail.with_numbers else [*drawers, placement[0]][0]
             for state in states.values():
                 self._peers.fill(state, source)
             # guard: generators of all processes
@@ -267,15 +259,3 @@ def _text(error: Exception | None) -> str:
 def _of_others(what: str, texts: Sequence[str]) -> RuntimeError:
     found = "; ".join(f"rank {k}: {text}" for k, text in enumerate(texts) if text)
     return RuntimeError(f"another process could not {what}: {found}")
-
-
-def described(batches: Sequence[Batch], rows: int, recorded: bool, is_given: bool) -> str:
-    """All that the shapes and dtypes of a step's messages depend on, as text."""
-    kinds = device_types()
-    casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
-    inputs = [
-        ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
-        for batch in (batches if is_given else [*batches[:1], *batches[-1:]])
-    ]
-    # Within inference mode nothing requires a gradient, whatever is enabled within that.
-    return repr((len(batches), rows, recorded, torch.is_inference_mode_enabled(), casts, inputs))

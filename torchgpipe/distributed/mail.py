@@ -1,13 +1,21 @@
-"""Mail: the messages of a step.
+"""Mail: the post of a process, whose stages send to other processes, and receive from them.
 
-Tensors travel on the devices' own links. Forms and the states of generators travel on the CPU, so
-no host waits for a device to read them.
+::
+
+    process 0    F of stage 0 ──→ post        post ──→ F of stage 1    process 1
+                                   │           ↑
+                          send_forward       receive_forward, arrived
+                                   └─ message ─┘
+
+What waits in the post for a stage elsewhere is packed and sent; what comes in a message is put
+there. Tensors travel on the devices' own links. Forms and the states of generators travel on the
+CPU, so no host waits for a device to read them.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,153 +24,147 @@ from torch import Tensor
 
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
-from torchgpipe.distributed.messages import Form, Meta
+from torchgpipe.distributed.messages import Form, Forms, Meta, pack, unpack
 from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.routes import Routes
-from torchgpipe.distributed.worker import Worker
+from torchgpipe.executor.links import Sent
+from torchgpipe.executor.post import Post
 
 __all__: list[str] = []
 
 #: The tag of messages on the CPU, which tells them from those of a device that is the CPU, too.
 HOST = 1_000_001
 
-#: How many kinds of steps are remembered.
-MOST = 100
 
-
-class Mail:
-    """The messages of one process.
+class Mail(Post):
+    """The post of one process for one step.
 
     Args:
+        forms: the forms that both ends know.
         routes: in which process each stage is.
         peers: the processes of the pipeline.
+        with_numbers: whether states of generators travel with the micro-batches.
+        *args: the arguments of :class:`~torchgpipe.executor.post.Post`.
     """
 
-    def __init__(self, routes: Routes, peers: Peers) -> None:
-        self.routes, self.peers, self.device = routes, peers, peers.device
-        #: The forms that both ends know: by shapes of a step, stage that receives, and rows.
-        self._known: dict[tuple[Any, int, int], Form] = {}
-        #: The shapes of the steps that these are of.
-        self._seen: set[Any] = set()
-
-    def begin(self, worker: Worker, shapes: Any, rows: Sequence[int], with_numbers: bool) -> None:
-        """Begin a step.
-
-        Args:
-            worker: what computes it.
-            shapes: stands for all that the shapes of messages depend on, in all processes.
-            rows: the rows of each micro-batch.
-            with_numbers: whether states of generators travel with the micro-batches.
-        """
-        if shapes not in self._seen and len(self._seen) == MOST:
-            # All processes see the same shapes, and forget them in the same step.
-            self._seen.clear()
-            self._known.clear()
-        #: Whether both ends know the forms of all messages of the step.
-        self.forms_are_known = shapes in self._seen
-        self._seen.add(shapes)
-        self.worker, self._shapes, self._rows = worker, shapes, rows
-        self._group = self.peers.group
-        self._with_numbers = with_numbers
-        #: What has come or is on its way, by stage and micro-batch, and what to wait for.
-        self._tensors: dict[tuple[str, int, int], list[Tensor]] = {}
-        self._works: dict[tuple[str, int, int], list[Any]] = {}
-        self._sent: dict[tuple[str, int, int], list[Any]] = {}
-        self._forms: dict[tuple[int, int], Form] = {}
+    def __init__(
+        self, forms: Forms, routes: Routes, peers: Peers, with_numbers: bool, *args: Any
+    ) -> None:
+        super().__init__(*args)
+        self.forms, self.routes, self.with_numbers = forms, routes, with_numbers
+        self._group, self._device = peers.group, peers.device
+        #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
+        #: and states of generators.
+        self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
         self._states: dict[tuple[int, int], dict[str, Tensor]] = {}
+        #: What to wait for of what is on its way from here.
+        self._going: dict[tuple[str, int, int], list[Any]] = {}
 
     def end(self) -> None:
-        """Let go of all tensors."""
-        del self.worker, self._group
-        self._tensors.clear()
-        self._works.clear()
-        self._sent.clear()
-        self._forms.clear()
+        """Let go of messages, and of the group, since an exception may refer to this object."""
+        del self._group
+        self._coming.clear()
         self._states.clear()
+        self._going.clear()
 
     def send_forward(self, j: int, i: int) -> None:
         """Send what stage ``j`` has computed of micro-batch ``i``."""
-        form, tensors = self.worker.leaving(j + 1, i)
+        value, _ = self.values.pop((j + 1, i))
+        form, tensors = pack(self.parcels[i].unpacked(value, self.routes.carried[j]))
         peer = self.routes.placement[j + 1]
-        key = self._shapes, j + 1, self._rows[i]
-        known = self._known.get(key)
         works: list[Any] = []
-        if known is None:
-            data = pickled(form.renamed(self.routes.names), j)
-            # As the receiver reads it: an object in it may change after that.
-            self._known[key] = self._read(data)
+        data = self.forms.told(j + 1, i, form)
+        if data is not None:
             works += self._send([torch.tensor([len(data)], device=CPU), data], peer, HOST)
-        elif not known.is_like(form):
-            raise _differs(j, i, known, form)
-        if self._with_numbers:
-            states = self.worker.step.numbers.states[i]
+        if self.with_numbers:
+            states = self.step.numbers.states[i]
             works += self._send([x.detach() for x in states.values()], peer, HOST)
-        self._sent["F", j, i] = works + self._send(tensors, peer)
+        self._going["F", j, i] = works + self._send(tensors, peer)
 
     def receive_forward(self, j: int, i: int) -> None:
         """Begin to receive what stage ``j`` shall compute of micro-batch ``i``."""
         peer = self.routes.placement[j - 1]
-        key = self._shapes, j, self._rows[i]
-        if key not in self._known:
+        form = self.forms.get(j, i)
+        if form is None:
             size = torch.zeros(1, dtype=torch.long, device=CPU)
             dist.recv(size, group=self._group, group_src=peer, tag=HOST)
             data = torch.empty(int(size), dtype=torch.uint8, device=CPU)
             dist.recv(data, group=self._group, group_src=peer, tag=HOST)
-            self._known[key] = self._read(data)
-        form = self._forms[j, i] = self._known[key]
+            form = self.forms.read(j, i, data)
         works = []
-        if self._with_numbers:
-            before = self.worker.step.numbers.states[i]
-            states = {kind: torch.empty_like(x) for kind, x in before.items()}
+        if self.with_numbers:
+            before = self.step.numbers.states[i]
+            states = self._states[j, i] = {kind: torch.empty_like(x) for kind, x in before.items()}
             works += self._receive(states.values(), peer, HOST)
-            self._states[j, i] = states
-        self._tensors["F", j, i] = tensors = self._empty(form.metas)
-        self._works["F", j, i] = works + self._receive(tensors, peer)
+        tensors = self._empty(form.metas)
+        self._coming["F", j, i] = tensors, works + self._receive(tensors, peer)
 
     def arrived(self, j: int, i: int) -> None:
-        """Wait for what was received, and give it to the worker."""
+        """Wait for what was received, which waits for stage ``j`` from then on."""
         tensors = self._waited_for("F", j, i)
-        self.worker.arrive(j, i, self._forms.pop((j, i)), tensors, self._states.pop((j, i), None))
+        if self.with_numbers:
+            self.step.numbers.go_on(i, self._states.pop((j, i)))
+        self.values[j, i] = self.parcels[i].put(unpack(self._form(j, i), tensors)), None
 
     def send_backward(self, j: int, i: int) -> None:
         """Send the gradients of what stage ``j`` has received of micro-batch ``i``."""
-        grads = self.worker.grads_leaving(j, i)
-        self._sent["B", j, i] = self._send(grads, self.routes.placement[j - 1])
+        self._going["B", j, i] = self._send(self._grads(j, i), self.routes.placement[j - 1])
+
+    def _grads(self, j: int, i: int) -> list[Tensor]:
+        """The gradients of what stage ``j`` has received; zeros where is none."""
+        found = []
+        for part in self._form(j, i).parts:
+            waiting = self.grads.get((self.routes.source(part.key, j), i), {})
+            grads = waiting.pop(part.key, Sent((None,) * len(part.metas))).tensors
+            for meta, grad in zip(part.metas, grads):
+                if meta.requires_grad:
+                    found.append(
+                        torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
+                        if grad is None
+                        # A function may return the same tensor the next time. Then it has it now,
+                        # and this one is not alone.
+                        else grad.detach()
+                    )
+        return found
 
     def receive_backward(self, j: int, i: int) -> None:
         """Begin to receive the gradients of what stage ``j`` has sent of micro-batch ``i``."""
-        metas = [x for x in self.worker.forms[j + 1, i].metas if x.requires_grad]
-        self._tensors["B", j, i] = tensors = self._empty(metas)
-        self._works["B", j, i] = self._receive(tensors, self.routes.placement[j + 1])
+        tensors = self._empty([x for x in self._form(j + 1, i).metas if x.requires_grad])
+        works = self._receive(tensors, self.routes.placement[j + 1])
+        self._coming["B", j, i] = tensors, works
 
     def grads_arrived(self, j: int, i: int) -> None:
-        """Wait for the gradients that were received, and give them to the worker.
+        """Wait for the gradients that were received, which wait for stages here from then on.
 
         What they are gradients of has been received, then, and is let go of: under gloo, messages
         keep their memory until somebody waits for them.
         """
-        self.worker.grads_arrive(j + 1, i, self._waited_for("B", j, i))
-        for work in self._sent.pop(("F", j, i)):
+        rest = iter(self._waited_for("B", j, i))
+        for part in self._form(j + 1, i).parts:
+            grads = tuple([next(rest) if meta.requires_grad else None for meta in part.metas])
+            source = self.routes.source(part.key, j + 1)
+            self.grads.setdefault((source, i), {})[part.key] = Sent(grads)
+        for work in self._going.pop(("F", j, i)):
             work.wait()
 
     def wait_for_sent(self) -> None:
         """Wait until all that was sent has left."""
-        while self._sent:
-            _, works = self._sent.popitem()
-            for work in works:
-                work.wait()
+        for work in chain.from_iterable(self._going.values()):
+            work.wait()
 
-    def _read(self, data: Tensor) -> Form:
-        form: Form = pickle.loads(data.numpy().tobytes())
-        return form.renamed(self.routes.parts)
+    def _form(self, j: int, i: int) -> Form:
+        form = self.forms.get(j, i)
+        assert form is not None
+        return form
 
     def _waited_for(self, kind: str, j: int, i: int) -> list[Tensor]:
-        for work in self._works.pop((kind, j, i)):
+        tensors, works = self._coming.pop((kind, j, i))
+        for work in works:
             work.wait()
-        return self._tensors.pop((kind, j, i))
+        return tensors
 
     def _empty(self, metas: Iterable[Meta]) -> list[Tensor]:
-        return [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in metas]
+        return [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in metas]
 
     def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         works: list[Any] = []
@@ -179,30 +181,3 @@ class Mail:
     def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         group = self._group
         return [dist.irecv(x, group=group, group_src=peer, tag=tag) for x in tensors if x.numel()]
-
-
-def pickled(form: Form, j: int) -> Tensor:
-    """A form as a tensor of bytes.
-
-    Raises:
-        TypeError: something in it cannot be sent to another process.
-    """
-    try:
-        data = pickle.dumps(form)
-    except Exception as error:
-        raise TypeError(
-            "what passes between processes must be tensors, and other objects that pickle takes "
-            f"(stage: {j}, {type(error).__name__}: {error}); have the layers pass tensors or plain "
-            "numbers, or put both layers into one stage"
-        ) from error
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(CPU)
-
-
-def _differs(j: int, i: int, known: Form, form: Form) -> ValueError:
-    announced, sent = known.difference(form)
-    return ValueError(
-        "what a stage sends to another process must have the same structure and shapes for all "
-        "micro-batches of as many rows, since it is announced once "
-        f"(stage: {j}, micro-batch: {i}, announced: {announced}, sent: {sent}); pad tensors to one "
-        "shape, pass what differs as a tensor, or put both layers into one stage"
-    )

@@ -8,7 +8,7 @@
 
 A runtime that sends tensors needs to know their shapes before they arrive. PyTorch's own finds them
 by running all stages on memory that nobody has written. Here the sender says what it sends, in
-front of the first message of each shape.
+front of the first message of each shape. Gradients have the form of what they belong to.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.devices.streams import CPU, device_types
+from torchgpipe.distributed.routes import Routes
 from torchgpipe.skip.namespace import describe
-from torchgpipe.values.microbatch import VALUE, Part
+from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.structure import ATOMS, Structure, equal
 
 __all__: list[str] = []
+
+#: How many kinds of steps are remembered.
+MOST = 100
 
 
 class Meta(NamedTuple):
@@ -127,39 +132,128 @@ def _sharing(form: Form) -> str:
     return f"{', '.join(map(repr, parts)) or 'nothing'} that shares memory with other parts"
 
 
-def pack(parts: Mapping[Any, Part], shared: frozenset[Any]) -> tuple[Form, list[Tensor]]:
-    """Take the parts of a micro-batch apart.
-
-    Args:
-        parts: the parts, by their keys.
-        shared: the keys of parts that share memory.
-    """
+def pack(batch: Batch) -> tuple[Form, list[Tensor]]:
+    """Take a micro-batch apart."""
     forms, tensors = [], []
-    for key, part in parts.items():
+    for key, part in batch.parts.items():
         numbers: dict[int, int] = {}
         found: list[Tensor] = []
-        for x in part.tensors:
+        for x in part:
             # guard: one tensor is sent once
             if id(x) not in numbers:
                 numbers[id(x)] = len(found)
                 found.append(x)
         metas = tuple([Meta(x.shape, x.dtype, x.requires_grad) for x in found])
-        places = tuple([numbers[id(x)] for x in part.tensors])
-        forms.append(Packed(key, part.structure, places, metas))
+        places = tuple([numbers[id(x)] for x in part])
+        forms.append(Packed(key, batch.structures[key], places, metas))
         tensors += found
-    return Form(tuple(forms), shared), tensors
+    return Form(tuple(forms), batch.shared), tensors
 
 
-def unpack(form: Form, tensors: Sequence[Tensor]) -> dict[Any, Part]:
-    """Put the parts of a micro-batch together.
+def unpack(form: Form, tensors: Sequence[Tensor]) -> Batch:
+    """Put a micro-batch together.
 
     Args:
         form: the form of the message.
         tensors: its tensors, in order; those that a gradient is wanted of will require one.
     """
-    found = {}
+    parts = {}
     rest = iter(tensors)
     for part in form.parts:
         own = [next(rest).requires_grad_(meta.requires_grad) for meta in part.metas]
-        found[part.key] = Part(tuple([own[k] for k in part.places]), part.structure)
-    return found
+        parts[part.key] = tuple([own[k] for k in part.places])
+    # guard: skips that share memory elsewhere
+    return Batch.of(parts, {part.key: part.structure for part in form.parts}, form.shared)
+
+
+class Forms:
+    """The forms that both ends of the messages of this process know.
+
+    Args:
+        routes: the names of parts.
+    """
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        #: By shapes of a step, stage that receives, and rows.
+        self._known: dict[tuple[Any, int, int], Form] = {}
+        #: The shapes of the steps that these are of.
+        self._seen: set[Any] = set()
+
+    def begin(self, shapes: Any, rows: Sequence[int]) -> None:
+        """Begin a step.
+
+        Args:
+            shapes: stands for all that the shapes of messages depend on, in all processes.
+            rows: the rows of each micro-batch.
+        """
+        if shapes not in self._seen and len(self._seen) == MOST:
+            # All processes see the same shapes, and forget them in the same step.
+            self._seen.clear()
+            self._known.clear()
+        #: Whether both ends know the forms of all messages of the step.
+        self.are_known = shapes in self._seen
+        self._seen.add(shapes)
+        self._shapes, self._rows = shapes, rows
+
+    def get(self, j: int, i: int) -> Form | None:
+        """The form of what stage ``j`` is sent of micro-batch ``i``; None if nobody has told it."""
+        return self._known.get((self._shapes, j, self._rows[i]))
+
+    def told(self, j: int, i: int, form: Form) -> Tensor | None:
+        """The bytes that tell the other end the form of what stage ``j`` is sent.
+
+        Returns:
+            The bytes; None if the other end knows it.
+
+        Raises:
+            TypeError: something in it cannot be sent to another process.
+            ValueError: the other end knows another one.
+        """
+        known = self.get(j, i)
+        if known is None:
+            data = _pickled(form.renamed(self._routes.names), j - 1)
+            # As the receiver reads it: an object in it may change after that.
+            self.read(j, i, data)
+            return data
+        if not known.is_like(form):
+            announced, sent = known.difference(form)
+            raise ValueError(
+                "what a stage sends to another process must have the same structure and shapes for "
+                "all micro-batches of as many rows, since it is announced once "
+                f"(stage: {j - 1}, micro-batch: {i}, announced: {announced}, sent: {sent}); pad "
+                "tensors to one shape, pass what differs as a tensor, or put both layers into one "
+                "stage"
+            )
+        return None
+
+    def read(self, j: int, i: int, data: Tensor) -> Form:
+        """Read, and remember, the form of what stage ``j`` is sent."""
+        form: Form = pickle.loads(data.numpy().tobytes())
+        found = self._known[self._shapes, j, self._rows[i]] = form.renamed(self._routes.parts)
+        return found
+
+
+def _pickled(form: Form, j: int) -> Tensor:
+    """A form as a tensor of bytes."""
+    try:
+        data = pickle.dumps(form)
+    except Exception as error:
+        raise TypeError(
+            "what passes between processes must be tensors, and other objects that pickle takes "
+            f"(stage: {j}, {type(error).__name__}: {error}); have the layers pass tensors or plain "
+            "numbers, or put both layers into one stage"
+        ) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(CPU)
+
+
+def described(batches: Sequence[Batch], rows: int, recorded: bool, is_given: bool) -> str:
+    """All that the shapes and dtypes of a step's messages depend on, as text."""
+    kinds = device_types()
+    casts = [(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
+    inputs = [
+        ([(tuple(x.shape), x.dtype, x.requires_grad) for x in batch], batch.others)
+        for batch in (batches if is_given else [*batches[:1], *batches[-1:]])
+    ]
+    # Within inference mode nothing requires a gradient, whatever is enabled within that.
+    return repr((len(batches), rows, recorded, torch.is_inference_mode_enabled(), casts, inputs))

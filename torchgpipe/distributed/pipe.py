@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description
 from torchgpipe.devices.streams import Device, current_device
-from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, described, flags_of
+from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, flags_of
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.given import NOTHING, Given, Reader
 from torchgpipe.distributed.gradients import (
@@ -31,18 +31,17 @@ from torchgpipe.distributed.gradients import (
     verify_same,
 )
 from torchgpipe.distributed.mail import Mail
+from torchgpipe.distributed.messages import Forms, described
 from torchgpipe.distributed.peers import Peers, digest
-from torchgpipe.distributed.programs import Programs, fitting
 from torchgpipe.distributed.routes import Routes
+from torchgpipe.distributed.runtime import Program, fitting
 from torchgpipe.distributed.sharded import reduce, sharded_in, whole
 from torchgpipe.distributed.tied import Tied
-from torchgpipe.distributed.worker import Worker
 from torchgpipe.engine.mini_batch import compute
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.executor.criterion import Collector, Criterion, no_loss
-from torchgpipe.executor.executor import Crew
-from torchgpipe.executor.hand_over import hand_over
+from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.plan import Choice, text_of, title_of
 from torchgpipe.executor.targets import explaining
 from torchgpipe.partition.arguments import checked_balance, checked_device, verify_loss
@@ -107,7 +106,7 @@ class Pipe(Wrapper):
     Source: :mod:`torchgpipe.schedule` names the source of each schedule.
     """
 
-    _own = (*Wrapper._own, "_crew", "_mail", "_programs", "_reader")
+    _own = (*Wrapper._own, "_crew", "_forms", "_programs", "_reader")
 
     def __init__(
         self,
@@ -180,10 +179,14 @@ class Pipe(Wrapper):
     def _prepare(self) -> None:
         super()._prepare()
         layers = self._layers
-        self._crew = Crew(Stages(layers, [self._device] * len(layers), self._layout))
-        self._mail = Mail(self._routes, self._peers)
-        self._programs = Programs(self._schedule, self._layout, self._mail)
-        self._reader = Reader(self._routes, self._device, self._crew.streams)
+        stages = Stages(layers, [self._device] * len(layers), self._layout)
+        self._crew = Crew(stages, verify=self._tied.verify_here)
+        self._forms = Forms(self._routes)
+        #: Makes the program of steps, each once.
+        self._programs = cache(
+            partial(Program, self._schedule, self._layout, self._routes, self._peers)
+        )
+        self._reader = Reader(self._routes, self._device, stages.pool)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         for shared in (self._peers, self._replicas):
@@ -370,7 +373,7 @@ class Pipe(Wrapper):
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
             # No argument tells the number of rows, or of micro-batches.
             arguments, arriving = self._reader.arguments(terms, division)
-        runtime, plan = self._programs.get(m, recorded, self._checkpoint)
+        program = self._programs(m, recorded, self._checkpoint)
         criterion: Criterion = Collector(division)
         if with_loss:
             arguments = arguments or [((), {})] * m
@@ -381,37 +384,37 @@ class Pipe(Wrapper):
         with whole(sharded), torch.set_grad_enabled(recorded):
             partitions: list[Partition] = self.__dict__["_layers"]
             verify_placement(partitions, [self._device] * len(partitions))
-            worker = Worker(
-                *(self._routes, self._tied, not agreed.with_numbers),
-                *(self._crew, plan, batches, criterion, arriving),
-            )
             # Micro-batches that the caller has made may all have shapes of their own.
-            kinds = [*range(m)] if division.is_given else division.sizes
-            self._mail.begin(worker, agreed.shapes, kinds, agreed.with_numbers)
+            self._forms.begin(agreed.shapes, [*range(m)] if division.is_given else division.sizes)
+            made = partial(Mail, self._forms, self._routes, self._peers, agreed.with_numbers)
+            executor = Executor(self._crew, program.plan, batches, criterion, arriving, made)
+            mail = executor.post
+            assert isinstance(mail, Mail)
             try:
-                run = partial(worker.around, runtime.run)
+                run = partial(executor.run, partial(program.run, executor, mail))
                 compute(run, self, in_all)
             finally:
-                self._mail.end()
+                mail.end()
             # Before the others take the step for done, since this may fail.
             if criterion.outputs is not None and self.is_last:
-                output = criterion.joined(worker.step.blocks)
+                output = criterion.joined(executor.step.blocks)
             total, divisor = criterion.total() if with_loss and self.is_last else (None, None)
-            found = self._agreement.end(worker, self._routes.placement, total, divisor)
+            found = self._agreement.end(mail, total, divisor)
             self._traps.coupled([criterion.shapes], rows, (), self.parameters())
             if found is not None and recorded:
-                self._hand_over(worker, found)
+                self._hand_over(executor, found)
                 reduce(sharded)
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 
-    def _hand_over(self, worker: Worker, loss: Loss) -> None:
+    def _hand_over(self, executor: Executor, loss: Loss) -> None:
         """Add the gradients of a step to those of the weights and of the input."""
+        (sums,) = executor.sums.by_worker
         # guard: gradients of tied weights
-        self._tied.add_up(worker.sums[0])
+        self._tied.add_up(sums)
         if self._replicas is not None:
-            average(chain(*worker.weights), worker.sums[0], self._replicas)
-        outcome = hand_over(worker, loss.value, loss.divisor)
+            average(chain(*executor.sums.weights), sums, self._replicas)
+        outcome = executor.outcome(loss.value, loss.divisor)
         # There may be nothing that requires a gradient here.
         if outcome.requires_grad:
             outcome.backward()

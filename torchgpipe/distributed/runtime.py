@@ -1,4 +1,4 @@
-"""The runtime: PyTorch says when to send and to receive, and our workers compute.
+"""Programs of processes: PyTorch says when to send and to receive, and our executor computes.
 
 :mod:`torch.distributed.pipelining` lowers a schedule: to what each process computes it adds when
 each message is sent, and when its receiver begins to receive it. This file goes through the result.
@@ -13,100 +13,150 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 from torchgpipe._torch import pipelining
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.mail import Mail
-from torchgpipe.executor.plan import again_in
+from torchgpipe.distributed.peers import Peers
+from torchgpipe.distributed.routes import Routes
+from torchgpipe.executor.executor import Executor
+from torchgpipe.executor.plan import Choice, Plan, chosen, completed
+from torchgpipe.partition.arguments import Modes
 from torchgpipe.schedule.exchange import write_csv
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op, together
 from torchgpipe.schedule.rewrite import without_recomputation
+from torchgpipe.skip.layout import SkipLayout
 
 __all__: list[str] = []
 
 #: What to do (compute, send or receive), and what with.
 Action: TypeAlias = tuple[str, Sequence[Op]]
 
+#: What carries out an action in a step.
+Call: TypeAlias = Callable[[Executor, Mail], None]
+
+#: The messages, by what is done and what with.
+MESSAGES = {
+    ("send", "F"): Mail.send_forward,
+    ("send", "B"): Mail.send_backward,
+    ("receive", "F"): Mail.receive_forward,
+    ("receive", "B"): Mail.receive_backward,
+}
+
 #: How many computations a receive is moved up.
 AHEAD = 3
 
 
-class Runtime:
-    """The actions of one process for steps of one number of micro-batches.
+class Program:
+    """The steps of one process for one number of micro-batches.
 
     Args:
-        schedule: the schedule, with an R for each cell that is computed under checkpointing.
-        mail: the messages of this process.
+        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
+        layout: the skips between stages.
+        routes: in which process each stage is.
+        peers: the processes of the pipeline.
+        m: the number of micro-batches.
         recorded: whether backward runs.
+        modes: which micro-batches are checkpointed.
     """
 
-    def __init__(self, schedule: Schedule, mail: Mail, recorded: bool) -> None:
-        self._mail = mail
-        self._again = again_in(schedule)
-        found = actions(schedule, mail)
+    def __init__(
+        self,
+        choice: Choice,
+        layout: SkipLayout,
+        routes: Routes,
+        peers: Peers,
+        m: int,
+        recorded: bool,
+        modes: Modes,
+    ) -> None:
+        found = fitting(choice, len(routes.placement), peers.size, m)
+        modes = modes if recorded else "never"
+        schedule = completed(found, modes, layout.pairs, forward=False)
+        # For the executor, the stages of this process are those of its only worker.
+        own = Schedule((0,) * len(routes.placement), m, (schedule.program[routes.rank],))
+        self.plan = Plan(own, (peers.device,), (), [f"rank {routes.rank}"])
+        todo = actions(schedule, routes, peers)
         if not recorded:
             # PyTorch lowers no schedule without a backward for each forward.
-            forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in found]
-            found = [(does, ops) for does, ops in forward if ops]
+            forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in todo]
+            todo = [(does, ops) for does, ops in forward if ops]
+        again = self.plan.again
         #: What to call, in order.
-        self._actions = [self._bound(does, ops) for does, ops in found]
+        self._calls = [_call(*action, again, routes) for action in todo]
         #: The same for steps whose messages have forms that both ends know before.
-        self._actions_if_known = self._actions
-        placement = mail.routes.placement
+        self._calls_if_known = self._calls
         # Messages of several stages would overtake each other.
-        if mail.device == CPU and len({*placement}) == len(placement):
-            self._actions_if_known = [self._bound(does, ops) for does, ops in earlier(found)]
+        if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
+            self._calls_if_known = [_call(*action, again, routes) for action in earlier(todo)]
 
-    def run(self) -> None:
+    def run(self, executor: Executor, mail: Mail) -> None:
         """Go through the actions of a step."""
         # Receiving the first of its form waits for the sender.
-        for action in self._actions_if_known if self._mail.forms_are_known else self._actions:
-            action()
-        self._mail.wait_for_sent()
+        for call in self._calls_if_known if mail.forms.are_known else self._calls:
+            call(executor, mail)
+        mail.wait_for_sent()
 
-    def _bound(self, does: str, ops: Sequence[Op]) -> Callable[[], None]:
-        """The call that carries out an action in each step."""
-        mail = self._mail
-        if does == "compute":
-            return self._computing(ops)
-        (op,) = ops
-        forward = op.kind == "F"
-        if does == "send":
-            send = mail.send_forward if forward else mail.send_backward
-            return partial(send, op.stage, op.microbatch)
-        receive = mail.receive_forward if forward else mail.receive_backward
-        return partial(receive, op.stage, op.microbatch)
 
-    def _computing(self, ops: Sequence[Op]) -> Callable[[], None]:
-        """Compute instructions, after what they need of other processes has arrived."""
-        mail, routes = self._mail, self._mail.routes
-        # These run before the wait for the gradient, which is still on its way then.
-        again = [
-            op._replace(kind="R")
-            for op in ops
-            if op.kind in "BI" and (op.stage, op.microbatch) in self._again
-        ]
-        arriving: list[Callable[[], None]] = []
-        for j, kind, i in ops:
-            if kind == "F" and routes.is_away(j - 1):
-                arriving.append(partial(mail.arrived, j, i))
-            elif kind in "BI" and routes.is_away(j + 1):
-                arriving.append(partial(mail.grads_arrived, j, i))
-        instruction = together([*ops])
+def fitting(choice: Choice, stages: int, size: int, m: int) -> Schedule:
+    """Make the schedule of steps.
 
-        def compute() -> None:
-            for op in again:
-                mail.worker.perform(0, op)
-            for arrive in arriving:
-                arrive()
-            mail.worker.perform(0, instruction)
+    Args:
+        choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
+        stages: the number of stages.
+        size: the number of processes.
+        m: the number of micro-batches.
 
-        return compute
+    Raises:
+        TypeError: the choice is none of these.
+        ValueError: the schedule does not fit.
+    """
+    found = chosen(choice, stages, [size], m)
+    placement: Sequence[int] = found.placement
+    if len(placement) != stages or len(found.program) != size or found.chunks != m:
+        raise ValueError(
+            "a schedule must fit the model and the group: as many stages as the balance has "
+            "numbers, a worker for each process, and as many micro-batches "
+            f"(workers of the stages: {[*placement]}, stages: {stages}, processes: {size}, "
+            f"micro-batches of the schedule: {found.chunks}, of the mini-batch: {m}); give the "
+            "balance a number for each stage, start as many processes as the schedule has workers, "
+            "or choose another schedule"
+        )
+    return found
+
+
+def _call(does: str, ops: Sequence[Op], again: Container[tuple[int, int]], routes: Routes) -> Call:
+    """The call that carries out an action; it computes when what it needs has arrived."""
+    if does != "compute":
+        (message,) = ops
+        method = MESSAGES[does, message.kind]
+        return lambda executor, mail: method(mail, message.stage, message.microbatch)
+    # These run before the wait for the gradient, which is still on its way then.
+    first = [
+        op._replace(kind="R")
+        for op in ops
+        if op.kind in "BI" and (op.stage, op.microbatch) in again
+    ]
+    arriving: list[tuple[Callable[[Mail, int, int], None], int, int]] = []
+    for j, kind, i in ops:
+        if kind == "F" and routes.is_away(j - 1):
+            arriving.append((Mail.arrived, j, i))
+        elif kind in "BI" and routes.is_away(j + 1):
+            arriving.append((Mail.grads_arrived, j, i))
+    instruction = together([*ops])
+
+    def compute(executor: Executor, mail: Mail) -> None:
+        for op in first:
+            executor.perform(0, op)
+        for arrive, j, i in arriving:
+            arrive(mail, j, i)
+        executor.perform(0, instruction)
+
+    return compute
 
 
 def earlier(found: Sequence[Action]) -> list[Action]:
@@ -117,18 +167,12 @@ def earlier(found: Sequence[Action]) -> list[Action]:
     ready, the sender sends it at once.
     """
     before: defaultdict[int, list[Action]] = defaultdict(list)
-    place: dict[Op, int] = {}
-    number = least = 0
+    number = 0
     for does, ops in found:
         if does == "compute":
-            place.update(dict.fromkeys(ops, number))
             number += 1
         elif does == "receive":
-            (op,) = ops
-            # A gradient has the form of what it belongs to, which must have left.
-            first = 0 if op.kind == "F" else place[op._replace(kind="F")] + 1
-            least = max(least, first, number - AHEAD)
-            before[least].append((does, ops))
+            before[max(0, number - AHEAD)].append((does, ops))
     moved = []
     number = 0
     for does, ops in found:
@@ -140,18 +184,13 @@ def earlier(found: Sequence[Action]) -> list[Action]:
     return moved
 
 
-def actions(schedule: Schedule, mail: Mail) -> list[Action]:
+def actions(schedule: Schedule, routes: Routes, peers: Peers) -> list[Action]:
     """The actions of this process, as PyTorch lowers a schedule, which it reads from a file."""
-    folder = tempfile.mkdtemp()
-    path = os.path.join(folder, "schedule.csv")
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "schedule.csv")
         program = without_recomputation(schedule.program)
         write_csv(replace(schedule, program=program), path)
-        count, own = len(mail.routes.placement), mail.routes.own
-        group = mail.peers.group
-        found = pipelining.lowered(path, own, count, schedule.chunks, mail.device, group)
+        count, device, group = len(routes.placement), peers.device, peers.group
+        found = pipelining.lowered(path, routes.own, count, schedule.chunks, device, group)
         pairs = [pipelining.read(action) for action in found]
         return [(does, [Op(*part) for part in parts]) for does, parts in pairs]
-    finally:
-        os.remove(path)
-        os.rmdir(folder)

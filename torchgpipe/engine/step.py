@@ -41,13 +41,14 @@ class Step:
         self.stages = stages
         #: The modes of the caller.
         self.context = Context()
-        #: The layers of each partition.
-        all_of: list[nn.Module] = [*stages.partitions]
+        #: For each partition, the module that has all of its weights.
+        self.modules: list[nn.Module] = [*stages.partitions]
         if behind is not None:
-            all_of[-1] = nn.ModuleList([all_of[-1], behind])
+            self.modules[-1] = nn.ModuleList([self.modules[-1], behind])
+        #: The layers of each partition.
         self.bodies: list[Body] = []
         order: Order | None = None
-        for j, (layers, x, lock) in enumerate(zip(stages.partitions, all_of, stages.locks)):
+        for j, (layers, x, lock) in enumerate(zip(stages.partitions, self.modules, stages.locks)):
             order = Order(layers, order) if joined else None
             state = LayersState(x, stages.learned) if j in again else None
             self.bodies.append(Body(layers, lock, state, j == 0, order))

@@ -15,88 +15,109 @@ tell autograd where the gradient of the input is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.entrance import Enter
 from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.hooks import count_hooks
 from torchgpipe.autograd.phony import get_phony
-from torchgpipe.devices.streams import AbstractStream
-from torchgpipe.engine.step import Step
-from torchgpipe.executor.criterion import Criterion
-from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.slots import Slot
 from torchgpipe.values.microbatch import Batch
 
+if TYPE_CHECKING:
+    from torchgpipe.executor.computation import Computation, Forward
+
 __all__: list[str] = []
 
-Run = Callable[..., Batch]
 #: For each part of a micro-batch, the gradients of its tensors, each tensor once.
-Gradients = Mapping[Any, Sequence[Tensor | None]]
-
-
-class Work:
-    """The arithmetic of an instruction, of which a worker may do two at once.
-
-    Where a method of a cell returns this, :attr:`finish` takes what it computes, and returns what
-    the method promises.
-    """
-
-    finish: Callable[[Any], Any]
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it draws random numbers."""
-        return True
-
-    def run(self) -> Any:
-        """Compute it."""
-        raise NotImplementedError
-
-    def beside(self, other: Work, streams: Interleaving) -> tuple[Any, Any] | None:
-        """Compute it and another one, interleaved; None if there is nothing to be gained.
-
-        Args:
-            other: the other one.
-            streams: the streams of both.
-        """
-        raise NotImplementedError
-
-
-def done(found: Any) -> Any:
-    """The result of a method of a cell, whose work is done here if it is some."""
-    return found.finish(found.run()) if isinstance(found, Work) else found
+Gradients = dict[Any, Sequence[Tensor | None]]
 
 
 class Cell:
     """Micro-batch ``i`` in stage ``j`` of a step, from its F until it is done.
 
+    The stream of the stage is current whenever a method is called. What a method is given lets go
+    of its tensors, which are freed at their last use.
+
     Args:
-        step: the step.
-        i: the micro-batch.
-        j: the stage.
-        stream: the compute stream of its worker, which is current whenever a method is called.
-        weights: the weights of the stage that require a gradient.
+        run: its F.
     """
 
+    __slots__ = ("again", "criterion", "i", "j", "stream", "weights")
+
+    def __init__(self, run: Forward) -> None:
+        self.i, self.j, self.stream = run.i, run.j, run.stream
+        self.again, self.criterion = run.again, run.criterion
+        self.weights = [*run.executor.sums.weights[run.j]]
+
+    def forward(self, batch: Batch) -> Batch:
+        """Run the layers (F).
+
+        Args:
+            batch: the input. Tensors that a gradient is wanted of require one.
+        """
+        raise NotImplementedError
+
+    def look_for_strays(self) -> list[Tensor]:
+        """Find leaves that the cell has used, and that are not among its weights.
+
+        Such are the parameters of another module that a layer or the loss refers to.
+        """
+        return []
+
+    def recompute(self) -> None:
+        """Compute again what was dropped (R)."""
+        raise NotImplementedError
+
+    def backward(
+        self, grads: Gradients
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
+        """Compute the gradients of input and weights (B), and let go of all else.
+
+        Args:
+            grads: the gradients of the output.
+
+        Returns:
+            The gradients of the input; the weights, and their gradients.
+        """
+        raise NotImplementedError
+
+    def backward_input(self, grads: Gradients) -> Gradients:
+        """Compute the gradients of the input (I), and let go of what W does not need."""
+        raise NotImplementedError
+
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Compute the gradients of the weights (W), and let go of all else."""
+        raise NotImplementedError
+
+
+class EagerCell(Cell):
+    """A cell that runs the layers, and autograd, which keeps what backward needs."""
+
     __slots__ = (
-        *("_checkpoint", "_halves", "_hooks", "_inputs", "_outputs"),
-        *("i", "j", "step", "stream", "weights"),
+        *("_checkpoint", "_halves", "_hooks", "_inputs", "_outputs", "_within"),
+        *("run", "step"),
     )
 
-    def __init__(
-        self, step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
-    ) -> None:
-        self.step, self.i, self.j, self.stream = step, i, j, stream
-        self.weights = list(weights)
+    def __init__(self, run: Forward) -> None:
+        super().__init__(run)
+        self.step = run.executor.step
+        body = self.step.bodies[self.j]
+        #: Runs the layers on a micro-batch.
+        self.run: Callable[..., Batch] = body.run
+        if body.visited:
+            note = f"raised in partition {self.j}, micro-batch {self.i}"
+            self.run = partial(body.run, note=note)
+        # What the checkpoint holds, it must not hold the step.
+        self._within = noted(str(run)) if self.again else None
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
@@ -105,32 +126,18 @@ class Cell:
         #: How many hooks there were when the cell began.
         self._hooks = 0
 
-    def forward(
-        self,
-        batch: Batch,
-        run: Run,
-        criterion: Criterion | None,
-        *,
-        again: bool,
-        within: AbstractContextManager[None],
-    ) -> Batch | Work:
-        """Run the layers (F). ``batch`` lets go of its tensors, which are freed at their last use.
-
-        Args:
-            batch: the input. Tensors that a gradient is wanted of require one.
-            run: runs the layers on a micro-batch.
-            criterion: the loss behind the layers, if this is the last stage.
-            again: whether the cell has an R.
-            within: a context manager to recompute in.
-        """
+    def forward(self, batch: Batch) -> Batch:
         self._hooks = count_hooks()
         batch = self._enter(batch.take())
-        if criterion is not None:
-            run = partial(run, behind=criterion.behind(self.i))
-        if again:
-            run = self._checkpointed(run, within)
+        run, context = self.run, self.step.context
+        if self.criterion is not None:
+            run = partial(run, behind=self.criterion.behind(self.i))
+        if self._within is not None:
+            body = self.step.bodies[self.j]
+            self._checkpoint = body.checkpoint(run, context, self.stream, self._within)
+            run = self._checkpoint.forward
         batch = batch.take()
-        output = self.step.context.run(run, batch)
+        output = context.run(run, batch)
         if torch.is_grad_enabled():
             for key in output.parts:
                 distinct = {id(x): x for x in output.parts[key]}.values()
@@ -155,45 +162,26 @@ class Cell:
         entered = iter(found)
         return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
 
-    def _checkpointed(self, run: Run, within: AbstractContextManager[None]) -> Run:
-        body = self.step.bodies[self.j]
-        self._checkpoint = body.checkpoint(run, self.step.context, self.stream, within)
-        return self._checkpoint.forward
-
     def look_for_strays(self) -> list[Tensor]:
-        """Find leaves that the cell has used, and that are not among its weights.
-
-        Such are the parameters of another module that a layer or the loss refers to.
-        """
         edges = [edge for part in self._outputs.values() for edge in part if edge is not None]
         node = next((e.node for part in self._inputs.values() for e in part if e is not None), None)
         return leaves(edges, node, self.weights)
 
     def recompute(self) -> None:
-        """Compute again what was dropped (R)."""
         checkpoint, self._checkpoint = self._checkpoint, None
         assert checkpoint is not None
         checkpoint.recompute()
 
     def backward(
         self, grads: Gradients
-    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]] | Work:
-        """Compute the gradients of input and weights (B), and let go of the graph.
-
-        Args:
-            grads: the gradients of the output.
-
-        Returns:
-            The gradients of the input; the weights, and their gradients.
-        """
+    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
         roots, given = self._roots(grads)
         inputs, self._inputs = self._inputs, {}
         edges = [edge for part in inputs.values() for edge in part if edge is not None]
         found = backward(roots, given, [*edges, *self.weights])
         return _by_part(inputs, found), self.weights, found[len(edges) :]
 
-    def backward_input(self, grads: Gradients) -> Gradients | Work:
-        """Compute the gradients of the input (I), and let go of what W does not need."""
+    def backward_input(self, grads: Gradients) -> Gradients:
         roots, given = self._roots(grads)
         inputs, self._inputs = self._inputs, {}
         edges = [edge for part in inputs.values() for edge in part if edge is not None]
@@ -201,8 +189,7 @@ class Cell:
         self._halves = Halves(roots, given, edges, self.weights, _forget, hooked)
         return _by_part(inputs, self._halves.input())
 
-    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]] | Work:
-        """Compute the gradients of the weights (W), and let go of the graph."""
+    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         halves, self._halves = self._halves, None
         assert halves is not None
         found = halves.weight()
@@ -216,22 +203,29 @@ class Cell:
             for edge, grad in zip(outputs[key], given)
             if edge is not None and grad is not None
         ]
+        grads.clear()
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
-#: Makes a cell; the arguments are those of :class:`Cell`.
-NewCell = Callable[[Step, int, int, AbstractStream, Sequence[Tensor]], Cell]
+#: Makes the cell of an F.
+NewCell = Callable[["Forward"], Cell]
 
 
 class Cells:
     """The kind of cells that steps have: these are the eager ones."""
 
-    #: Whether cells may return :class:`Work`, of which two are interleaved.
-    interleave: ClassVar[bool] = False
-
     def begin(self) -> NewCell:
         """Begin a step, and return what makes its cells."""
-        return Cell
+        return EagerCell
+
+    def compute(self, function: Callable[[], None]) -> None:
+        """Call a function that has a cell compute."""
+        function()
+
+    def beside(self, one: Computation, other: Computation) -> None:
+        """Compute the two computations of an overlap."""
+        for run in (one, other):
+            run.on(run.stream, run.compute)
 
 
 def _by_part(

@@ -16,10 +16,11 @@ around each piece that runs, and put back before the next piece of anything runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.autocast import without_autocast
@@ -27,10 +28,10 @@ from torchgpipe.ambient.notes import noted
 from torchgpipe.autograd.ends import drained_after_failure
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import AbstractStream, use_stream
-from torchgpipe.executor.cell import Cell, Gradients, Work, done
-from torchgpipe.executor.interleaving import Interleaving
+from torchgpipe.executor.cell import Cell, Gradients
+from torchgpipe.executor.criterion import Criterion
 from torchgpipe.schedule.program import Op
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
 
 if TYPE_CHECKING:
     from torchgpipe.executor.executor import Executor
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 Result = TypeVar("Result")
-
-NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Computation:
@@ -51,15 +50,19 @@ class Computation:
         op: what is computed.
     """
 
+    #: What its cell is given.
+    given: Any = None
+
     def __init__(self, executor: Executor, w: int, op: Op) -> None:
         self.executor, self.w, self.op = executor, w, op
         self.j, _, self.i = op
         #: The stream that it computes on.
         self.stream = executor.links.home[self.j]
+        self._cell: Cell | None = None
 
     def __str__(self) -> str:
         """The note on an exception of it."""
-        return self.executor.where(self.w, self.op)
+        return f"raised in {self.op} on {self.executor.plan.names[self.w]}"
 
     @property
     def label(self) -> labels.Label | None:
@@ -83,26 +86,28 @@ class Computation:
     def receive(self) -> None:
         """Take what was sent."""
 
-    def compute(self) -> None:
-        """Compute."""
-        self.within(self._compute)
+    @property
+    def cell(self) -> Cell:
+        """The cell, which its last computation takes from the step."""
+        if self._cell is None:
+            self._cell = self._find()
+        return self._cell
 
-    def _compute(self) -> None:
-        self.settle(done(self.begin()))
+    def _find(self) -> Cell:
+        cells, key = self.executor.cells, (self.j, self.i)
+        return cells.pop(key) if self.op.kind in "BW" else cells[key]
 
-    def begin(self) -> Any:
-        """Have the cell compute, or say which work it has: what its method returns."""
+    def numbers(self) -> AbstractContextManager[Any]:
+        """Context manager for the random numbers of this computation."""
         raise NotImplementedError
 
-    def settle(self, found: Any) -> None:
-        """Take what the cell has computed."""
+    def compute(self) -> None:
+        """Compute."""
+        # Not the other way round: who has its turn may trace, and waits for all that compute.
+        with self.numbers():
+            self.executor.crew.cells.compute(self._compute)
 
-    def within(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Call a function that computes, with what this computation needs set."""
-        with self._around():
-            return function(*args)
-
-    def _around(self) -> AbstractContextManager[Any]:
+    def _compute(self) -> None:
         raise NotImplementedError
 
     def deliver(self) -> None:
@@ -110,46 +115,42 @@ class Computation:
 
 
 class Forward(Computation):
-    """F."""
+    """F, which makes the cell."""
 
-    batch: Batch
+    given: Batch
     output: Batch
-    cell: Cell
+
+    @property
+    def again(self) -> bool:
+        """Whether the cell has an R."""
+        return (self.j, self.i) in self.executor.plan.again
+
+    @property
+    def criterion(self) -> Criterion | None:
+        """The loss behind the layers, if this is the last stage."""
+        return self.executor.criterion if self.j == self.executor.plan.last else None
 
     def receive(self) -> None:
-        self.batch = self.executor.received(self.j, self.i)
-        self.executor.links.lend(self.batch, self.w, self.stream)
+        self.given = self.executor.post.receive(self.j, self.i)
+        self.executor.links.lend(self.given, self.w, self.stream)
 
-    def _around(self) -> AbstractContextManager[Any]:
+    def _find(self) -> Cell:
+        return self.executor.new_cell(self)
+
+    def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.of(self.i, self.j)
 
-    def begin(self) -> Any:
-        executor, i, j = self.executor, self.i, self.j
-        body = executor.step.bodies[j]
-        run: Callable[..., Batch] = body.run
-        if body.visited:
-            run = partial(run, note=f"raised in partition {j}, micro-batch {i}")
-        again = (j, i) in executor.plan.again
-        self.cell = executor.new_cell(executor.step, i, j, self.stream, executor.weights[j])
-        return self.cell.forward(
-            self.batch,
-            run,
-            executor.criterion if j == executor.last else None,
-            again=again,
-            # What the checkpoint holds, it must not hold this.
-            within=noted(str(self)) if again else NOTHING,
-        )
-
-    def settle(self, found: Batch) -> None:
-        self.output = found
-        if self.executor.recording:
-            self.executor.keep(self.cell)
+    def _compute(self) -> None:
+        cell = self.cell
+        self.output = cell.forward(self.given)
+        if torch.is_grad_enabled():
+            self.executor.keep(cell)
 
     def deliver(self) -> None:
         executor, i, j = self.executor, self.i, self.j
         executor.links.give_back(self.output, self.w, self.stream)
-        if j < executor.last:
-            executor.send(j, i, self.output)
+        if j < executor.plan.last:
+            executor.post.send(j, i, self.output)
         else:
             executor.links.leave(executor.criterion.results(i), j)
 
@@ -157,73 +158,58 @@ class Forward(Computation):
 class Recomputation(Computation):
     """R."""
 
-    def _around(self) -> AbstractContextManager[Any]:
+    def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.again(self.i, self.j)
 
-    def begin(self) -> Any:
-        return self.executor.cells[self.j, self.i].recompute()
+    def _compute(self) -> None:
+        self.cell.recompute()
 
 
 class BackwardWeight(Computation):
     """W."""
 
-    def within(self, function: Callable[..., Result], *args: Any) -> Result:
-        # guard: autocast in backward
-        with without_autocast(), drained_after_failure(), self._around():
-            return function(*args)
-
-    def _around(self) -> AbstractContextManager[Any]:
+    def numbers(self) -> AbstractContextManager[Any]:
         return self.executor.draws.backward(self.i, self.j, self.op.kind == "W")
 
-    def begin(self) -> Any:
-        return self._last_of_cell().backward_weight()
+    def compute(self) -> None:
+        # guard: autocast in backward
+        with without_autocast(), drained_after_failure():
+            super().compute()
 
-    def settle(self, found: Any) -> None:
-        self.executor.sums[self.w].add(*found)
-
-    def _last_of_cell(self) -> Cell:
-        """The cell, which nobody else has from here on."""
-        return self.executor.cells.pop((self.j, self.i))
+    def _compute(self) -> None:
+        self.executor.sums.by_worker[self.w].add(*self.cell.backward_weight())
 
 
 class BackwardInput(BackwardWeight):
     """I."""
 
-    grads: Gradients
+    given: Gradients
     inputs: Gradients
 
     def receive(self) -> None:
-        self.grads = self.executor.incoming(self.j, self.i)
-        for grads in self.grads.values():
+        executor, i, j = self.executor, self.i, self.j
+        if j < executor.plan.last:
+            self.given = executor.post.receive_grads(j, i)
+        else:
+            self.given = {VALUE: [executor.criterion.grad(i)]}
+        for grads in self.given.values():
             self.executor.links.lend(grads, self.w, self.stream)
 
-    def begin(self) -> Any:
-        return self.executor.cells[self.j, self.i].backward_input(self._taken())
-
-    def settle(self, found: Any) -> None:
-        self.inputs = found
-
-    def _taken(self) -> Gradients:
-        """The gradients, which nobody else has from here on."""
-        grads = self.grads
-        del self.grads
-        return grads
+    def _compute(self) -> None:
+        self.inputs = self.cell.backward_input(self.given)
 
     def deliver(self) -> None:
         for grads in self.inputs.values():
             self.executor.links.give_back(grads, self.w, self.stream)
-        self.executor.outgoing(self.j, self.i, self.inputs)
+        self.executor.post.send_grads(self.j, self.i, self.inputs)
 
 
 class Backward(BackwardInput):
     """B."""
 
-    def begin(self) -> Any:
-        return self._last_of_cell().backward(self._taken())
-
-    def settle(self, found: Any) -> None:
-        self.inputs, weights, grads = found
-        self.executor.sums[self.w].add(weights, grads)
+    def _compute(self) -> None:
+        self.inputs, weights, grads = self.cell.backward(self.given)
+        self.executor.sums.by_worker[self.w].add(weights, grads)
 
 
 #: The classes of computations, by kind.
@@ -234,46 +220,3 @@ KINDS: dict[str, type[Computation]] = {
     "I": BackwardInput,
     "W": BackwardWeight,
 }
-
-
-def overlapped(one: Computation, other: Computation, both: Interleaving) -> None:
-    """Have two computations compute, interleaved if both have work that draws no random numbers.
-
-    Args:
-        one: the first.
-        other: the second.
-        both: their streams.
-    """
-    waiting: list[tuple[Computation, Work]] = []
-    for run in (one, other):
-        work = run.on(run.stream, run.within, _begun, run)
-        if work is not None:
-            waiting.append((run, work))
-    found: Sequence[Any] | None = None
-    if len(waiting) == 2:
-        (_, first), (_, second) = waiting
-        both.labels = [one.label, other.label]
-        # Each with what it needs set, around both.
-        found = one.on(
-            *(one.stream, one.within, other.within),
-            *(partial(first.beside, second, both),),
-        )
-    for k, (run, work) in enumerate(waiting):
-        results = None if found is None else found[k]
-        run.on(run.stream, run.within, _ended, run, work, results)
-
-
-def _begun(run: Computation) -> Work | None:
-    """Begin a computation; return its work if that may be done beside other work."""
-    found = run.begin()
-    # The other one would draw from a generator that was set for this one.
-    # guard: random numbers of an overlap
-    if isinstance(found, Work) and not found.is_random:
-        return found
-    run.settle(done(found))
-    return None
-
-
-def _ended(run: Computation, work: Work, results: Any) -> None:
-    """End a computation, whose work may have been done already."""
-    run.settle(done(work) if results is None else work.finish(results))

@@ -1,61 +1,108 @@
-"""The end of a step: its loss, whose backward hands the gradients over."""
+"""The sums of a step's gradients, until backward of its loss hands them over.
+
+Cells leave the gradients of weights here, worker by worker; those of the caller's tensors come by
+the post. All of them are summed up over micro-batches, and multiplied by the gradient of the loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import chain
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
 from torchgpipe.devices.streams import AbstractStream, current_stream, use_stream
-from torchgpipe.executor.executor import Executor
+from torchgpipe.executor.links import Links
+from torchgpipe.executor.plan import Plan
+from torchgpipe.executor.post import Post
+from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
 
-def hand_over(executor: Executor, value: Tensor, divisor: Tensor | None) -> Tensor:
-    """Make the loss hand the gradients over in its backward.
+class StepSums:
+    """The weights of all stages, the tensors of the caller, and the sums of their gradients.
 
     Args:
-        executor: the step.
-        value: the loss.
-        divisor: what its sum was divided by, if by anything.
+        plan: the plan of the step.
+        modules: for each stage, the module that has all of its weights.
+        batches: the micro-batches of the first stage.
     """
-    links, criterion, inputs = executor.links, executor.criterion, executor.inputs
-    #: By stream: the sums, and the tensors that they belong to. A weight stays on its stream.
-    sums: dict[AbstractStream, Sums] = {}
-    tensors: dict[AbstractStream, dict[int, Tensor]] = {}
-    owner: dict[int, Sums] = {}
 
-    def own(stream: AbstractStream, some: Iterable[Tensor]) -> None:
-        for x in some:
-            if x.requires_grad and id(x) not in owner:
-                # A layer may use a weight of another device.
-                at = stream if x.device == stream.device else current_stream(x.device)
-                owner[id(x)] = sums.setdefault(at, Sums())
-                tensors.setdefault(at, {})[id(x)] = x
+    def __init__(self, plan: Plan, modules: Sequence[nn.Module], batches: Iterable[Batch]) -> None:
+        self._plan = plan
+        #: For each stage, its weights that require a gradient; the last one has those of the loss.
+        self.weights: list[list[Tensor]] = [
+            [x for x in module.parameters() if x.requires_grad] for module in modules
+        ]
+        #: For each micro-batch, the tensors that came from the caller.
+        self._inputs = [[*batch] for batch in batches]
+        given = [x for x in chain(*self._inputs) if x.requires_grad]
+        self._without_hooks = without_hooks([*chain(*self.weights), *given])
+        #: For each worker, the sums of the gradients of its weights.
+        self.by_worker = [Sums() for _ in plan.devices]
 
-    own(links.outside[0], chain(*inputs))
-    for stream, weights in zip(links.home, executor.weights):
-        own(stream, weights)
-    for some, found in zip(inputs, executor.input_grads):
-        for x, grad in zip(some, found):
-            if grad is not None:
-                owner[id(x)].add([x], [grad])
-    for part in executor.sums:
-        part.move_to(owner)
-    callers = dict(zip(executor.plan.devices, links.outside))
-    zeros = []
-    for stream, mine in tensors.items():
-        with use_stream(stream):
-            device = stream.device
-            caller = callers.get(device, stream)
-            zero = HandOver.apply(sums[stream], device, value.dtype, caller, *mine.values())
-            zeros.append(zero)
-    if criterion.scale is not None:
-        one = criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
-        divisor = one if divisor is None else divisor * one
-    loss: Tensor = Outcome.apply(value, divisor, *zeros)
-    return loss
+    def begin(self, within: ExitStack) -> None:
+        """Begin to sum up; hooks of weights and inputs see nothing until the block ends."""
+        within.enter_context(self._without_hooks)
+        for sums, weights in zip(self.by_worker, self._weights_of_one()):
+            within.enter_context(sums.adding_at_once(weights))
+
+    def _weights_of_one(self) -> list[list[Tensor]]:
+        """For each worker, the weights that no other worker has."""
+        found: list[dict[int, Tensor]] = [{} for _ in self.by_worker]
+        for w, weights in zip(self._plan.schedule.placement, self.weights):
+            found[w].update({id(x): x for x in weights})
+        count = Counter(chain(*found))
+        # Another worker has a thread of its own.
+        # guard: sums of weights that workers share
+        return [[x for key, x in own.items() if count[key] == 1] for own in found]
+
+    def met(self, j: int, strays: Sequence[Tensor]) -> None:
+        """Take weights that a stage uses, and that are not among its own, for its own."""
+        # guard: hooks of strays
+        self._without_hooks.add(strays)
+        self.weights[j] += strays
+
+    def hand_over(self, links: Links, post: Post, value: Tensor, divisor: Tensor | None) -> Tensor:
+        """Make the loss hand the gradients over in its backward.
+
+        Args:
+            links: the streams of the step.
+            post: has the gradients of the caller's tensors.
+            value: the loss.
+            divisor: what its sum was divided by, if by anything.
+        """
+        #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
+        parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
+        owner: dict[int, Sums] = {}
+        first = links.outside[0], chain(*self._inputs)
+        for stream, some in [first, *zip(links.home, self.weights)]:
+            for x in some:
+                if x.requires_grad and id(x) not in owner:
+                    # A layer may use a weight of another device.
+                    at = stream if x.device == stream.device else current_stream(x.device)
+                    sums, tensors = parts.setdefault(at, (Sums(), []))
+                    owner[id(x)] = sums
+                    tensors.append(x)
+        for i, given in enumerate(self._inputs):
+            for found in post.receive_grads(-1, i).values():
+                for x, grad in zip(given, found):
+                    if grad is not None:
+                        owner[id(x)].add([x], [grad])
+        for part in self.by_worker:
+            part.move_to(owner)
+        callers = dict(zip(self._plan.devices, links.outside))
+        zeros: list[Any] = []
+        for stream, (sums, tensors) in parts.items():
+            with use_stream(stream):
+                device = stream.device
+                caller = callers.get(device, stream)
+                zeros.append(HandOver.apply(sums, device, value.dtype, caller, *tensors))
+        loss: Tensor = Outcome.apply(value, divisor, *zeros)
+        return loss

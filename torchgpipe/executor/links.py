@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,6 @@ from torchgpipe.devices.streams import (
     wait_for,
     wait_stream,
 )
-from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.executor.plan import Plan
 from torchgpipe.schedule.program import Instruction, Overlap
 from torchgpipe.values import trees
@@ -65,7 +65,8 @@ class Links:
         plan: the plan of the step.
         pool: the streams of the wrapper.
         groups: a number for each stage; those with the same one share weights.
-        recorder: takes the times of copies, if somebody wants to know.
+        recorder: takes the times of computations and copies, if somebody wants to know.
+        arriving: what the last stage needs, each with the event of its copy.
     """
 
     def __init__(
@@ -73,72 +74,66 @@ class Links:
         plan: Plan,
         pool: StreamPool,
         groups: Sequence[int],
-        recorder: Recorder | None = None,
+        recorder: Recorder | None,
+        arriving: Sequence[tuple[Tensor, Any]],
     ) -> None:
-        devices = plan.devices
-        self._recorder = recorder
-        self._placement = placement = plan.schedule.placement
-        counts = Counter(devices)
+        self.recorder, self._arriving = recorder, arriving
+        self._placement = plan.schedule.placement
         #: The caller's stream for the device of each worker.
-        self.outside = [current_stream(device) for device in devices]
-        ways = self._ways(plan)
-        ends = Counter(devices[placement[stage]] for way in ways for stage in way)
-        pools = {device: pool.some(device, pool.POOL - 1) for device in counts}
-        #: The stream on which each worker computes. A worker that is alone on its device computes
-        #: on the caller's stream, and so in order with what the caller gave to that device.
-        self.compute: list[AbstractStream] = []
-        taken: Counter[torch.device] = Counter()
-        for device, outside in zip(devices, self.outside):
-            if counts[device] == 1 or not has_streams(device):
-                self.compute.append(outside)
-            else:
-                # guard: own streams of workers
-                self.compute.append(pools[device][taken[device]])
-                taken[device] += 1
-        self._lanes: dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]] = {}
-        self._used: Counter[tuple[int, int]] = Counter()
-        #: The stream of each stage: a worker with overlaps has a second one.
-        beside = list(self.compute)
-        self.home = [self.compute[w] for w in placement]
-        for w, line in enumerate(plan.schedule.program):
-            device = devices[w]
-            if has_streams(device) and any(isinstance(x, Overlap) for x in line):
-                beside[w] = pools[device][taken[device]]
-                taken[device] += 1
-                others = _on_the_other_stream(line, groups)
-                for j, worker in enumerate(placement):
-                    if worker == w and groups[j] in others:
-                        self.home[j] = beside[w]
+        self.outside = [current_stream(device) for device in plan.devices]
+        counts = Counter(plan.devices)
+        made = {x: iter(pool.computing(x, count)) for x, count in counts.items()}
+        #: The stream on which each worker computes.
+        self.compute = [next(made[device]) for device in plan.devices]
+        #: How many streams of its pool are in use on each device.
+        taken = Counter({x: count for x, count in counts.items() if count > 1})
+        #: The stream on which each stage computes.
+        self.home = [self.compute[w] for w in self._placement]
         #: For each worker with overlaps, the stream of communication within them.
-        self._beside: dict[int, AbstractStream] = {}
-        for w, line in enumerate(plan.schedule.program):
-            if any(isinstance(x, Overlap) for x in line):
-                device = devices[w]
-                self._beside[w] = pools[device][taken[device] % len(pools[device])]
-                taken[device] += 1
-        own = dict(taken)
-        for way in ways:
-            pair = []
-            for stage in way:
-                device = devices[placement[stage]]
-                free = pools[device][own.get(device, 0) :] or [pools[device][-1]]
-                size = max(1, len(free) // ends[device])
-                start = taken[device] - own.get(device, 0)
-                taken[device] += size
-                # Where there are more ends than streams, some share one.
-                pair.append([free[(start + k) % len(free)] for k in range(size)])
-            self._lanes[way] = pair[0], pair[1]
+        self.beside: dict[int, AbstractStream] = {}
+        self._overlap(plan, pool, groups, taken)
+        self._lanes = self._ways(plan, pool, taken)
+        self._used: Counter[tuple[int, int]] = Counter()
 
-    def _ways(self, plan: Plan) -> list[tuple[int, int]]:
-        """The pairs of stages on two workers that tensors pass between: there, and back."""
-        n = len(self._placement)
-        pairs = dict.fromkeys([*((j, j + 1) for j in range(n - 1)), *plan.schedule.skips])
-        found = [(j, k) for j, k in pairs if self._placement[j] != self._placement[k]]
-        return [*found, *((k, j) for j, k in found)]
+    def _overlap(
+        self, plan: Plan, pool: StreamPool, groups: Sequence[int], taken: Counter[torch.device]
+    ) -> None:
+        """Give workers with overlaps a second stream to compute on, and one to communicate on."""
 
-    def interleaving(self, w: int, streams: tuple[AbstractStream, AbstractStream]) -> Interleaving:
-        """The streams of an overlap of a worker."""
-        return Interleaving(streams, self._beside[w])
+        def one(device: torch.device) -> AbstractStream:
+            streams = pool.some(device, pool.POOL - 1)
+            taken[device] += 1
+            return streams[(taken[device] - 1) % len(streams)]
+
+        overlapping = {
+            w: others
+            for w, line in enumerate(plan.schedule.program)
+            if (others := _on_the_other_stream(line, groups)) is not None
+        }
+        for w, others in overlapping.items():
+            if has_streams(plan.devices[w]):
+                second = one(plan.devices[w])
+                for j, worker in enumerate(self._placement):
+                    if worker == w and groups[j] in others:
+                        self.home[j] = second
+        for w in overlapping:
+            self.beside[w] = one(plan.devices[w])
+
+    def _ways(
+        self, plan: Plan, pool: StreamPool, taken: Counter[torch.device]
+    ) -> dict[tuple[int, int], tuple[list[AbstractStream], list[AbstractStream]]]:
+        """The lanes at both ends of each way: from stage to stage on two streams, and back.
+
+        Workers on a device without streams have one, which has done all that was issued before.
+        """
+        place = self._placement
+        pairs = dict.fromkeys([*pairwise(range(len(place))), *plan.schedule.skips])
+        there = [(j, k) for j, k in pairs if self.compute[place[j]] != self.compute[place[k]]]
+        ways = [*there, *((k, j) for j, k in there)]
+        ends = Counter(plan.devices[place[stage]] for way in ways for stage in way)
+        lanes = {x: iter(pool.lanes(x, taken[x], count, least=1)) for x, count in ends.items()}
+        own = [plan.devices[w] for w in place]
+        return {(j, k): (next(lanes[own[j]]), next(lanes[own[k]])) for j, k in ways}
 
     def send(self, tensors: Sequence[Tensor | None], source: int, target: int, i: int) -> Sent:
         """Send tensors of a micro-batch from one stage to another.
@@ -149,35 +144,29 @@ class Links:
         way = source, target
         if way not in self._lanes or not present:
             return Sent(tuple(tensors))
-        one, other = self._placement[source], self._placement[target]
-        here, there = self.compute[one], self.compute[other]
-        if here == there:
-            # Devices without streams have done all that was issued before.
-            return Sent(tuple(tensors))
         number = self._used[way]
         self._used[way] += 1
         sources, targets = self._lanes[way]
         lane, arriving = sources[number % len(sources)], targets[number % len(targets)]
-        leaving = leave(here, lane, *present)
+        leaving = leave(self.compute[self._placement[source]], lane, *present)
         mark = None
         with use_stream(arriving):
-            if self._recorder is not None and lane.device != arriving.device:
-                mark = self._recorder.begin(copy_mark(arriving, source, target, i), lane)
+            if self.recorder is not None and lane.device != arriving.device:
+                mark = self.recorder.begin(copy_mark(arriving, source, target, i), lane)
             with labels.within(labels.of("copy", source, i, target)):
                 found = iter(copy(lane, arriving, *leaving))
-            if self._recorder is not None and mark is not None:
-                self._recorder.end(mark)
+            if self.recorder is not None and mark is not None:
+                self.recorder.end(mark)
         return Sent(tuple([x if x is None else next(found) for x in tensors]), record(arriving))
 
-    def receive(self, sent: Sent, target: int) -> tuple[Tensor | None, ...]:
-        """Receive tensors on the compute stream of a stage, which is current."""
-        if sent.event is not None:
+    def receive(self, tensors: Iterable[Tensor | None], event: Any, target: int) -> None:
+        """Have the compute stream of a stage, which is current, wait for tensors."""
+        if event is not None:
             stream = self.compute[self._placement[target]]
             # guard: waiting for what is sent
-            wait_for(stream, sent.event)
+            wait_for(stream, event)
             # guard: recording what is received
-            record_all(sent.tensors, stream)
-        return sent.tensors
+            record_all(tensors, stream)
 
     def lend(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
         """Announce that tensors of a worker's compute stream are used on its other stream."""
@@ -198,14 +187,10 @@ class Links:
             # guard: recording what goes to the caller
             record_all(tensors, self.outside[w])
 
-    def begin(self, arriving: Iterable[tuple[Tensor, Any]]) -> None:
-        """Make compute streams wait for the caller's, who may have changed weights.
-
-        Args:
-            arriving: what the last stage needs, each with the event of its copy.
-        """
+    def begin(self) -> None:
+        """Make compute streams wait for the caller's, who may have changed weights."""
         last = self._placement[-1]
-        for tensor, event in arriving:
+        for tensor, event in self._arriving:
             # guard: waiting for targets
             wait_for(self.compute[last], event)
             # guard: recording targets
@@ -223,8 +208,8 @@ class Links:
                 wait_stream(caller, own)
 
 
-def _on_the_other_stream(line: Iterable[Instruction], groups: Sequence[int]) -> set[int]:
-    """The groups of a worker whose computations are on its second stream.
+def _on_the_other_stream(line: Sequence[Instruction], groups: Sequence[int]) -> set[int] | None:
+    """The groups of a worker whose computations are on its second stream; None without overlaps.
 
     A group stays on one stream: autograd adds the gradients of a weight on the stream on which the
     weight was used first.
@@ -237,7 +222,7 @@ def _on_the_other_stream(line: Iterable[Instruction], groups: Sequence[int]) -> 
                 other.setdefault(first, not other[second])
             other.setdefault(first, False)
             other.setdefault(second, not other[first])
-    return {group for group, is_other in other.items() if is_other}
+    return {group for group, is_other in other.items() if is_other} if other else None
 
 
 def fetched(

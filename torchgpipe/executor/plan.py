@@ -56,15 +56,26 @@ class Plan:
         devices: the device of each worker.
         order: all instructions in the order of their simulated starts, each with its worker and
             the edges that lead to it.
-        again: the cells ``(stage, micro-batch)`` with an R.
+        names: the name of each worker in notes on exceptions.
     """
 
     schedule: Schedule
     devices: tuple[torch.device, ...]
     order: Sequence[tuple[int, Instruction, Sequence[Edge]]]
-    again: frozenset[tuple[int, int]]
+    names: Sequence[str]
 
     # A plan serves for many steps.
+    @cached_property
+    def again(self) -> frozenset[tuple[int, int]]:
+        """The cells ``(stage, micro-batch)`` with an R."""
+        found = operations_of(self.schedule.program)
+        return frozenset((op.stage, op.microbatch) for op in found if op.kind == "R")
+
+    @cached_property
+    def last(self) -> int:
+        """The last stage, which the loss is behind."""
+        return len(self.schedule.placement) - 1
+
     @cached_property
     def lines(self) -> list[int]:
         """For each worker, how many workers of the same device come before it."""
@@ -111,7 +122,7 @@ def plan(
         schedule,
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
-        again_in(schedule),
+        [f"worker {w}" for w in range(len(schedule.program))],
     )
 
 
@@ -144,15 +155,7 @@ def completed(
     return replace(schedule, program=program)
 
 
-def again_in(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """The cells ``(stage, micro-batch)`` of a schedule that have an R."""
-    found = operations_of(schedule.program)
-    return frozenset((op.stage, op.microbatch) for op in found if op.kind == "R")
-
-
 def _fitting(choice: Choice, devices: Sequence[torch.device], m: int) -> Schedule:
-    if isinstance(choice, Schedule):
-        return _checked(choice.first(m) if m < choice.chunks else choice, devices, m)
     # There is a worker for each device. Where all stages are on one device, as on the CPU, there
     # may be any number of them.
     count, stages = len({*devices}), len(devices)
@@ -161,18 +164,21 @@ def _fitting(choice: Choice, devices: Sequence[torch.device], m: int) -> Schedul
 
 
 def chosen(choice: Choice, stages: int, counts: Sequence[int], m: int) -> Schedule:
-    """Make a schedule by its name, or by a function, with as many stages as the model if it can.
+    """Make a schedule, by a name or a function with as many stages as the model if it can.
 
     Args:
-        choice: the name, or the function of the numbers of workers and micro-batches.
+        choice: the name, the function of the numbers of workers and micro-batches, or a schedule,
+            of which a shorter step takes the first micro-batches.
         stages: the number of stages of the model.
         counts: the numbers of workers to try.
         m: the number of micro-batches.
 
     Raises:
-        TypeError: the choice is neither.
+        TypeError: the choice is none of these.
         ValueError: there is no such schedule.
     """
+    if isinstance(choice, Schedule):
+        return choice.first(m) if m < choice.chunks else choice
     verify_choice(choice)
     schedule = None
     for schedule in _tries(choice, stages, counts, m):

@@ -1,7 +1,7 @@
 """A cell whose stage is a graph: it does without autograd, and without layers.
 
 What an eager cell has autograd keep, this one keeps itself: the values that one part of the graph
-hands to the next.
+hands to the next. So it can begin two parts before it computes either, and interleave them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchgpipe.ambient.autocast import without_autocast
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.versions import version_of
-from torchgpipe.devices.streams import AbstractStream, get_device
-from torchgpipe.engine.step import Step
-from torchgpipe.executor.cell import Cell, Cells, Gradients, NewCell, Run, Work, done
-from torchgpipe.executor.criterion import Criterion
-from torchgpipe.executor.interleaving import Interleaving
+from torchgpipe.devices.streams import get_device
+from torchgpipe.executor.cell import Cell, Cells, EagerCell, Gradients, NewCell
+from torchgpipe.executor.computation import Computation, Forward
 from torchgpipe.graphs.gate import gate
+from torchgpipe.graphs.interleaving import Interleaving
 from torchgpipe.graphs.parts import Given, Part, Parts
 from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
+from torchgpipe.graphs.state import Entry
 from torchgpipe.graphs.strides import copied, laid_out
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.values.microbatch import Batch
@@ -35,22 +35,27 @@ __all__: list[str] = []
 
 
 class GraphCell(Cell):
-    """Micro-batch ``i`` in stage ``j``, computed by a graph if there is one.
+    """A cell that is computed by a graph.
 
     Args:
-        graphs: the graphs of the stage, in this step.
-        *args: the arguments of :class:`~torchgpipe.executor.cell.Cell`.
+        run: its F.
+        stage: the graphs of the stage, in this step.
+        traced: the graph.
+        more: the tensors among the further arguments of the loss.
     """
 
     __slots__ = (
-        *("_again", "_given", "_graphs", "_late", "_places"),
-        *("_shared", "_traced", "_versions"),
+        *("_begun", "_first", "_given", "_late", "_more", "_places"),
+        *("_shared", "_stage", "_traced", "_versions"),
     )
 
-    def __init__(self, graphs: StageInStep, *args: Any) -> None:
-        super().__init__(*args)
-        self._graphs = graphs
-        self._traced: Traced | None = None
+    def __init__(
+        self, run: Forward, stage: StageInStep, traced: Traced, more: Sequence[Tensor]
+    ) -> None:
+        super().__init__(run)
+        self._stage, self._traced, self._more = stage, traced, more
+        #: What was begun, and not ended so far.
+        self._begun: Work | None = None
         #: W, and its arguments.
         self._late: tuple[Part, list[Any]] | None = None
         #: What the next part is given, by roles.
@@ -61,34 +66,54 @@ class GraphCell(Cell):
         #: For each part of the input, the places of its tensors, each tensor once.
         self._places: Mapping[Any, Sequence[int]] = {}
         #: The generators, and what buffers held, before the first run.
-        self._again: tuple[FirstNumbers | None, Sequence[Tensor]] | None = None
+        self._first: tuple[FirstNumbers | None, Sequence[Tensor]] | None = None
 
-    def forward(
-        self,
-        batch: Batch,
-        run: Run,
-        criterion: Criterion | None,
-        *,
-        again: bool,
-        within: AbstractContextManager[None],
-    ) -> Batch | Work:
-        graphs, recorded = self._graphs, torch.is_grad_enabled()
-        body = self.step.bodies[self.j]
-        traced, more = graphs.find(body, batch, criterion, self.i, self.weights, again)
-        self._traced = traced
-        if traced is None:
-            with gate.computing:
-                output = super().forward(batch, run, criterion, again=again, within=within)
-            graphs.has_run()
-            return output
-        parts = traced.parts
-        given = {"state": graphs.tensors, "input": [*batch], "more": more}
+    def forward(self, batch: Batch) -> Any:
+        return self._end(self._begun or self._forward(batch))
+
+    def backward(self, grads: Gradients) -> Any:
+        return self._end(self._begun or self._backward(grads))
+
+    def backward_input(self, grads: Gradients) -> Any:
+        return self._end(self._begun or self._backward_input(grads))
+
+    def backward_weight(self) -> Any:
+        return self._end(self._begun or self._backward_weight())
+
+    def begin(self, kind: str, given: Any) -> Work | None:
+        """Begin what the next call of a method ends.
+
+        Args:
+            kind: its kind.
+            given: what the method will be given, which lets go of its tensors now.
+
+        Returns:
+            What is to be computed; None if the method begins it.
+        """
+        begin: dict[str, Callable[[Any], Work]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_input,
+            "W": self._backward_weight,
+        }
+        if kind in begin:
+            self._begun = begin[kind](given)
+        return self._begun
+
+    def _end(self, work: Work) -> Any:
+        self._begun = None
+        return work.finish(self, work.compute() if work.found is None else work.found)
+
+    def _forward(self, batch: Batch) -> Work:
+        stage, parts, recorded = self._stage, self._traced.parts, torch.is_grad_enabled()
+        given = {"state": stage.tensors, "input": [*batch], "more": self._more}
+        self._more = ()
         if recorded:
             self._places = _places(batch)
         part = parts.forward if recorded else parts.evaluation
-        if recorded and again:
+        if recorded and self.again:
             part = parts.first
-            self._again = self._before(parts)
+            self._first = self._before(parts)
             kept: list[Any] = [None] * len(parts.kept)
             for place, (role, k) in parts.kept_arguments:
                 kept[place] = given[role][k]
@@ -96,44 +121,39 @@ class GraphCell(Cell):
         values = _of_its_own(parts, part, given)
         # From here on the list alone has the input, if it is not needed again.
         batch.take()
-        given.clear()
-        return GraphWork(graphs, part, values, partial(self._forwarded, traced, criterion))
+        return Work(stage, part, values, GraphCell._forwarded)
 
-    def _forwarded(
-        self, traced: Traced, criterion: Criterion | None, found: Sequence[Any]
-    ) -> Batch:
-        if self._again is not None and self._again[0] is not None:
-            self._again[0].settle()
-        count = len(traced.form.needs_grad)
-        if self._again is None:
-            self._keep(traced, found[count:])
+    def _forwarded(self, found: Sequence[Any]) -> Batch:
+        count = len(self._traced.form.needs_grad)
+        if self._first is None:
+            self._keep(found[count:])
         else:
+            if self._first[0] is not None:
+                self._first[0].settle()
             kept: Any = self._given["kept"]
             places = [k for k, x in enumerate(kept) if x is None]
             for k, x in zip(places, found[count:]):
                 kept[k] = x
-        return self._output(found[:count], traced, criterion)
+        return self._output(found[:count])
 
-    def _keep(self, traced: Traced, saved: Sequence[Any]) -> None:
+    def _keep(self, saved: Sequence[Any]) -> None:
         self._given = {"saved": saved}
-        state = self._graphs.tensors
+        traced, state = self._traced, self._stage.tensors
         shared = [saved[k] for k in traced.parts.exposed] + [state[k] for k in traced.lasting]
         self._shared, self._versions = shared, [*map(version_of, shared)]
 
     def _before(self, parts: Parts) -> tuple[FirstNumbers | None, Sequence[Tensor]]:
         """The state that a second run needs: that of before the first."""
         numbers = FirstNumbers(get_device(self.stream)) if parts.again.is_random else None
-        state = [*self._graphs.tensors]
+        state = [*self._stage.tensors]
         with torch.no_grad():
             for k in parts.changed_again:
                 # guard: buffers of before the first run of a graph
                 state[k] = copied(state[k], state[k].stride())
         return numbers, state
 
-    def _output(
-        self, tensors: Sequence[Tensor], traced: Traced, criterion: Criterion | None
-    ) -> Batch:
-        form = traced.form
+    def _output(self, tensors: Sequence[Tensor]) -> Batch:
+        form, criterion = self._traced.form, self.criterion
         outputs = [*map(_with_grad, tensors, form.needs_grad)]
         output = Batch.of(
             {key: tuple([outputs[k] for k in places]) for key, places in form.parts.items()},
@@ -150,99 +170,71 @@ class GraphCell(Cell):
             )
         return output
 
-    def look_for_strays(self) -> list[Tensor]:
-        return [] if self._traced else super().look_for_strays()
-
     def recompute(self) -> None:
-        if self._traced is None:
-            # guard: recomputation beside a trace
-            with gate.computing:
-                super().recompute()
-            return
-        if self._again is None:
+        if self._first is None:
             # What backward needs was kept.
             return
-        (numbers, state), self._again = self._again, None
-        part = self._traced.parts.again
-        values = _of_its_own(self._traced.parts, part, {**self._given, "state": state})
+        (numbers, state), self._first = self._first, None
+        parts = self._traced.parts
+        values = _of_its_own(parts, parts.again, {**self._given, "state": state})
         self._given = {}
         del state
-        work = GraphWork(self._graphs, part, values, self._recomputed)
+        work = Work(self._stage, parts.again, values, GraphCell._keep)
         if numbers is None:
-            done(work)
+            self._end(work)
             return
 
         def again() -> None:
             # guard: random numbers of a graph
             with numbers.restored():
-                done(work)
+                self._end(work)
 
         holding(numbers.locks, again)
 
-    def _recomputed(self, found: Sequence[Any]) -> None:
-        assert self._traced is not None
-        self._keep(self._traced, found)
-
-    def backward(
-        self, grads: Gradients
-    ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]] | Work:
+    def _backward(self, grads: Gradients) -> Work:
         parts = self._begin_backward(grads)
-        if parts is None:
-            # Checkpoints of PyTorch's compute layers in backward, too.
-            # guard: backward beside a trace
-            with gate.computing:
-                return super().backward(grads)
         count = len(parts.joint.input_grads)
 
-        def finish(found: Sequence[Any]) -> Any:
-            return self._by_part(found), self.weights, found[count:]
+        def finish(cell: GraphCell, found: Sequence[Any]) -> Any:
+            return cell._by_part(found), cell.weights, found[count:]
 
-        return GraphWork(self._graphs, parts.backward, self._taken(parts.backward), finish)
+        return Work(self._stage, parts.backward, self._taken(parts.backward), finish)
 
-    def backward_input(self, grads: Gradients) -> Gradients | Work:
+    def _backward_input(self, grads: Gradients) -> Work:
         parts = self._begin_backward(grads)
-        if parts is None:
-            # guard: backward beside a trace
-            with gate.computing:
-                return super().backward_input(grads)
         late, given = parts.weight, self._given
         # What only the input needs must be free once it was used.
         rest = [None if role == "live" else given[role][k] for role, k in late.sources]
         count = len(parts.joint.input_grads)
 
-        def finish(found: Sequence[Any]) -> Gradients:
+        def finish(cell: GraphCell, found: Sequence[Any]) -> Gradients:
             for place, (role, k) in enumerate(late.sources):
                 if role == "live":
                     rest[place] = found[count + k]
-            self._late = late, rest
-            return self._by_part(found)
+            cell._late = late, rest
+            return cell._by_part(found)
 
-        return GraphWork(self._graphs, parts.input, self._taken(parts.input), finish)
+        return Work(self._stage, parts.input, self._taken(parts.input), finish)
 
-    def backward_weight(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]] | Work:
-        if self._traced is None:
-            # guard: backward beside a trace
-            with gate.computing:
-                return super().backward_weight()
+    def _backward_weight(self, _: None = None) -> Work:
         assert self._late is not None
         (part, values), self._late = self._late, None
-        return GraphWork(self._graphs, part, values, lambda found: (self.weights, found))
+        return Work(self._stage, part, values, lambda cell, found: (cell.weights, found))
 
     def _taken(self, part: Part) -> list[Any]:
         """The arguments of a part, which the list alone has from here on."""
         given, self._given = self._given, {}
         return part.arguments(given)
 
-    def _begin_backward(self, grads: Gradients) -> Parts | None:
-        """The parts for these gradients, which the next part is given; None for an eager cell."""
+    def _begin_backward(self, grads: Gradients) -> Parts:
+        """The parts for these gradients, which the next part is given."""
         traced = self._traced
-        if traced is None:
-            return None
         tangents: list[Tensor | None] = [None] * len(traced.form.needs_grad)
         for key, some in grads.items():
             for k, grad in zip(dict.fromkeys(traced.form.parts[key]), some):
                 known = tangents[k]
                 tangents[k] = grad if known is None or grad is None else known + grad
+        grads.clear()
         parts, saved = traced.with_grads(tangents)
         given, shared = self._given["saved"], self._shared
         self._shared = []
@@ -253,7 +245,7 @@ class GraphCell(Cell):
                     f"(stage: {self.j}, shape: {tuple(x.shape)}); clone it first"
                 )
         self._given = {
-            "state": self._graphs.tensors,
+            "state": self._stage.tensors,
             "saved": [given[k] for k in saved],
             "tangent": [*map(_as_traced, tangents, parts.joint.tangents)],
         }
@@ -263,70 +255,104 @@ class GraphCell(Cell):
         return {key: [grads[k] for k in places] for key, places in self._places.items()}
 
 
-class GraphWork(Work):
+class Work:
     """A part of a graph with its arguments.
 
     Args:
-        graphs: the graphs of the stage, in this step.
+        stage: the graphs of the stage, in this step.
         part: the part.
         values: its arguments.
-        finish: takes what the part returns; returns what the cell's method returns.
+        finish: takes the cell and what the part returns; returns what the cell's method returns.
     """
 
     def __init__(
         self,
-        graphs: StageInStep,
+        stage: StageInStep,
         part: Part,
         values: list[Any],
-        finish: Callable[[Sequence[Any]], Any],
+        finish: Callable[[GraphCell, Sequence[Any]], Any],
     ) -> None:
-        self.graphs, self.part, self.values, self.finish = graphs, part, values, finish
+        self.stage, self.part, self.values, self.finish = stage, part, values, finish
+        #: What the part has returned, if it was computed beside another one.
+        self.found: Sequence[Any] | None = None
 
-    @property
-    def is_random(self) -> bool:
-        return self.part.is_random
-
-    def run(self) -> Sequence[Any]:
-        with torch.no_grad(), self._without_casts(), gate.computing:
+    def compute(self) -> Sequence[Any]:
+        """Compute it."""
+        with torch.no_grad(), self._without_casts():
             return self.part.function(self.values)
 
-    def beside(self, other: Work, streams: Interleaving) -> tuple[Any, Any] | None:
-        if not isinstance(other, GraphWork):
-            return None
-        function = self.graphs.graphs.overlaps.get(self.part, other.part)
-        if function is None:
-            return None
-        with torch.no_grad(), self._without_casts(), gate.computing:
-            return function(self.values, other.values, streams)
+    def compute_beside(self, other: Work, streams: Interleaving) -> None:
+        """Compute it and another one, interleaved, if there is something to be gained."""
+        # Each would draw from a generator that was set for the other one.
+        # guard: random numbers of an overlap
+        if self.part.is_random or other.part.is_random:
+            return
+        function = self.stage.graphs.overlaps.get(self.part, other.part)
+        if function is not None:
+            with torch.no_grad(), self._without_casts(), gate.computing:
+                self.found, other.found = function(self.values, other.values, streams)
 
     def _without_casts(self) -> AbstractContextManager[None]:
         # The graph has the casts of autocast in it.
         # guard: autocast around a graph
-        return without_autocast() if self.graphs.settings.casts else nullcontext()
+        return without_autocast() if self.stage.settings.casts else nullcontext()
 
 
 class GraphCells(Cells):
-    """Cells that are graphs.
+    """Cells that are graphs, beside eager ones for stages that cannot be.
 
     Args:
         graphs: the graphs of each stage.
     """
-
-    interleave = True
 
     def __init__(self, graphs: Sequence[StageGraphs]) -> None:
         self.graphs = graphs
 
     def begin(self) -> NewCell:
         settings = current_settings()
-        stages = [graphs.begin(settings) for graphs in self.graphs]
+        return partial(_cell, [graphs.begin(settings) for graphs in self.graphs])
 
-        def new(
-            step: Step, i: int, j: int, stream: AbstractStream, weights: Sequence[Tensor]
-        ) -> Cell:
-            return GraphCell(stages[j], step, i, j, stream, weights)
+    def compute(self, function: Callable[[], None]) -> None:
+        # guard: computing beside a trace
+        with gate.computing:
+            function()
 
-        return new
+    def beside(self, one: Computation, other: Computation) -> None:
+        first, second = [run.on(run.stream, _begun, run) for run in (one, other)]
+        if first is not None and second is not None:
+            streams = Interleaving(
+                (one.stream, other.stream),
+                one.executor.links.beside[one.w],
+                (one.label, other.label),
+            )
+            one.on(one.stream, first.compute_beside, second, streams)
+        super().beside(one, other)
+
+
+def _begun(run: Computation) -> Work | None:
+    """Begin a computation if a graph computes it."""
+    with run.numbers():
+        cell = run.cell
+        return cell.begin(run.op.kind, run.given) if isinstance(cell, GraphCell) else None
+
+
+def _cell(stages: Sequence[StageInStep], run: Forward) -> Cell:
+    """The cell of an F: a graph, or an eager one."""
+    stage = stages[run.j]
+    entry, more = stage.find(run)
+    if entry is not None and entry.traced is not None:
+        return GraphCell(run, stage, entry.traced, more)
+    cell = EagerCell(run)
+    if entry is not None and not entry.has_run:
+        cell.run = partial(_first_run, entry, cell.run)
+    return cell
+
+
+def _first_run(entry: Entry, run: Callable[..., Batch], batch: Batch, **options: Any) -> Batch:
+    """Run the layers on a kind of micro-batch, which they know from then on."""
+    output = run(batch, **options)
+    entry.has_run = True
+    return output
 
 
 def _of_its_own(parts: Parts, part: Part, given: Given) -> list[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchgpipe.executor.computation import Forward
 from torchgpipe.executor.executor import Executor
 from torchgpipe.graphs.memory import kept
 from torchgpipe.graphs.overlap import cost
@@ -14,6 +15,7 @@ from torchgpipe.graphs.slices import Slice
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.schedule.costs import Costs
+from torchgpipe.schedule.program import Op
 from torchgpipe.skip.parcels import Parcels
 from torchgpipe.values.microbatch import Batch
 
@@ -30,31 +32,25 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
     Raises:
         ValueError: a stage cannot be a graph.
     """
-    batch, _ = executor.values[0, 0]
+    batch, _ = executor.post.values[0, 0]
     parcels = Parcels()
     found = []
     last = len(graphs) - 1
-    layout = executor.stages.skip_layout
+    layout = executor.step.stages.skip_layout
     settings = current_settings()
     for j, stage in enumerate(graphs):
         batch = parcels.unpacked(batch, layout.popped[j])
-        traced, _ = stage.begin(settings).find(
-            executor.step.bodies[j],
-            batch,
-            executor.criterion if j == last else None,
-            0,
-            executor.weights[j],
-            (j, 0) in executor.plan.again,
-            at_once=True,
-        )
-        if traced is None:
+        run = Forward(executor, executor.plan.schedule.placement[j], Op(j, "F", 0))
+        run.given = batch
+        entry, _ = stage.begin(settings).find(run, at_once=True)
+        if entry is None or entry.traced is None:
             raise ValueError(
                 "the costs of a stage are those of its graph, and one is eager (stage: "
                 f"{j}, reasons: {stage.reasons}); measure it, or change the layer"
             )
-        found.append(traced)
+        found.append(entry.traced)
         if j < last:
-            batch = parcels.packed(_like(traced, executor.stages.devices[j + 1]))
+            batch = parcels.packed(_like(entry.traced, executor.step.stages.devices[j + 1]))
     return found
 
 

@@ -27,9 +27,9 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from torchgpipe.checks import verify
-from torchgpipe.executor.interleaving import Interleaving
 from torchgpipe.graphs.calls import call_directly
 from torchgpipe.graphs.effects import is_view
+from torchgpipe.graphs.interleaving import Interleaving
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Part
 

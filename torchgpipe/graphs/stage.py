@@ -22,6 +22,7 @@ from torchgpipe.ambient.autocast import with_autocast
 from torchgpipe.ambient.context import current_hooks
 from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.body import Body
+from torchgpipe.executor.computation import Forward
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Overlaps
@@ -98,17 +99,10 @@ class StageGraphs:
         self.states = [state, *[x for x in self.states if x is not state]][:STATES]
         return state
 
-    def traced(
-        self,
-        now: StageInStep,
-        body: Body,
-        batch: Batch,
-        criterion: Criterion | None,
-        i: int,
-        weights: Sequence[Tensor],
-        again: bool,
-    ) -> Traced | None:
-        """Trace the stage for a kind of micro-batch; the arguments are those of ``find``."""
+    def traced(self, now: StageInStep, run: Forward) -> Traced | None:
+        """Trace the stage for the micro-batch of an F."""
+        executor, criterion, i, again = run.executor, run.criterion, run.i, run.again
+        body, batch = executor.step.bodies[self.j], run.given
         more, structure = of_loss(criterion, i)
         loss = keyed = None
         if criterion is not None:
@@ -116,7 +110,7 @@ class StageGraphs:
             loss = Criterion(criterion.loss, [], Division([]), None, criterion.outputs is not None)
             keyed = bool(criterion.arguments[i][1])
 
-        def run(batch: Batch, more: Sequence[Tensor]) -> Any:
+        def compute(batch: Batch, more: Sequence[Tensor]) -> Any:
             with checkpointing() if again else nullcontext():
                 if loss is None:
                     return body.run(batch), flatten((None, None))
@@ -132,12 +126,12 @@ class StageGraphs:
             # Backward has no casts.
             with body.lock, with_autocast(casts):
                 joint, form = trace(
-                    *(places, run, batch, more, own), recorded=recorded, roots=needs_grad
+                    *(places, compute, batch, more, own), recorded=recorded, roots=needs_grad
                 )
             return Parts(joint, make, recompute), form
 
         try:
-            own = chosen(now.tensors, weights)
+            own = chosen(now.tensors, executor.sums.weights[self.j])
             now.verify()
             made, form = parts()
         except UntraceableError as error:
@@ -202,36 +196,20 @@ class StageInStep:
         self.graphs, self.state, self.settings = graphs, state, settings
         #: The parameters and buffers.
         self.tensors = state.places.read()
-        #: The kind of micro-batch that the layers run on for the first time.
-        self._first: Entry | None = None
 
-    def find(
-        self,
-        body: Body,
-        batch: Batch,
-        criterion: Criterion | None,
-        i: int,
-        weights: Sequence[Tensor],
-        again: bool,
-        *,
-        at_once: bool = False,
-    ) -> tuple[Traced | None, Sequence[Tensor]]:
-        """Find the graph for a micro-batch.
+    def find(self, run: Forward, *, at_once: bool = False) -> tuple[Entry | None, Sequence[Tensor]]:
+        """Find what is known of the kind of micro-batch that an F has come to.
 
         Args:
-            body: runs the layers.
-            batch: the micro-batch.
-            criterion: the loss behind the layers, if this is the last stage.
-            i: the number of the micro-batch.
-            weights: the weights of the stage that require a gradient.
-            again: whether the cell has an R.
+            run: the F.
             at_once: whether to trace before the layers have run.
 
         Returns:
-            The graph, or None if the cell is an eager one; and the tensors among the further
-            arguments of the loss.
+            The entry of the kind, which has the graph if there is one, or None if the cell is an
+            eager one anyway; and the tensors among the further arguments of the loss.
         """
-        more, structure = of_loss(criterion, i)
+        batch, criterion = run.given, run.criterion
+        more, structure = of_loss(criterion, run.i)
         if batch.shared:
             # A graph would not see changes in place.
             self.graphs.say("tensors that come to it share memory")
@@ -248,17 +226,14 @@ class StageInStep:
             self.graphs.say("anomaly mode is on")
             return None, more
         key = (
-            *(again, torch.is_grad_enabled(), self.settings, tuple(batch.parts)),
+            *(run.again, torch.is_grad_enabled(), self.settings, tuple(batch.parts)),
             criterion is not None and criterion.outputs is not None,
             *(_places(batch), kinds(batch), kinds(more)),
         )
         entry = self.state.entry(key, [*batch.structures.values(), structure])
-        if entry.is_tried:
-            return entry.traced, more
         # guard: layers that keep what they have made
-        if not (entry.has_run or at_once):
-            self._first = entry
-            return None, more
+        if entry.is_tried or not (entry.has_run or at_once):
+            return entry, more
         if self.state.is_brief and self.state.steps == 1:
             return None, more
         if self.state.count >= KINDS:
@@ -267,23 +242,18 @@ class StageInStep:
         with gate:
             # Another thread may have been first.
             if not entry.is_tried:
-                self._try(entry, body, batch, criterion, i, weights, again)
-        return entry.traced, more
+                self._try(entry, run)
+        return entry, more
 
-    def _try(self, entry: Entry, body: Body, *args: Any) -> None:
+    def _try(self, entry: Entry, run: Forward) -> None:
         self.state.count += 1
         try:
             entry.verify()
         except UntraceableError as error:
             self.graphs.say(str(error))
         else:
-            entry.traced = self.graphs.traced(self, body, *args)
+            entry.traced = self.graphs.traced(self, run)
         entry.is_tried = True
-
-    def has_run(self) -> None:
-        """Take note that the layers have run on the micro-batch that was looked for last."""
-        if self._first is not None:
-            self._first.has_run, self._first = True, None
 
     def verify(self) -> None:
         """Check that the layers may be traced.

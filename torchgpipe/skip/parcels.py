@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torchgpipe.skip.tracker import not_stashed
@@ -19,42 +19,35 @@ class Parcels:
         #: Those that share memory with another part of the micro-batch.
         self._shared: set[Any] = set()
 
-    def put(self, parts: Mapping[Any, Part], shared: Iterable[Any]) -> None:
-        """Keep skips, of which some share memory with another part."""
-        self._waiting.update(parts)
-        self._shared.update(shared)
-
-    def take(self, skip: Any) -> tuple[Part, bool]:
-        """Let go of a skip; whether it shares memory with another part.
-
-        Raises:
-            RuntimeError: it was not stashed.
-        """
-        # Nobody else holds what is popped: it is let go of at its last use.
-        # guard: letting go of a skip
-        part = self._waiting.pop(skip, None)
-        if part is None:
-            raise not_stashed(skip)
-        return part, skip in self._shared
-
     def unpacked(self, value: Batch, skips: Iterable[Any]) -> Batch:
         """A value beside skips, for the stage that pops them.
 
         Raises:
             RuntimeError: a skip was not stashed.
         """
-        popped = {skip: self.take(skip)[0] for skip in skips}
+        popped = {}
+        for skip in skips:
+            # Nobody else holds what is popped: it is let go of at its last use.
+            # guard: letting go of a skip
+            part = self._waiting.pop(skip, None)
+            if part is None:
+                raise not_stashed(skip)
+            popped[skip] = part
         return value.with_skips(popped, self._shared) if popped else value
 
     def packed(self, output: Batch) -> Batch:
         """Keep the skips of an output; the value alone, for the next stage."""
-        if len(output.parts) > 1:
-            self._waiting.update(output.skips)
-        elif not (output.shared or self._waiting):
+        if len(output.parts) == 1 and not (output.shared or self._waiting):
             return output
-        self._shared |= output.shared
-        value = output.with_skips({})
+        value = self.put(output)
         if len(value) < 2 and not self._waiting:
             # Nothing is left that it could share memory with.
             value.shared = frozenset()
         return value
+
+    def put(self, batch: Batch) -> Batch:
+        """Keep the skips of a micro-batch; the value alone."""
+        if len(batch.parts) > 1:
+            self._waiting.update(batch.skips)
+        self._shared |= batch.shared
+        return batch.with_skips({})

@@ -81,6 +81,14 @@ def test_no_stream_is_the_callers_own_of_the_same_pool(pool, partitions, skips):
             assert len(set(copies)) == len(copies)
 
 
+def test_many_that_copy_go_round(pool):
+    found = StreamPool().lanes(DEVICE, 4, 40, least=1)
+    assert [len(x) for x in found] == [1] * 40
+    # A pool of 32 has one for the caller, and four are taken.
+    assert len({x for lane in found for x in lane}) == 27
+    assert pool["next"] == 32
+
+
 def test_streams_of_the_cpu_are_one():
     cpu = CPUStream(CPU)
     assert StreamPool().get(CPU, 2, skips=True) == [(cpu, [cpu] * 15, [cpu] * 15)] * 2

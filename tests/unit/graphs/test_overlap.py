@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.graphs import Exchange, Program, Stage
 from tests.support.size import some
 from torchgpipe.devices.streams import current_stream
-from torchgpipe.executor.interleaving import Interleaving
+from torchgpipe.graphs.interleaving import Interleaving
 from torchgpipe.graphs.overlap import Overlaps, cut, even, is_communication, overlapped, pieces_of
 
 CPU = current_stream(torch.device("cpu"))

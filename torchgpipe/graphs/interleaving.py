@@ -14,7 +14,7 @@ needs its result waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -32,27 +32,22 @@ from torchgpipe.devices.streams import (
 __all__: list[str] = []
 
 
-class Sent(NamedTuple):
-    """The result of a copy or collective, and the event behind it."""
-
-    result: Any
-    event: Any
-
-
 class Interleaving:
     """The streams of two computations.
 
     Args:
         streams: the stream of each computation, which may be one stream.
         beside: the stream of their communication.
+        own: the label of each computation, if somebody observes them.
     """
 
     def __init__(
-        self, streams: tuple[AbstractStream, AbstractStream], beside: AbstractStream
+        self,
+        streams: tuple[AbstractStream, AbstractStream],
+        beside: AbstractStream,
+        own: Sequence[labels.Label | None] = (None, None),
     ) -> None:
-        self._streams, self._beside = streams, beside
-        #: The label of each computation, if somebody observes them.
-        self.labels: Sequence[labels.Label | None] = (None, None)
+        self._streams, self._beside, self._labels = streams, beside, own
         self._last: AbstractStream | None = None
 
     def turn(self, k: int) -> None:
@@ -63,11 +58,13 @@ class Interleaving:
             wait_stream(stream, self._last)
         make_current(stream)
         self._last = stream
-        if self.labels[k] is not None:
-            labels.put(self.labels[k])
+        if self._labels[k] is not None:
+            labels.put(self._labels[k])
 
-    def send(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Sent:
-        """Call a function that communicates."""
+    def send(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Call a function that communicates; return its result, and the event behind it."""
         beside = self._beside
         assert self._last is not None
         # guard: communication after what it sends
@@ -77,18 +74,19 @@ class Interleaving:
             record_stream(x, beside)
         with use_stream(beside):
             result = function(*args, **kwargs)
-        return Sent(result, record(beside))
+        return result, record(beside)
 
-    def receive(self, sent: Sent) -> Any:
+    def receive(self, message: tuple[Any, Any]) -> Any:
         """Wait for the result of what communicates."""
         assert self._last is not None
-        if sent.event is not None:
+        result, event = message
+        if event is not None:
             # guard: waiting for communication
-            wait_for(self._last, sent.event)
-            for x in _tensors([sent.result]):
+            wait_for(self._last, event)
+            for x in _tensors([result]):
                 # guard: recording the result of communication
                 record_stream(x, self._last)
-        return sent.result
+        return result
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
