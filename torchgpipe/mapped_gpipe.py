@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -12,29 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled
+from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.balance.device_map import unchanged
-from torchgpipe.batchnorm import defer, deferred_batch_norms
+from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch, compute
+from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import current
 from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, let_go, signed
 from torchgpipe.mapped.course import Course
-from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
+from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.hugging_face import takes_cache, without_cache
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
-from torchgpipe.partition.arguments import checked_chunks, checked_device, checked_threads
-from torchgpipe.partition.placement import tables, tensors
-from torchgpipe.partition.settings import Settings
-from torchgpipe.partition.traps import Traps
+from torchgpipe.partition.arguments import checked_device, checked_threads
+from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -44,7 +42,7 @@ from torchgpipe.values.structure import Arguments
 __all__ = ["MappedGPipe"]
 
 
-class MappedGPipe(Settings, nn.Module):
+class MappedGPipe(Wrapper):
     """Train any module by pipeline parallelism, by a map of its submodules to devices.
 
     ::
@@ -100,6 +98,10 @@ class MappedGPipe(Settings, nn.Module):
             or devices are given beside a map.
     """
 
+    _own = (
+        *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
+        *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
+    )
     #: The model.
     module: nn.Module
     _calls: list[Call]
@@ -122,37 +124,32 @@ class MappedGPipe(Settings, nn.Module):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
-        self._chunks = checked_chunks(chunks)
-        self.checkpoint = checkpoint
+        self._set(module, chunks, checkpoint)
         self.threads = threads
-        (mode,) = self._modes
         self._output_device = None if output_device is None else checked_device(output_device)
-        self.training = module.training
-        self._share(module)
+        self.__dict__["module"] = module
         chosen = chosen_map(
             module,
             device_map,
             sample,
             devices,
             chunks=self.chunks,
-            checkpoint=mode,
+            checkpoint=str(self.checkpoint),
             rehearse=self._rehearse,
         )
+        self._place(chosen)
         if checked_flag(deferred_batch_norm, "deferred_batch_norm"):
             defer(module)
-        self._place(chosen)
-        self._traps = Traps("MappedGPipe")
-        self._traps.sequence_first([module], self._chunks)
+        self._wrapped("MappedGPipe")
 
     def _place(self, device_map: Mapping[str, Device]) -> None:
-        """Move the modules to the devices of a map, and learn of their calls."""
         self._map = checked_map(device_map, self.module)
         place(self.module, self._map)
-        self._prepare()
 
     def _rehearse(self, device_map: Mapping[str, Device], given: Arguments) -> None:
         """Run a sample as one micro-batch, by a map that was measured."""
         self._place(device_map)
+        self._prepare()
         try:
             with unchanged(self.module), torch.inference_mode(False), torch.enable_grad():
                 batches, devices = [Batch(given)], [*self._map.values()]
@@ -160,26 +157,19 @@ class MappedGPipe(Settings, nn.Module):
                 batches[0] = batches[0].replace(own)
                 step = MappedStep(self._lasting, self._attributes, devices, 1, 0)
                 run = partial(self._run, step, batches, Order(self.module))
-                run = partial(holding, step.numbers.locks, run)
-                compute(run, self, devices, self._norms, [])
+                compute(partial(holding, step.numbers.locks, run), self, [])
         finally:
             for call in self._calls:
                 let_go(call)
 
-    def _share(self, module: nn.Module) -> None:
-        """Have the model's own tables, so that all names are those of the model."""
-        self.__dict__["module"] = module
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = module.__dict__[table]
-
     def _prepare(self) -> None:
-        """Make the attributes that belong to this object alone: nobody copies or pickles them."""
-        mark_if_possible()
-        self._process = os.getpid()
+        # The model's own tables, so that all names are those of the model.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = self.module.__dict__[table]
+        super()._prepare()
         self._lasting = Lasting()
         self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
-        self._norms = deferred_batch_norms(self.module)
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
         ]
@@ -192,26 +182,6 @@ class MappedGPipe(Settings, nn.Module):
         ]
         self._takes_cache = takes_cache(self.module)
         self._signed = signed(MappedGPipe.forward, self.module.forward)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {
-            "_process",
-            "_lasting",
-            "_attributes",
-            "_workers",
-            "_norms",
-            "_calls",
-            "_mapped",
-            "_around",
-            "_takes_cache",
-            "_signed",
-        }
-        return {key: value for key, value in super().__getstate__().items() if key not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share(self.module)
-        self._prepare()
 
     @property
     def device_map(self) -> dict[str, torch.device]:
@@ -227,8 +197,9 @@ class MappedGPipe(Settings, nn.Module):
     def _partition_count(self) -> None:
         return None
 
-    def _rechunked(self) -> None:
-        self._traps.sequence_first([self.module], self._chunks)
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [self.module]
 
     @property
     def threads(self) -> int:
@@ -245,18 +216,14 @@ class MappedGPipe(Settings, nn.Module):
         Returns:
             A table, to be printed, with a row for each device that has the figures.
         """
-        (mode,) = self._modes
-        first = next(iter(self._map.values()))
         layers: dict[torch.device, list[str]] = {}
         for mapped in (call.mapped for call in self._calls):
             name = mapped.name or type(self.module).__name__
             layers.setdefault(mapped.device, []).append(name)
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
-        for _, module, key in owned(self.module, self._map):
-            own = held.setdefault(first if key is None else self._map[key], [])
-            own += module.parameters(recurse=False)
-            own += module.buffers(recurse=False)
-        parts = [Part(None, layers.get(x, ()), held[x], x, mode) for x in held]
+        for _, module, device in placed(self.module, self._map):
+            held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
+        parts = [Part(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
@@ -273,7 +240,6 @@ class MappedGPipe(Settings, nn.Module):
         return getattr(self.module, name)
 
     def _traced(self) -> tuple[Lasting, list[torch.device]]:
-        """The object that holds the spans of a trace, and the devices."""
         return self._lasting, [*dict.fromkeys(self._map.values())]
 
     def train(self, mode: bool = True) -> MappedGPipe:
@@ -306,18 +272,12 @@ class MappedGPipe(Settings, nn.Module):
                 transform of :mod:`torch.func` or forward-mode differentiation is active; or forward
                 has set an attribute of a module while several threads computed micro-batches.
         """
-        if self._process != os.getpid():
-            # Neither threads nor streams survive a fork.
-            self._prepare()
-        self._verify()
         if self._takes_cache:
             kwargs = without_cache(kwargs)
-        mini_batch = MiniBatch(self, Arguments(args, kwargs), self.chunks, self._traps)
-        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         recorded = self.training and torch.is_grad_enabled()
-        if recorded:
-            self._traps.no_pipelining(len({*devices}), mini_batch.asked)
-        (checkpointed,) = self._checkpointed(m if recorded else 0)
+        mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
+        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
+        (checkpointed,) = mini_batch.checkpointed
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
@@ -332,7 +292,7 @@ class MappedGPipe(Settings, nn.Module):
         )
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
-        mini_batch.compute(partial(holding, step.numbers.locks, run), devices, self._norms)
+        mini_batch.compute(partial(holding, step.numbers.locks, run))
         output = mini_batch.joined(order.blocks)
         if late:
             output = trees.map_leaves(
@@ -405,19 +365,13 @@ class MappedGPipe(Settings, nn.Module):
                 )
         devices = {*self._map.values()}
         for call in self._calls:
-            name, module, device = call.mapped.name, call.mapped.module, call.mapped.device
-            lent = {(id(table), key) for table, key in call.mapped.lent or ()}
-            for table in tables(module):
-                for key, tensor in table.items():
-                    if tensor is None or tensor.device == device:
-                        continue
-                    if (id(table), key) not in lent or tensor.device not in devices:
-                        path = next(path for path, x in tensors(module) if x is tensor)
-                        raise RuntimeError(
-                            "parameters and buffers must stay on the device of their module "
-                            f"({name}: {device}, {path}: {tensor.device}); move the tensor back, "
-                            "or wrap the model anew with another map"
-                        )
+            lent = call.mapped.lent or ()
+            if found := elsewhere(call.mapped.module, call.mapped.device, lent, devices):
+                raise RuntimeError(
+                    "parameters and buffers must stay on the device of their module "
+                    f"({call.mapped.name}: {found}); move the tensor back, or wrap the model anew "
+                    "with another map"
+                )
 
 
 class Near:

@@ -17,8 +17,11 @@ from torchgpipe.devices.measures import memory_total
 from torchgpipe.devices.recorder import Recorder
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Traceable
+from torchgpipe.engine.stages import stages_of
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
+from torchgpipe.partition.arguments import modes_of
+from torchgpipe.planner.room import Room
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
@@ -82,9 +85,9 @@ class Watch:
             tuple(model.balance),
             _placement(model.devices, by_autograd),
             figures.chunks,
-            tuple(model._modes),
+            modes_of(model.checkpoint, len(model.devices)),
             self._choice,
-            _skips(model),
+            tuple(stages_of(model).skip_layout.pairs),
         )
         slowest = max(shares, key=_computing)
         return Advisor(
@@ -128,16 +131,11 @@ def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int,
     return tuple(order.index(x) for x in devices)
 
 
-def _skips(model: GPipe) -> tuple[tuple[int, int], ...]:
-    popped = model._stages.skip_layout.popped
-    return tuple(sorted({(k, j) for j, found in enumerate(popped) for k in found.values()}))
-
-
 def _excess(
     model: GPipe, rows: int, setting: Setting, schedule: Schedule, order: Sequence[Step]
 ) -> float | None:
     """The bytes that a device has too little for a setting, if the plan of the model knows."""
-    room = model._room
+    room: Room | None = stages_of(model).room
     if room is None:
         return None
     has_loss = setting.schedule is not None

@@ -117,6 +117,7 @@ class Signed:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @uncompiled
     def __get__(self, wrapper: nn.Module | None, owner: type) -> Callable[..., Any]:
         if wrapper is None:
             return self.function
@@ -133,5 +134,7 @@ def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
     own = [*inspect.signature(method).parameters.values()]
     given = inspect.signature(model)
     found.__doc__ = method.__doc__
+    # Among these is what the compiler is told of the method.
+    found.__dict__.update(method.__dict__)
     found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])  # type: ignore[attr-defined]
     return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torchgpipe.balance.wholes import is_called, is_list, with_several_names
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.lent import Place, places_of
-from torchgpipe.partition.placement import moved_to
+from torchgpipe.partition.placement import moving_home, sharing, tables, tensors
 
 __all__: list[str] = []
 
@@ -104,34 +103,28 @@ def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
     One that modules on several devices share is at home on the device of the longest name that
     leads to it, and of the first one of those.
     """
+    homes: dict[Tensor, torch.device] = {}
+    modules = [*placed(model, device_map)]
+    for _, module, device in sorted(modules, key=lambda x: -_length(owner(x[0], device_map))):
+        for _, tensor in tensors(module, recurse=False):
+            homes.setdefault(tensor, device)
+    with sharing(tables(model)):
+        for _, module, _ in modules:
+            module._apply(moving_home(homes), recurse=False)
+
+
+def _length(key: str | None) -> int:
+    return -1 if key is None else len(key.split(".")) if key else 0
+
+
+def placed(
+    model: nn.Module, device_map: Mapping[str, torch.device]
+) -> Iterator[tuple[str, nn.Module, torch.device]]:
+    """Each module under each of its names, with its device."""
     first = next(iter(device_map.values()))
-    homes: dict[Tensor, tuple[int, torch.device]] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
-    modules = [*owned(model, device_map)]
-    for _, module, key in modules:
+    for path, module, key in owned(model, device_map):
         # Without a name there are only buffers that no state dict has.
-        length = -1 if key is None else len(key.split(".")) if key else 0
-        device = first if key is None else device_map[key]
-        own: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for table in own:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                before.append((table, name, tensor))
-                for x in (tensor, *[x for x in [tensor.grad] if x is not None]):
-                    if length > homes.get(x, (-2, device))[0]:
-                        homes[x] = length, device
-
-    def home(tensor: Tensor) -> Tensor:
-        # What was moved under another name is at home.
-        return moved_to(homes.get(tensor, (0, tensor.device))[1], tensor)
-
-    for _, module, _ in modules:
-        module._apply(home, recurse=False)
-    # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
-    moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in before:
-        table[name] = moved.setdefault(tensor, table[name])
+        yield path, module, first if key is None else device_map[key]
 
 
 def owned(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 
@@ -24,27 +27,32 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
-    before = []
     #: A parameter that partitions on several devices share is at home on the first one's.
     homes: dict[Tensor, torch.device] = {}
     for partition, device in zip(partitions, devices):
-        for table in tables(partition):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    before.append((table, name, tensor))
-                    homes.setdefault(tensor, device)
-                    if tensor.grad is not None:
-                        homes.setdefault(tensor.grad, device)
+        for _, x in tensors(partition):
+            homes.setdefault(x, device)
+    with sharing(chain.from_iterable(map(tables, partitions))):
+        for partition in partitions:
+            partition._apply(moving_home(homes))
 
-    def home(tensor: Tensor) -> Tensor:
-        # What is a new tensor has been moved.
-        return moved_to(homes[tensor], tensor) if tensor in homes else tensor
 
-    for partition in partitions:
-        partition._apply(home)
+def moving_home(homes: Mapping[Tensor, torch.device]) -> Callable[[Tensor], Tensor]:
+    """A function that moves tensors, and their gradients, to where they are at home."""
+    grads = {x.grad: device for x, device in homes.items() if x.grad is not None}
+    known = {**homes, **grads}
+    # What is not known has been moved, and is a new tensor.
+    return lambda x: moved_to(known[x], x) if x in known else x
+
+
+@contextmanager
+def sharing(tables: Iterable[dict[str, Tensor | None]]) -> Iterator[None]:
+    """Let tensors that several tables share stay shared when a ``with`` block moves them."""
+    each = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
+    yield
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in before:
+    for table, name, tensor in each:
         table[name] = moved.setdefault(tensor, table[name])
 
 
@@ -149,18 +157,36 @@ def verify_placement(
         RuntimeError: a parameter or buffer was moved.
     """
     for j, (partition, device) in enumerate(zip(partitions, devices)):
-        own = {(id(table), key) for table, key in lent[j]} if lent else ()
-        for table in tables(partition):
-            for key, tensor in table.items():
-                if tensor is None or tensor.device == device:
-                    continue
-                if (id(table), key) not in own or tensor.device not in devices:
-                    name = next(name for name, x in tensors(partition) if x is tensor)
-                    raise RuntimeError(
-                        "parameters and buffers must stay on the device of their partition "
-                        f"(partition {j}: {device}, {name}: {tensor.device}); move the tensor "
-                        "back, or wrap the module anew with other devices"
-                    )
+        if found := elsewhere(partition, device, lent[j] if lent else (), devices):
+            raise RuntimeError(
+                "parameters and buffers must stay on the device of their partition (partition "
+                f"{j}: {found}); move the tensor back, or wrap the module anew with other devices"
+            )
+
+
+def elsewhere(
+    module: nn.Module,
+    device: torch.device,
+    lent: Iterable[tuple[Any, str]] = (),
+    homes: Collection[torch.device] = (),
+) -> str | None:
+    """The first parameter or buffer that is not on its device, as messages say it, if any is.
+
+    Args:
+        module: the module.
+        device: its device.
+        lent: the places of tensors that may be at home elsewhere.
+        homes: the devices where.
+    """
+    own = {(id(table), key) for table, key in lent}
+    for table in tables(module):
+        for key, tensor in table.items():
+            if tensor is None or tensor.device == device:
+                continue
+            if (id(table), key) not in own or tensor.device not in homes:
+                name = next(name for name, x in tensors(module) if x is tensor)
+                return f"{device}, {name}: {tensor.device}"
+    return None
 
 
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
@@ -171,9 +197,11 @@ def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def tensors(
+    module: nn.Module, prefix: str = "", *, recurse: bool = True
+) -> list[tuple[str, Tensor]]:
     """All parameters and buffers with their names; a shared one under each of its names."""
     return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
+        *module.named_parameters(prefix, recurse, remove_duplicate=False),
+        *module.named_buffers(prefix, recurse, remove_duplicate=False),
     ]
