@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import mark_if_possible, uncompiled
-from torchgpipe.batchnorm import defer, deferred_batch_norms
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe.description import Description, Part, part_of
-from torchgpipe.describe.figures import Prediction
-from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.describe.description import Description
+from torchgpipe.devices.streams import Device
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
-from torchgpipe.partition.arguments import (
-    MISSING,
-    checked_balance,
-    checked_chunks,
-    checked_devices,
-    checked_index,
-)
+from torchgpipe.engine.wrapper import Wrapper, moving_denied
+from torchgpipe.partition.arguments import MISSING, checked_balance, checked_devices, checked_index
 from torchgpipe.partition.placement import place, verify_placement
-from torchgpipe.partition.settings import Settings, moving_denied
 from torchgpipe.partition.sharding import verify_sharding
-from torchgpipe.partition.split import plain_module, split_module, verify_module
-from torchgpipe.partition.traps import Traps
+from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
 from torchgpipe.planner.choice import chosen
-from torchgpipe.planner.room import Room
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.structure import arguments
-
-#: The most bytes of each device.
-Memory: TypeAlias = Mapping[torch.device, int]
 
 __all__ = ["GPipe"]
 
 
-class GPipe(Settings, nn.Module):
+class GPipe(Wrapper):
     """Train an :class:`nn.Sequential` by pipeline parallelism.
 
     ::
@@ -96,6 +82,7 @@ class GPipe(Settings, nn.Module):
     Source: Huang et al., GPipe (arXiv 1811.06965); Kim et al., torchgpipe (arXiv 2004.09910).
     """
 
+    _own = (*Wrapper._own, "_stages", "_plain")
     #: Whether batch normalisations are deferred.
     deferred_batch_norm: bool
     #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.
@@ -119,9 +106,7 @@ class GPipe(Settings, nn.Module):
         self._balance = checked_balance(choice.balance, module)
         self._devices = checked_devices(choice.devices, len(self._balance))
         verify_sharding(module, self._devices)
-        self._chunks = checked_chunks(choice.chunks)
-        self.checkpoint = choice.checkpoint
-        self.training = module.training
+        self._set(module, choice.chunks, choice.checkpoint)
         partitions = split_module(module, self._balance)
         place(partitions, self._devices)
         self.partitions = nn.ModuleList(partitions)
@@ -129,26 +114,15 @@ class GPipe(Settings, nn.Module):
         if deferred_batch_norm:
             defer(self.partitions)
         self.partitions.training = module.training
-        self._traps = Traps("GPipe")
-        self._traps.sequence_first(partitions, self._chunks)
-        self._prepare()
+        self._wrapped("GPipe")
         if choice.time is not None:
-            self._predict(choice.time, choice.memory or {}, None, choice.room)
+            self._stages.predict(choice.time, choice.memory or {}, self, None, choice.room)
 
     def _prepare(self) -> None:
-        """Make the attributes that belong to this object alone: nobody copies or pickles them."""
-        mark_if_possible()
-        self._process = os.getpid()
-        partitions: Any = self.partitions
-        self._stages = Stages(partitions, self._devices)
-        self._norms = deferred_batch_norms(self.partitions)
-        self._room: Room | None = None
+        super()._prepare()
+        self._stages = Stages(self._layers, self._devices)
         # Setting an attribute would register the layers a second time.
         self.__dict__["_plain"] = nn.Sequential()
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"_process", "_stages", "_norms", "_plain", "_room"}
-        return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_traps" not in state:
@@ -158,10 +132,8 @@ class GPipe(Settings, nn.Module):
                 "0.0.7, save its state_dict(), and load that into a new GPipe"
             )
         super().__setstate__(state)
-        self._prepare()
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
-        """The object that holds the spans of a trace, and the devices."""
         return self._stages, self.devices
 
     @property
@@ -187,8 +159,17 @@ class GPipe(Settings, nn.Module):
     def _partition_count(self) -> int:
         return len(self._balance)
 
-    def _rechunked(self) -> None:
-        self._traps.sequence_first(self.partitions, self._chunks)
+    @property
+    def _layers(self) -> Any:
+        return self.partitions
+
+    @property
+    def _entrance(self) -> tuple[torch.device, str, str]:
+        return self._devices[0], "partition", "model.devices[0]"
+
+    def _verify(self) -> None:
+        verify_sharding(self, self._devices)
+        verify_placement(self._layers, self._devices, self._stages.lent)
 
     @property
     def module(self) -> nn.Sequential:
@@ -226,37 +207,7 @@ class GPipe(Settings, nn.Module):
         Returns:
             A table, to be printed, whose rows have the figures.
         """
-        return self._described()
-
-    def _described(self, loss: Any = None, schedule: str | None = None) -> Description:
-        stages = self._stages
-        prediction = stages.prediction
-        if prediction and not prediction.holds(self.chunks, self._modes, schedule):
-            prediction = None
-        return Description.of(
-            self._parts(loss),
-            self.chunks,
-            schedule=schedule,
-            figures=stages.figures,
-            prediction=prediction,
-        )
-
-    def _predict(
-        self, time: float, memory: Memory, name: str | None = None, room: Room | None = None
-    ) -> None:
-        """Take note of what a plan has predicted for the settings as they are now."""
-        # No plan knows that partitions on the CPU compute one after another.
-        if self._devices.count(CPU) > 1:
-            return
-        sizes = {str(device): size for device, size in memory.items()}
-        found = Prediction(time, sizes, self.chunks, self._modes, name)
-        self._stages.prediction, self._room = found, room
-
-    def _parts(self, loss: Any = None) -> list[Part]:
-        """The partitions to be described, with a loss behind the last one."""
-        each = enumerate(zip(self.partitions, self._devices, self._modes))
-        last = len(self._devices) - 1
-        return [part_of(j, *x, loss if j == last else None) for j, x in each]
+        return self._stages.describe(self)
 
     def extra_repr(self) -> str:
         devices = [str(device) for device in self._devices]
@@ -301,12 +252,8 @@ class GPipe(Settings, nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Keys are renamed here, since a parent does not call load_state_dict().
-        keys = [key for key in state_dict if key.startswith(prefix)]
-        for key, own in zip(keys, self._own_keys([key[len(prefix) :] for key in keys])):
-            # A second key of one tensor is not renamed, so that it is reported as unexpected.
-            if prefix + own not in state_dict:
-                state_dict[prefix + own] = state_dict.pop(key)
+        # Here, since a parent does not call load_state_dict().
+        rename(state_dict, prefix, self._homes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -316,27 +263,20 @@ class GPipe(Settings, nn.Module):
             # The versions of the saved layers have keys, too, which cannot be renamed through a
             # parent. Torch keeps the versions as an attribute that types do not know.
             state_dict = OrderedDict(state_dict)
-            state_dict._metadata = dict(  # type: ignore[attr-defined]
-                zip(self._own_keys(versions), versions.values())
-            )
+            homes = self._homes
+            state_dict._metadata = {  # type: ignore[attr-defined]
+                own_key(key, homes): version for key, version in versions.items()
+            }
         return super().load_state_dict(state_dict, *args, **kwargs)
 
-    def _own_keys(self, keys: Iterable[str]) -> list[str]:
-        """The keys of this wrapper for keys of the plain module, or of another balance."""
-        partition_of = {
-            name: j for j, layers in enumerate(self.partitions) for name in layers._modules
+    @property
+    def _homes(self) -> dict[str, str]:
+        """The start of the state dict's keys of each layer, up to its name."""
+        return {
+            name: f"partitions.{j}."
+            for j, layers in enumerate(self.partitions)
+            for name in layers._modules
         }
-        own = []
-        for key in keys:
-            path = key.split(".")
-            numbered = path[0] == "partitions" and len(path) > 2 and path[1].isdecimal()
-            if numbered and path[2] in partition_of:
-                path = path[2:]
-            if path[0] in partition_of:
-                path = ["partitions", str(partition_of[path[0]]), *path]
-                key = ".".join(path)
-            own.append(key)
-        return own
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -368,32 +308,11 @@ class GPipe(Settings, nn.Module):
         """
         if not self._devices:
             return self.module(*args, **kwargs)
-        mini_batch = self._divided(arguments(args, kwargs))
         recorded = self.training and torch.is_grad_enabled()
-        if recorded:
-            self._traps.no_pipelining(len(self._devices), mini_batch.asked)
-        checkpointed = self._checkpointed(mini_batch.m if recorded else 0)
-        pipeline = Pipeline(self._stages, mini_batch.batches, checkpointed)
-        mini_batch.compute(pipeline.run, self._devices, self._norms)
+        mini_batch = MiniBatch(self, arguments(args, kwargs), recorded)
+        pipeline = Pipeline(self._stages, mini_batch.batches, mini_batch.checkpointed)
+        mini_batch.compute(pipeline.run)
         return mini_batch.joined(pipeline.step.blocks)
-
-    def _divided(self, input: Any) -> MiniBatch:
-        """A mini-batch that can be computed."""
-        if self._process != os.getpid():
-            # Neither threads nor streams survive a fork, and a lock may be held for good.
-            self._prepare()
-        partitions: Any = self.partitions
-        verify_sharding(self, self._devices)
-        verify_placement(partitions, self._devices)
-        found = MiniBatch(self, input, self.chunks, self._traps)
-        for tensor in chain.from_iterable(found.different):
-            if tensor.device != self._devices[0]:
-                raise ValueError(
-                    "the input must be on the device of the first partition "
-                    f"(first partition: {self._devices[0]}, input: {tensor.device}); "
-                    "pass input.to(model.devices[0])"
-                )
-        return found
 
 
 def _read_only(name: str, value: object) -> AttributeError:

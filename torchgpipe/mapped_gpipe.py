@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -12,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.dynamo import is_compiled, mark_if_possible, uncompiled
+from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
-from torchgpipe.batchnorm import defer, deferred_batch_norms
+from torchgpipe.balance.device_map import unchanged
+from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description, Part
 from torchgpipe.devices.streams import Device, has_streams
-from torchgpipe.engine.mini_batch import MiniBatch
+from torchgpipe.engine.mini_batch import MiniBatch, compute
+from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import current
-from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, signed
+from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, let_go, signed
 from torchgpipe.mapped.course import Course
-from torchgpipe.mapped.device_map import checked_map, mapped_modules, owned, place
+from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.glue import Glue
 from torchgpipe.mapped.hugging_face import takes_cache, without_cache
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
-from torchgpipe.partition.arguments import checked_chunks, checked_device, checked_threads
-from torchgpipe.partition.placement import tables, tensors
-from torchgpipe.partition.settings import Settings
-from torchgpipe.partition.traps import Traps
+from torchgpipe.partition.arguments import checked_device, checked_threads
+from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values import trees
@@ -44,7 +43,7 @@ from torchgpipe.values.structure import Arguments
 __all__ = ["MappedGPipe"]
 
 
-class MappedGPipe(Settings, nn.Module):
+class MappedGPipe(Wrapper):
     """Train any module by pipeline parallelism, by a map of its submodules to devices.
 
     ::
@@ -87,7 +86,7 @@ class MappedGPipe(Settings, nn.Module):
         sample: for ``"auto"`` only: the arguments of a call, with as many rows as a micro-batch. A
             mapping has keyword arguments, a tuple has positional ones, and a tensor is the only
             one. The model computes the sample where it is, and backward, too, if the memory of a
-            device is limited; it does not change.
+            device is limited, and at last by the map; it does not change.
         devices: for ``"auto"`` only: the devices, by default all accelerators.
         memory: for ``"auto"`` only: the bytes that a device may use, of which the map leaves 5 %
             free, by default nine tenths of what it has. One number is for all devices, a list has
@@ -97,13 +96,17 @@ class MappedGPipe(Settings, nn.Module):
     Raises:
         TypeError: the module is none, the map is no mapping of names, or a sample or devices are of
             the wrong kind.
-        ValueError: a name leads to no module, a parameter or buffer has no device or several,
+        ValueError: a name leads to no module, a parameter or buffer has no device,
             modules are offloaded, or chunks, checkpoint or threads are out of range. The map is a
             word other than ``"auto"``, or it is, and there is no sample or no device, there are
             fewer blocks than devices, the model does not fit, or it is on the meta device. A
             sample, devices or memory are given beside a map, or a limit is none.
     """
 
+    _own = (
+        *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
+        *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
+    )
     #: The model.
     module: nn.Module
     _calls: list[Call]
@@ -127,41 +130,50 @@ class MappedGPipe(Settings, nn.Module):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
-        self._chunks = checked_chunks(chunks)
-        self.checkpoint = checkpoint
+        self._set(module, chunks, checkpoint)
         self.threads = threads
-        (mode,) = self._modes
+        self._output_device = None if output_device is None else checked_device(output_device)
+        self.__dict__["module"] = module
         chosen = chosen_map(
             *(module, device_map, sample, devices),
             memory=memory,
             chunks=self.chunks,
-            checkpoint=mode,
+            checkpoint=str(self.checkpoint),
+            rehearse=self._rehearse,
         )
-        self._map = checked_map(chosen, module)
-        self._output_device = None if output_device is None else checked_device(output_device)
-        self.training = module.training
-        place(module, self._map)
+        self._place(chosen)
         if checked_flag(deferred_batch_norm, "deferred_batch_norm"):
             defer(module)
-        self._traps = Traps("MappedGPipe")
-        self._traps.sequence_first([module], self._chunks)
-        self._share(module)
-        self._prepare()
+        self._wrapped("MappedGPipe")
 
-    def _share(self, module: nn.Module) -> None:
-        """Have the model's own tables, so that all names are those of the model."""
-        self.__dict__["module"] = module
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = module.__dict__[table]
+    def _place(self, device_map: Mapping[str, Device]) -> None:
+        self._map = checked_map(device_map, self.module)
+        place(self.module, self._map)
+
+    def _rehearse(self, device_map: Mapping[str, Device], given: Arguments) -> None:
+        """Run a sample as one micro-batch, by a map that was measured."""
+        self._place(device_map)
+        self._prepare()
+        try:
+            with unchanged(self.module), torch.inference_mode(False), torch.enable_grad():
+                batches, devices = [Batch(given)], [*self._map.values()]
+                own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
+                batches[0] = batches[0].replace(own)
+                step = MappedStep(self._lasting, self._attributes, devices, 1, 0)
+                run = partial(self._run, step, batches, Order(self.module))
+                compute(partial(holding, step.numbers.locks, run), self, [])
+        finally:
+            for call in self._calls:
+                let_go(call)
 
     def _prepare(self) -> None:
-        """Make the attributes that belong to this object alone: nobody copies or pickles them."""
-        mark_if_possible()
-        self._process = os.getpid()
+        # The model's own tables, so that all names are those of the model.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = self.module.__dict__[table]
+        super()._prepare()
         self._lasting = Lasting()
         self._attributes: dict[nn.Module, Attributes] = {}
         self._workers = Threads()
-        self._norms = deferred_batch_norms(self.module)
         self._calls = [
             intercept(mapped, self._lasting) for mapped in mapped_modules(self.module, self._map)
         ]
@@ -174,26 +186,6 @@ class MappedGPipe(Settings, nn.Module):
         ]
         self._takes_cache = takes_cache(self.module)
         self._signed = signed(MappedGPipe.forward, self.module.forward)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {
-            "_process",
-            "_lasting",
-            "_attributes",
-            "_workers",
-            "_norms",
-            "_calls",
-            "_mapped",
-            "_around",
-            "_takes_cache",
-            "_signed",
-        }
-        return {key: value for key, value in super().__getstate__().items() if key not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share(self.module)
-        self._prepare()
 
     @property
     def device_map(self) -> dict[str, torch.device]:
@@ -209,8 +201,9 @@ class MappedGPipe(Settings, nn.Module):
     def _partition_count(self) -> None:
         return None
 
-    def _rechunked(self) -> None:
-        self._traps.sequence_first([self.module], self._chunks)
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [self.module]
 
     @property
     def threads(self) -> int:
@@ -227,18 +220,14 @@ class MappedGPipe(Settings, nn.Module):
         Returns:
             A table, to be printed, with a row for each device that has the figures.
         """
-        (mode,) = self._modes
-        first = next(iter(self._map.values()))
         layers: dict[torch.device, list[str]] = {}
         for mapped in (call.mapped for call in self._calls):
             name = mapped.name or type(self.module).__name__
             layers.setdefault(mapped.device, []).append(name)
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
-        for _, module, key in owned(self.module, self._map):
-            own = held.setdefault(first if key is None else self._map[key], [])
-            own += module.parameters(recurse=False)
-            own += module.buffers(recurse=False)
-        parts = [Part(None, layers.get(x, ()), held[x], x, mode) for x in held]
+        for _, module, device in placed(self.module, self._map):
+            held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
+        parts = [Part(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
@@ -255,7 +244,6 @@ class MappedGPipe(Settings, nn.Module):
         return getattr(self.module, name)
 
     def _traced(self) -> tuple[Lasting, list[torch.device]]:
-        """The object that holds the spans of a trace, and the devices."""
         return self._lasting, [*dict.fromkeys(self._map.values())]
 
     def train(self, mode: bool = True) -> MappedGPipe:
@@ -288,18 +276,12 @@ class MappedGPipe(Settings, nn.Module):
                 transform of :mod:`torch.func` or forward-mode differentiation is active; or forward
                 has set an attribute of a module while several threads computed micro-batches.
         """
-        if self._process != os.getpid():
-            # Neither threads nor streams survive a fork.
-            self._prepare()
-        self._verify()
         if self._takes_cache:
             kwargs = without_cache(kwargs)
-        mini_batch = MiniBatch(self, Arguments(args, kwargs), self.chunks, self._traps)
-        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         recorded = self.training and torch.is_grad_enabled()
-        if recorded:
-            self._traps.no_pipelining(len({*devices}), mini_batch.asked)
-        (checkpointed,) = self._checkpointed(m if recorded else 0)
+        mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
+        m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
+        (checkpointed,) = mini_batch.checkpointed
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
@@ -314,7 +296,7 @@ class MappedGPipe(Settings, nn.Module):
         )
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
-        mini_batch.compute(partial(holding, step.numbers.locks, run), devices, self._norms)
+        mini_batch.compute(partial(holding, step.numbers.locks, run))
         output = mini_batch.joined(order.blocks)
         if late:
             output = trees.map_leaves(
@@ -386,17 +368,15 @@ class MappedGPipe(Settings, nn.Module):
                     f"around them calls them in its own way (compiled: {name or 'the model'}); "
                     "compile the modules that the map names"
                 )
+        devices = {*self._map.values()}
         for call in self._calls:
-            name, module, device = call.mapped.name, call.mapped.module, call.mapped.device
-            for table in tables(module):
-                for tensor in table.values():
-                    if tensor is not None and tensor.device != device:
-                        path = next(path for path, x in tensors(module) if x is tensor)
-                        raise RuntimeError(
-                            "parameters and buffers must stay on the device of their module "
-                            f"({name}: {device}, {path}: {tensor.device}); move the tensor back, "
-                            "or wrap the model anew with another map"
-                        )
+            lent = call.mapped.lent or ()
+            if found := elsewhere(call.mapped.module, call.mapped.device, lent, devices):
+                raise RuntimeError(
+                    "parameters and buffers must stay on the device of their module "
+                    f"({call.mapped.name}: {found}); move the tensor back, or wrap the model anew "
+                    "with another map"
+                )
 
 
 class Near:

@@ -16,7 +16,8 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
 from torchgpipe.engine.mini_batch import MiniBatch
-from torchgpipe.engine.stages import Stages
+from torchgpipe.engine.stages import Stages, stages_of
+from torchgpipe.engine.wrapper import Alone
 from torchgpipe.executor.cell import Cells
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.executor import Crew, Executor
@@ -30,7 +31,7 @@ from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.recompute import CHOICES
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
-from torchgpipe.partition.arguments import verify_loss
+from torchgpipe.partition.arguments import modes_of, verify_loss
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.values.structure import arguments as packed
@@ -48,7 +49,7 @@ def arguments(*args: Any, **kwargs: Any) -> Any:
     return packed(args, kwargs)
 
 
-class ScheduledLoss(nn.Module):
+class ScheduledLoss(Alone):
     """Train a wrapped model under any schedule, by an ordinary ``loss.backward()``.
 
     ::
@@ -106,6 +107,8 @@ class ScheduledLoss(nn.Module):
     in two halves; :mod:`torchgpipe.schedule` names the source of each schedule.
     """
 
+    _own = ("_crew", "_plans")
+
     def __init__(
         self,
         model: GPipe,
@@ -119,14 +122,12 @@ class ScheduledLoss(nn.Module):
         recompute: str = "everything",
     ) -> None:
         super().__init__()
-        _verify_model(model)
-        verify_loss(loss)
-        _verify_stages(stages, compile, recompute)
         self.model = model
         self.loss = loss
         self.outputs = outputs
         self.scaler = scaler
         self.stages, self.backend, self.recompute = stages, compile, recompute
+        _verify_stages(stages, compile, recompute)
         self.training = model.training
         self._prepare()
         self.schedule = schedule
@@ -140,13 +141,6 @@ class ScheduledLoss(nn.Module):
     def _prepare(self) -> None:
         self.__dict__["_crew"] = None
         self.__dict__["_plans"] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: x for key, x in self.__dict__.items() if key not in ("_crew", "_plans")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._prepare()
 
     @uncompiled
     def forward(self, input: Any, *targets: Any, **more: Any) -> Any:
@@ -167,15 +161,12 @@ class ScheduledLoss(nn.Module):
             ValueError: the targets have other rows than the input.
             RuntimeError: backward was run twice, or with ``create_graph=True``.
         """
-        model = self.model
-        mini_batch = model._divided(input)
         recorded = self.training and torch.is_grad_enabled()
-        if recorded:
-            model._traps.no_pipelining(len(model.devices), mini_batch.asked)
+        mini_batch = MiniBatch(self.model, input, recorded)
         with torch.set_grad_enabled(recorded):
             executor = self._executor(mini_batch, (targets, more))
-            with explaining(targets, model[0]):
-                mini_batch.compute(executor.run, model.devices, model._norms)
+            with explaining(targets, self.model[0]):
+                mini_batch.compute(executor.run)
         criterion = executor.criterion
         mini_batch.warn_of_coupled(criterion.shapes)
         total, divisor = criterion.total()
@@ -210,7 +201,7 @@ class ScheduledLoss(nn.Module):
                 "costs are counted from graphs (stages: 'eager'); pass "
                 "ScheduledLoss(..., stages='graph')"
             )
-        mini_batch = self.model._divided(input)
+        mini_batch = MiniBatch(self.model, input, recorded=False)
         with torch.enable_grad():
             executor = self._executor(mini_batch, (targets, more))
             return costs_of(traced_all(executor, self.graphs))
@@ -231,6 +222,11 @@ class ScheduledLoss(nn.Module):
             self.outputs,
         )
         chosen = self._plan(m, forward=not recorded)
+        if self.stages == "graph" and any(crew.stages.lent):
+            raise ValueError(
+                "stages that are graphs must not share a weight with one on another device "
+                "(stages: 'graph'); pass stages='eager', or devices that name one twice"
+            )
         executor = Executor(crew, chosen, batches, criterion, arriving)
         if any(map(is_shard, chain(*executor.sums.weights))):
             raise ValueError(
@@ -265,7 +261,7 @@ class ScheduledLoss(nn.Module):
             A table, to be printed, whose rows have the figures. The last one includes the loss, if
             that is a module.
         """
-        return self.model._described(self.loss, text_of(self.schedule))
+        return stages_of(self.model).describe(self.model, self.loss, text_of(self.schedule))
 
     def extra_repr(self) -> str:
         return f"schedule={title_of(self.schedule)!r}, stages={self.stages!r}"
@@ -283,27 +279,26 @@ class ScheduledLoss(nn.Module):
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
         """The object that holds the spans of a trace, and the devices."""
-        return self.model._traced()
+        return stages_of(self.model), self.model.devices
 
     def _plan(self, m: int, *, forward: bool) -> Plan:
         plans = self.__dict__["_plans"]
-        model = self.model
-        key = id(self.schedule), id(model._stages), m, model._checkpoint, forward
+        model, stages = self.model, stages_of(self.model)
+        modes = modes_of(model.checkpoint, len(model.devices))
+        key = id(self.schedule), id(stages), m, modes, forward
         if key not in plans:
-            layout = model._stages.skip_layout
-            skips = {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
-            made = plan(
-                self.schedule, model.devices, m, model._checkpoint, sorted(skips), forward=forward
-            )
+            skips = stages.skip_layout.pairs
+            made = plan(self.schedule, model.devices, m, modes, skips, forward=forward)
             # While these live, nothing else has their identities.
-            plans[key] = made, self.schedule, model._stages
+            plans[key] = made, self.schedule, stages
         found: Plan = plans[key][0]
         return found
 
     def _crew_of(self, model: GPipe) -> Crew:
         crew = self.__dict__["_crew"]
         # The model makes its stages anew in a child process, and a user may replace the others.
-        basis = model._stages, self.loss, self.stages, self.backend, self.recompute
+        stages = stages_of(model)
+        basis = stages, self.loss, self.stages, self.backend, self.recompute
         if crew is None or not all(a is b for a, b in zip(crew.basis, basis)):
             _verify_stages(self.stages, self.backend, self.recompute)
             modules: list[list[nn.Module]] = [[x] for x in model.partitions]
@@ -314,15 +309,14 @@ class ScheduledLoss(nn.Module):
                 overlaps = Overlaps()
                 make = function_of if self.backend is None else compiler(self.backend)
                 choice = CHOICES[self.recompute]
-                others: list[list[Any]] = [[] for _ in modules]
-                others[-1].append(self.loss)
+                last = len(modules) - 1
                 cells = GraphCells(
                     [
-                        StageGraphs(j, x, overlaps, make, choice, y)
-                        for j, (x, y) in enumerate(zip(modules, others))
+                        StageGraphs(j, x, overlaps, make, choice, [self.loss] if j == last else [])
+                        for j, x in enumerate(modules)
                     ]
                 )
-            crew = self.__dict__["_crew"] = Crew(model._stages, cells, basis)
+            crew = self.__dict__["_crew"] = Crew(stages, cells, basis)
         found: Crew = crew
         return found
 
@@ -407,15 +401,11 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
 
 
 def _verify_stages(stages: str, compile: Any, recompute: str) -> None:
-    """Check how stages compute.
+    """Check that the choices how stages compute go together.
 
     Raises:
-        TypeError: one of the choices is of the wrong kind.
-        ValueError: there is no such way, or the choices do not go together.
+        ValueError: they do not.
     """
-    _verify_way(stages)
-    _verify_backend(compile)
-    _verify_recompute(recompute)
     if compile is not None and stages != "graph":
         raise ValueError(
             "only graphs are compiled part by part (compile: "

@@ -1,10 +1,14 @@
 """Any schedule computes what the micro-batches give one after another."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.functional import mse_loss
 
+from tests.support.helpers import notes_of
 from tests.support.schedules import Case, compare
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.skip import pop, skippable, stash
@@ -29,6 +33,52 @@ def test_hooks_that_change_what_nodes_compute(name, mode):
     x, y = torch.rand(8, 6), torch.rand(8, 6)
     layers = [nn.Sequential(HookedNode(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4)]
     compare(Case(layers, x, y), name, ["cpu"] * 4, mode)
+
+
+class Checkpointed(nn.Module):
+    """A layer with a checkpoint of PyTorch within."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.0), nn.Linear(6, 6))
+        self.options = options
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.layers, x, **self.options) + x
+
+
+def keep_products(_, operator, *args, **kwargs):
+    kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if kept else policy.PREFER_RECOMPUTE
+
+
+SELECTIVE = {
+    "use_reentrant": False,
+    "context_fn": partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, keep_products
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbh1", "dualpipe_v"])
+def test_selective_checkpoints_of_layers(name, mode):
+    torch.manual_seed(0)
+    x, y = torch.rand(8, 6), torch.rand(8, 6)
+    layers = [nn.Sequential(nn.Linear(6, 6), Checkpointed(**SELECTIVE)) for _ in range(4)]
+    compare(Case(layers, x, y), name, ["cpu"] * 4, mode)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbh1"])
+def test_reentrant_checkpoints_of_layers_are_an_error_that_names_the_layer(name):
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Checkpointed(use_reentrant=True))
+    step = ScheduledLoss(GPipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2), mse_loss, name)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="set use_reentrant=False") as caught:
+            step(torch.rand(4, 6), torch.rand(4, 6))
+        assert "layer 2 (Checkpointed), in its backward" in notes_of(caught.value)[0]
+    layers[2].options = {"use_reentrant": False}
+    step(torch.rand(4, 6), torch.rand(4, 6)).backward()
 
 
 def test_hook_that_another_layer_registers():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.autograd.halves import _say_compiled
+from torchgpipe.autograd.halves import _say_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -28,7 +28,7 @@ def fresh(monkeypatch):
         "torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None
     )
     torch._dynamo.reset()
-    _say_compiled.cache_clear()
+    _say_whole.cache_clear()
     yield
     torch._dynamo.reset()
 
@@ -102,5 +102,6 @@ def test_gradients(kind, mode, caplog):
                 torch.testing.assert_close(own.grad, other.grad)
     messages = [x.message for x in caplog.records if x.name.endswith("halves")]
     assert messages == [
-        "cells with compiled layers run their whole backward at I, and leave W nothing"
+        "cells with compiled layers, or with PyTorch's checkpoints, run their whole backward at I, "
+        "and leave W nothing"
     ]

@@ -23,6 +23,7 @@ OF_ALL = {
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
     "recompute/verification": "behaviour/test_verify_recomputation.py",
+    "engine/weights": "virtual/test_mapped_lent.py",
     "mapped/attributes": "behaviour/test_mapped_attributes.py",
     "ambient/autocast": "behaviour/test_autocast.py",
     "ambient/thread": "behaviour/test_unwinding.py",

@@ -57,6 +57,8 @@ TESTS = {
         ),
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
+        "lent": ("test_mapped_lent", "training", {"kind": "home behind", "threads": 1}),
+        "lost": ("test_mapped_together", "changes_in_place_that_would_be_lost", {}),
     }.items()
 } | {
     "attributes of a call": (
@@ -64,6 +66,8 @@ TESTS = {
         "test_block_that_is_called_several_times",
         {},
     ),
+    "exchanged by threads": ("unit.mapped.test_exchanged", "test_second_runs_take_turns", {}),
+    "lent to threads": ("unit.partition.test_lent", "test_threads_take_turns", {}),
     "contents of a call": (
         "behaviour.test_mapped_attributes",
         "test_what_is_within_an_attribute",
@@ -120,5 +124,12 @@ MUTANTS = {
     "contents of several devices": (("self.lock, ", ""), "mapped shared box"),
     "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
+    "weights that are lent": (DROP, "mapped lent"),
+    "weights that several threads lend": (("with self._lock", "if True"), "lent to threads"),
+    "mappings of several devices": (
+        ("with self._lock if again else nullcontext()", "if True"),
+        "exchanged by threads",
+    ),
+    "changes that would be lost": (("!= version", "is None"), "mapped lost"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

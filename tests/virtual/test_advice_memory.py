@@ -87,7 +87,7 @@ def test_a_plan_of_something_else_knows_nothing(devices):
     advice = advised(ScheduledLoss(model, F.mse_loss, "1f1b"), devices)
     assert "more activations are kept" in advice.caution
     # What belongs to the plan is not copied.
-    assert copy.deepcopy(model)._room is None
+    assert copy.deepcopy(model)._stages.room is None
 
 
 @pytest.mark.parametrize("loss", some([None, F.mse_loss], [F.mse_loss]))

@@ -44,9 +44,12 @@ class Modules:
         self._ties = [numbers for numbers in homes.values() if len(numbers) > 1]
 
     def allows(self, balance: Sequence[int]) -> bool:
-        """Whether modules that share a parameter stay together."""
+        """Whether modules that share a parameter are on as few devices as before."""
         places = self._places(balance)
-        return all(len({places[k] for k in tie}) == 1 for tie in self._ties)
+        return all(
+            len({places[k] for k in tie}) <= len({self._before[k] for k in tie})
+            for tie in self._ties
+        )
 
     def map(self, balance: Sequence[int]) -> dict[str, torch.device]:
         """The device map of a balance."""

@@ -20,9 +20,12 @@ from torchgpipe.advice.waits import Wait, Waits
 from torchgpipe.devices.measures import memory_total
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Recording, Traceable
+from torchgpipe.engine.stages import stages_of
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.partition.arguments import modes_of
+from torchgpipe.planner.room import Room
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
@@ -161,9 +164,9 @@ class Watch:
             tuple(model.balance),
             _placement(model.devices, self._choice is None),
             chunks,
-            tuple(model._modes),
+            modes_of(model.checkpoint, len(model.devices)),
             self._choice,
-            _skips(model),
+            tuple(stages_of(model).skip_layout.pairs),
         )
         if layers is None:
             return Wrapped(setting, model.devices, [], 0)
@@ -183,12 +186,11 @@ class Watch:
         modules = Modules(model.device_map, [model._calls[k].mapped for k in order])
         is_cut = modules.devices == devices
         ways = {(x.stage, x.target) for x in last if x.kind == "copy"}
-        (mode,) = model._modes
         setting = Setting(
             modules.balance if is_cut else (1,) * n,
             tuple(range(n)),
             chunks,
-            (mode,) * n,
+            modes_of(model.checkpoint, n),
             None,
             tuple(sorted((j, k) for j, k in ways if j is not None and k is not None and k > j + 1)),
             model.threads,
@@ -225,11 +227,6 @@ def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int,
     return tuple(order.index(x) for x in devices)
 
 
-def _skips(model: GPipe) -> tuple[tuple[int, int], ...]:
-    popped = model._stages.skip_layout.popped
-    return tuple(sorted({(k, j) for j, found in enumerate(popped) for k in found.values()}))
-
-
 def _excess(
     model: GPipe | MappedGPipe,
     rows: int,
@@ -238,12 +235,11 @@ def _excess(
     order: Sequence[Step],
 ) -> float | None:
     """The bytes that a device has too little for a setting, if the plan of the model knows."""
-    if isinstance(model, MappedGPipe) or model._room is None:
+    room: Room | None = None if isinstance(model, MappedGPipe) else stages_of(model).room
+    if room is None or isinstance(model, MappedGPipe):
         return None
     has_loss = setting.schedule is not None
-    return model._room.excess(
-        schedule, order, setting.balance, model.devices, rows, has_loss=has_loss
-    )
+    return room.excess(schedule, order, setting.balance, model.devices, rows, has_loss=has_loss)
 
 
 def _in_use(memory: Mapping[str, int]) -> str:

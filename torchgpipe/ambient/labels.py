@@ -97,17 +97,12 @@ def _run(function: Callable[..., Any], label: Label, *args: Any, **kwargs: Any) 
         return function(*args, **kwargs)
 
 
-def of_layers() -> Callable[[str, str], None] | None:
-    """A function that labels the layers of the cell that this thread computes, one by one.
+def put_layer(name: str, kind: str) -> None:
+    """Label the layer that comes next in the cell of this thread, if it has a label.
 
-    Returns:
-        The function, which takes the name of the layer that comes next and its class, both empty
-        behind the last layer; None if nobody observes, or this is no cell.
+    Args:
+        name: the name of the layer; empty behind the last one.
+        kind: its class, likewise.
     """
-    return None if observer is None or current.label is None else _put_layer
-
-
-def _put_layer(name: str, kind: str) -> None:
-    label = current.label
-    if label is not None:
-        put(label._replace(layer=name, layer_type=kind))
+    if current.label is not None:
+        put(current.label._replace(layer=name, layer_type=kind))

@@ -104,6 +104,8 @@ class StepNumbers:
         ]
         #: The states of each micro-batch, by type of device.
         self.states = [dict(states) for states in self._first]
+        #: The micro-batches that had drawn before another process went on with them.
+        self._drew: set[int] = set()
         #: The states of the CPU's generator behind draws in backward, by place.
         self.in_backward: dict[object, Tensor] = {}
 
@@ -142,12 +144,14 @@ class StepNumbers:
         return any(map(self.has_drawn, range(self._m)))
 
     def has_drawn(self, i: int) -> bool:
-        """Whether a cell of micro-batch ``i`` has drawn from any of the generators."""
+        """Whether a cell of micro-batch ``i`` has drawn from any of the generators here."""
         first = self._first[i]
-        return any(_differ(x, first[kind]) for kind, x in self.states[i].items())
+        return i in self._drew or any(_differ(x, first[kind]) for kind, x in self.states[i].items())
 
     def go_on(self, i: int, states: dict[str, Tensor]) -> None:
         """Take micro-batch ``i`` over from another process, with its states by type of device."""
+        if self.has_drawn(i):
+            self._drew.add(i)
         self._first[i], self.states[i] = states, dict(states)
 
     def after(self) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ Not every node can be run in halves:
 - Compiled layers free what they have saved when they run, and refuse to run in a backward that
   keeps its graph (PyTorch issue 161904). If a cell has one on the way to the input, I is its whole
   backward, and W hands on the gradients of the weights.
+- So it is with PyTorch's checkpoints in layers: each half would compute them again, and selective
+  ones refuse the second time.
 - Where nothing that requires a gradient came in, there is nothing to do for I.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the halves.
@@ -257,8 +259,8 @@ class Halves:
         assert graph is not None
         self._graph = None
         on_the_way = [(node, edges) for node, edges in graph.nodes if graph.leads[node] & INPUT]
-        if any(_is_compiled(node) for node, _ in on_the_way):
-            _say_compiled()
+        if any(_is_compiled(node) or _is_checkpointed(node) for node, _ in on_the_way):
+            _say_whole()
             early = list(graph.weights)
         else:
             early = self._find_boundaries(graph, on_the_way)
@@ -340,12 +342,29 @@ class Halves:
 
 
 @cache
-def _say_compiled() -> None:
-    logger.debug("cells with compiled layers run their whole backward at I, and leave W nothing")
+def _say_whole() -> None:
+    logger.debug(
+        "cells with compiled layers, or with PyTorch's checkpoints, run their whole backward at I, "
+        "and leave W nothing"
+    )
 
 
 def _is_compiled(node: Node) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def _is_checkpointed(node: Node) -> bool:
+    """Whether a checkpoint of PyTorch has packed the first tensor that a node has saved."""
+    kind: Any = type(node)
+    for name in _saved(kind):
+        saved = getattr(node, name)
+        if isinstance(saved, tuple):
+            saved = saved[0] if saved else None
+        # A function in Python that was freed has nothing, and what no hook has packed is None.
+        packed = getattr(saved, "data", None)
+        if packed is not None:
+            return type(packed).__module__ == "torch.utils.checkpoint"
+    return False
 
 
 @cache

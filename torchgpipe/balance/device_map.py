@@ -1,9 +1,10 @@
 """Proposals of device maps: which device computes which module of any model.
 
 The model's own forward runs on a sample, and each of its blocks is measured there. A block is a
-module that is kept whole: an entry of an ``nn.ModuleList``, a class that the model says not to
-split, and whatever has parameters beside these. Blocks go to the devices in the order in which they
-are called, so that the device with the most to do has as little as possible.
+module that is kept whole: an entry of an ``nn.ModuleList`` or an ``nn.Sequential``, a class that
+the model says not to split, and whatever has parameters beside these. Blocks go to the devices in
+the order in which they are called, so that the device with the most to do has as little as
+possible.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torchgpipe.ambient.random_numbers import get_state, set_state
 from torchgpipe.balance.alike import pooled
 from torchgpipe.balance.evenest import evenest
 from torchgpipe.balance.rounds import repeat, spread, undisturbed, verify_timed
+from torchgpipe.balance.wholes import Wholes
 from torchgpipe.checks import MOST, listed, verify
 from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import CPU, Device
@@ -70,7 +72,11 @@ def map_by_time(
     """
     places = _places(devices, model, no_split)
     checked_timeout(timeout)
-    return proposed(places, *timed(model, *args, no_split=no_split, timeout=timeout, **kwargs))
+
+    def measure(blocks: dict[str, nn.Module]) -> Times:
+        return timed(model, *args, blocks=blocks, timeout=timeout, **kwargs)
+
+    return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
 
 
 def _places(devices: Any, model: Any, no_split: Any) -> list[Device]:
@@ -113,10 +119,24 @@ class Times(NamedTuple):
     spreads: dict[str, float]
 
 
+def refined(measure: Callable[[dict[str, nn.Module]], Times], wholes: Wholes, count: int) -> Times:
+    """Measure the blocks of a model, and divide those that would hold up all devices.
+
+    Args:
+        measure: measures blocks.
+        wholes: how to divide the model.
+        count: the number of devices.
+    """
+    times = measure(wholes.blocks())
+    while (finer := wholes.finer(times.blocks, times.costs, count)) is not None:
+        times = measure(finer)
+    return times
+
+
 def timed(
     model: nn.Module,
     *args: Any,
-    no_split: Collection[str] | None = None,
+    blocks: Mapping[str, nn.Module],
     timeout: float = 1.0,
     **kwargs: Any,
 ) -> Times:
@@ -125,8 +145,11 @@ def timed(
     Raises:
         ValueError: no block takes any time.
     """
-    blocks = blocks_of(model, no_split)
-    watches = {name: Stopwatch(next(block.parameters()).device) for name, block in blocks.items()}
+    home = next((x.device for x in model.parameters()), CPU)
+    watches = {
+        name: Stopwatch(next((x.device for x in block.parameters()), home))
+        for name, block in blocks.items()
+    }
     #: For each round, how long each block took; a block may be called several times.
     rounds: list[dict[str, float]] = []
 
@@ -149,9 +172,8 @@ def timed(
     samples = [[found.get(name, 0.0) for found in rounds] for name in names]
     kinds = [kind_of(blocks[name]) for name in names]
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
-    where = next(model.parameters()).device
-    verify_timed(times, where, "blocks", "move the model to the CPU before, by model.cpu()")
-    return Times(blocks, dict(zip(names, times)), dict(zip(names, noise)))
+    verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
+    return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
 
 
 def map_by_size(
@@ -186,7 +208,17 @@ def map_by_size(
     """
     places = _places(devices, model, no_split)
     verify_scale(param_scale)
-    blocks = blocks_of(model, no_split)
+
+    def measure(blocks: dict[str, nn.Module]) -> Times:
+        return Times(blocks, sizes_of(model, blocks, param_scale, args, kwargs), {})
+
+    return proposed(places, *refined(measure, Wholes.of(model, no_split), len(places)))
+
+
+def sizes_of(
+    model: nn.Module, blocks: Mapping[str, nn.Module], scale: float, args: Any, kwargs: Any
+) -> dict[str, float]:
+    """The memory that each block takes in training, as :func:`map_by_size` says."""
     costs: dict[str, float] = {}
     within: list[str] = []
     known = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
@@ -199,7 +231,7 @@ def map_by_size(
 
     def before(name: str, *_: Any) -> None:
         if name not in costs:
-            costs[name] = param_scale * sum(x.nbytes for x in blocks[name].parameters())
+            costs[name] = scale * sum(x.nbytes for x in blocks[name].parameters())
         within.append(name)
 
     def behind(name: str, *_: Any) -> None:
@@ -214,37 +246,18 @@ def map_by_size(
         # The output holds what was saved, so that no address comes twice.
         output = model(*args, **kwargs)
         del output
-    return proposed(places, blocks, costs)
+    return costs
 
 
 def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:
     """The blocks of a model by name."""
-    whole = getattr(model, "_no_split_modules", None) if no_split is None else no_split
-    return dict(_blocks_below("", model, whole or ())) or {"": model}
-
-
-def _blocks_below(
-    name: str, module: nn.Module, whole: Collection[str]
-) -> Iterator[tuple[str, nn.Module]]:
-    def is_block(module: nn.Module) -> bool:
-        return type(module).__name__ in whole
-
-    for child, inner in module.named_children():
-        path = f"{name}.{child}" if name else child
-        if not any(True for _ in inner.parameters()):
-            continue
-        below = [x for x in inner.modules() if x is not inner]
-        divided = isinstance(inner, nn.ModuleList | nn.ModuleDict) or any(
-            is_block(x) or (isinstance(x, nn.ModuleList) and len(x) > 1) for x in below
-        )
-        if divided and not is_block(inner) and not isinstance(module, nn.ModuleList):
-            yield from _blocks_below(path, inner, whole)
-        else:
-            yield path, inner
+    return Wholes.of(model, no_split).blocks()
 
 
 class Units:
     """The blocks of a model in the order of their calls, those that share a parameter together.
+
+    A block without parameters goes with the one before it.
 
     Args:
         blocks: the blocks by name.
@@ -269,6 +282,13 @@ class Units:
             )
             for name in order
         }
+        bare = {name for name, block in blocks.items() if not any(True for _ in block.parameters())}
+        home = next((name for name in order if name not in bare), "")
+        for name in order:
+            # An activation goes with the layer before it.
+            if name in bare and name in costs:
+                leader[name] = leader.get(home, name)
+            home = name
         #: The names of the blocks of each unit, by the first one.
         self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
         home = next(iter(self.members), "")
@@ -323,7 +343,9 @@ def proposed(
 
 def kind_of(block: nn.Module) -> tuple[object, ...]:
     """The class of a block and the sizes of its parameters, by which blocks are alike."""
-    return (type(block), *[(x.shape, x.dtype) for x in block.parameters()])
+    sizes = [(x.shape, x.dtype) for x in block.parameters()]
+    # Without parameters nothing tells how much there is to do.
+    return (type(block), *sizes) if sizes else (block,)
 
 
 @contextmanager

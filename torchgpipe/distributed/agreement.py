@@ -203,14 +203,13 @@ class Agreement:
             divisor: what it is divided by, there.
         """
         numbers, placement = mail.step.numbers, mail.routes.placement
-        drew = [i in mail.drew or numbers.has_drawn(i) for i in range(len(numbers.states))]
-        any_drew = any(drew) or bool(numbers.in_backward)
+        drew, any_drew = numbers.has_drawn(0), numbers.drawn or bool(numbers.in_backward)
         last = placement[-1]
         code = -1 if total is None else DTYPES.index(total.dtype)
         # A host does not wait for its device.
         here = self._peers.device == CPU
         pair = [float(x) if here and x is not None else 1.0 for x in (total, divisor)]
-        found = self._peers.gathered([drew[0], any_drew, code, divisor is not None, *pair])
+        found = self._peers.gathered([drew, any_drew, code, divisor is not None, *pair])
         self._quiet = None if any(x[1] for x in found) else self._flags
         if self._quiet is None:
             # States that do not travel are those of whoever has drawn.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torchgpipe.devices.pool import StreamPool
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.engine.mini_batch import MiniBatch, verify_call
 from torchgpipe.executor.targets import arguments_of
-from torchgpipe.partition.traps import Traps
 from torchgpipe.values.division import Division, divided, has_chunks, row_count
 from torchgpipe.values.microbatch import Batch
 
@@ -63,20 +61,25 @@ class Reader:
     def __init__(self, routes: Routes, device: torch.device, streams: StreamPool) -> None:
         self._routes, self._device, self._streams = routes, device, streams
 
-    def read(self, pipe: Any, input: Any, terms: Any, traps: Traps) -> Given:
+    def read(self, pipe: Any, input: Any, terms: Any, recorded: bool) -> Given:
         """Check and split.
 
         Args:
             pipe: the wrapper.
             input: the input of the model.
             terms: the further arguments of the loss; None without a loss.
-            traps: the warnings of the wrapper.
+            recorded: whether the step trains.
         """
         mini_batch = None
-        if self._routes.is_first:
-            mini_batch = self._divided(pipe, input, traps)
-        else:
+        if not self._routes.is_first:
             verify_call(pipe, ())
+        elif input is None:
+            raise ValueError(
+                "the process of the first stage must be given the input (input: None, rank: "
+                f"{self._routes.rank}); pass it in this process at least"
+            )
+        else:
+            mini_batch = MiniBatch(pipe, input, recorded)
         rows = 0
         if self._routes.is_first or self._routes.is_last:
             rows = row_count(input)
@@ -101,20 +104,3 @@ class Reader:
     def arguments(self, terms: Any, division: Division) -> tuple[Sequence[Any], Sequence[Any]]:
         """The further arguments of the loss of each micro-batch, and the events of their copies."""
         return arguments_of(terms, division, self._streams, self._device)
-
-    def _divided(self, pipe: Any, input: Any, traps: Traps) -> MiniBatch:
-        """A mini-batch that can be computed."""
-        if input is None:
-            raise ValueError(
-                "the process of the first stage must be given the input (input: None, rank: "
-                f"{self._routes.rank}); pass it in this process at least"
-            )
-        found = MiniBatch(pipe, input, pipe.chunks, traps)
-        for x in chain.from_iterable(found.different):
-            if x.device != self._device:
-                raise ValueError(
-                    "the input must be on the device of the first stage "
-                    f"(first stage: {self._device}, input: {x.device}); pass "
-                    "input.to(model.device)"
-                )
-        return found

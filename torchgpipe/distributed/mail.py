@@ -53,8 +53,6 @@ class Mail(Post):
         super().__init__(*args)
         self.forms, self.routes, self.with_numbers = forms, routes, with_numbers
         self._group, self._device = peers.group, peers.device
-        #: The micro-batches that this process has drawn for before another one took them over.
-        self.drew: set[int] = set()
         #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
         #: and states of generators.
         self._coming: dict[tuple[str, int, int], tuple[list[Tensor], list[Any]]] = {}
@@ -105,10 +103,7 @@ class Mail(Post):
         """Wait for what was received, which waits for stage ``j`` from then on."""
         tensors = self._waited_for("F", j, i)
         if self.with_numbers:
-            numbers = self.step.numbers
-            if numbers.has_drawn(i):
-                self.drew.add(i)
-            numbers.go_on(i, self._states.pop((j, i)))
+            self.step.numbers.go_on(i, self._states.pop((j, i)))
         self.values[j, i] = self.parcels[i].put(unpack(self._form(j, i), tensors)), None
 
     def send_backward(self, j: int, i: int) -> None:

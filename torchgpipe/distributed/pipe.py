@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch import pipelining
-from torchgpipe._torch.dynamo import mark_if_possible, uncompiled
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
-from torchgpipe.batchnorm import defer, deferred_batch_norms
+from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe.description import Description, part_of
+from torchgpipe.describe.description import Description
 from torchgpipe.devices.streams import Device, current_device
 from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, flags_of
 from torchgpipe.distributed.failures import shared_failures
@@ -30,7 +30,6 @@ from torchgpipe.distributed.gradients import (
     verify_not_parallel,
     verify_same,
 )
-from torchgpipe.distributed.keys import keep_own
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms, described
 from torchgpipe.distributed.peers import Peers, digest
@@ -40,27 +39,21 @@ from torchgpipe.distributed.sharded import reduce, sharded_in, whole
 from torchgpipe.distributed.tied import Tied
 from torchgpipe.engine.mini_batch import compute
 from torchgpipe.engine.stages import Stages
+from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.executor.criterion import Collector, Criterion, no_loss
 from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.plan import Choice, text_of, title_of
 from torchgpipe.executor.targets import explaining
-from torchgpipe.partition.arguments import (
-    checked_balance,
-    checked_chunks,
-    checked_device,
-    verify_loss,
-)
+from torchgpipe.partition.arguments import checked_balance, checked_device, verify_loss
 from torchgpipe.partition.placement import place, verify_placement
-from torchgpipe.partition.settings import Settings
-from torchgpipe.partition.split import Partition, split_module, verify_module
-from torchgpipe.partition.traps import Traps
+from torchgpipe.partition.split import Partition, rename, split_module, verify_module
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
 from torchgpipe.values.structure import arguments
 
 __all__ = ["Pipe"]
 
 
-class Pipe(Settings, nn.Module):
+class Pipe(Wrapper):
     """Train an :class:`nn.Sequential` by pipeline parallelism over several processes.
 
     ::
@@ -113,6 +106,8 @@ class Pipe(Settings, nn.Module):
     Source: :mod:`torchgpipe.schedule` names the source of each schedule.
     """
 
+    _own = (*Wrapper._own, "_crew", "_forms", "_programs", "_reader")
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -150,9 +145,7 @@ class Pipe(Settings, nn.Module):
             others = None if replicas is None else Peers(replicas, self._device, "replicas")
             self._replicas = others
             self.balance = checked_balance(balance, module)
-            self._chunks = checked_chunks(chunks)
-            self.checkpoint = checkpoint
-            self.training = module.training
+            self._set(module, chunks, checkpoint)
             fits = fitting(schedule, len(self.balance), self._peers.size, self._chunks)
             partitions = split_module(module, self.balance)
             layout = inspect_skip_layout(partitions)
@@ -179,17 +172,14 @@ class Pipe(Settings, nn.Module):
             for partition in partitions:
                 defer(partition)
         self._layout = layout
-        self._traps = Traps("Pipe")
-        self._rechunked()
         if self._replicas is not None:
             equalise(self, self._replicas)
-        self._prepare()
+        self._wrapped("Pipe")
 
     def _prepare(self) -> None:
-        """Make the attributes that belong to this object alone: nobody copies them."""
-        mark_if_possible()
-        partitions: list[Partition] = self.__dict__["_layers"]
-        stages = Stages(partitions, [self._device] * len(partitions), self._layout)
+        super()._prepare()
+        layers = self._layers
+        stages = Stages(layers, [self._device] * len(layers), self._layout)
         self._crew = Crew(stages, verify=self._tied.verify_here)
         self._forms = Forms(self._routes)
         #: Makes the program of steps, each once.
@@ -201,10 +191,8 @@ class Pipe(Settings, nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         for shared in (self._peers, self._replicas):
             memo[id(shared)] = shared
-        own = {"_crew", "_forms", "_programs", "_reader"}
-        state = {key: value for key, value in self.__dict__.items() if key not in own}
         found = memo[id(self)] = type(self).__new__(type(self))
-        found.__dict__.update(copy.deepcopy(state, memo))
+        found.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
         found._prepare()
         return found
 
@@ -244,8 +232,18 @@ class Pipe(Settings, nn.Module):
     def _partition_count(self) -> int:
         return len(self.balance)
 
-    def _rechunked(self) -> None:
-        self._traps.sequence_first(self.__dict__["_layers"], self._chunks)
+    @property
+    def _layers(self) -> list[Partition]:
+        layers: list[Partition] = self.__dict__["_layers"]
+        return layers
+
+    @property
+    def _width(self) -> int:
+        return self._peers.size
+
+    @property
+    def _entrance(self) -> tuple[torch.device, str, str]:
+        return self._device, "stage", "model.device"
 
     @property
     def schedule(self) -> Choice:
@@ -259,13 +257,8 @@ class Pipe(Settings, nn.Module):
             A table, to be printed, whose rows have the figures. The last stage includes the loss,
             if that is a module.
         """
-        layers, modes, last = self.__dict__["_layers"], self._modes, len(self.balance) - 1
-        parts = [
-            part_of(j, layers[j], self._device, modes[j], self.loss if j == last else None)
-            for j in self.stages
-        ]
         text, rank = text_of(self._schedule), self._peers.rank
-        return Description.of(parts, self.chunks, "stage", text, rank, self._crew.stages.figures)
+        return self._crew.stages.describe(self, self.loss, text, rank)
 
     def extra_repr(self) -> str:
         schedule = title_of(self._schedule)
@@ -345,9 +338,7 @@ class Pipe(Settings, nn.Module):
                     "under autocast to float16 small gradients become zero, and a pipeline over "
                     "several processes takes no gradient scaler (autocast: float16); use bfloat16"
                 )
-            given = self._reader.read(self, input, terms, self._traps)
-            if recorded and given.mini_batch:
-                self._traps.no_pipelining(self._peers.size, given.mini_batch.asked)
+            given = self._reader.read(self, input, terms, recorded)
             shapes = described(given.batches, given.rows, recorded, given.m < 0)
             flags, trainable = flags_of([self]), self._trainable()
         except Exception as raised:
@@ -363,11 +354,10 @@ class Pipe(Settings, nn.Module):
 
     def _explained(self, terms: Any) -> tuple[Sequence[Any], nn.Module | None]:
         """The arguments of a step that go to the loss, and the first layer, if it is here."""
-        first = next(iter(self.__dict__["_layers"][0].children()), None)
+        first = next(self._layers[0].children(), None)
         return terms[0] if terms else (), first if self.is_first else None
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
-        """The object that holds the spans of a trace, and the devices."""
         return self._crew.stages, [self._device]
 
     def _trainable(self) -> int:
@@ -388,7 +378,6 @@ class Pipe(Settings, nn.Module):
         if with_loss:
             arguments = arguments or [((), {})] * m
             criterion = Criterion(self.loss or no_loss, arguments, division, None, self._outputs)
-        norms = deferred_batch_norms(self)
         in_all = given.mini_batch.whole if given.mini_batch else ()
         sharded = sharded_in(self.__dict__["_layers"])
         output = None
@@ -403,7 +392,7 @@ class Pipe(Settings, nn.Module):
             assert isinstance(mail, Mail)
             try:
                 run = partial(executor.run, partial(program.run, executor, mail))
-                compute(run, self, [self._device], norms, in_all)
+                compute(run, self, in_all)
             finally:
                 mail.end()
             # Before the others take the step for done, since this may fail.
@@ -434,5 +423,7 @@ class Pipe(Settings, nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         # A parent does not call load_state_dict().
-        keep_own(state_dict, prefix, self._others)
+        own = [name for layers in self._layers for name in layers._modules]
+        homes = dict.fromkeys(own, "") | dict.fromkeys(self._others)
+        rename(state_dict, prefix, homes)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -75,8 +75,8 @@ class Program:
         modes: Modes,
     ) -> None:
         found = fitting(choice, len(routes.placement), peers.size, m)
-        skips = {(k, j) for j, popped in enumerate(layout.popped) for k in popped.values()}
-        schedule = completed(found, modes if recorded else "never", sorted(skips), forward=False)
+        modes = modes if recorded else "never"
+        schedule = completed(found, modes, layout.pairs, forward=False)
         # For the executor, the stages of this process are those of its only worker.
         own = Schedule((0,) * len(routes.placement), m, (schedule.program[routes.rank],))
         self.plan = Plan(own, (peers.device,), (), [f"rank {routes.rank}"])

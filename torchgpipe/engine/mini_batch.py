@@ -7,15 +7,16 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe._torch.dynamo import watch
 from torchgpipe.ambient.context import Snapshot
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
-from torchgpipe.batchnorm import DeferredBatchNorm, deferred_updates
-from torchgpipe.partition.traps import Traps
+from torchgpipe.batchnorm import deferred_updates
+from torchgpipe.engine.wrapper import Wrapper
+from torchgpipe.partition.arguments import checkpointed, modes_of
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 
@@ -24,7 +25,7 @@ __all__: list[str] = []
 Result = TypeVar("Result")
 
 
-def verify_call(wrapper: nn.Module, tensors: Iterable[Tensor]) -> None:
+def verify_call(wrapper: Wrapper, tensors: Iterable[Tensor]) -> None:
     """Check that a wrapper can be called here and now, and prepare for compiled layers.
 
     Args:
@@ -39,27 +40,20 @@ def verify_call(wrapper: nn.Module, tensors: Iterable[Tensor]) -> None:
     verify_no_tangents(chain(tensors, wrapper.parameters(), wrapper.buffers()))
 
 
-def compute(
-    step: Callable[[], Result],
-    wrapper: nn.Module,
-    devices: Sequence[torch.device],
-    norms: Sequence[DeferredBatchNorm],
-    whole: Sequence[Tensor],
-) -> Result:
+def compute(step: Callable[[], Result], wrapper: Wrapper, whole: Sequence[Tensor]) -> Result:
     """Compute the micro-batches of a mini-batch.
 
     Args:
         step: computes them.
-        wrapper: the wrapper.
-        devices: its devices.
-        norms: its deferred norms, which update their statistics if nothing fails.
+        wrapper: the wrapper, whose deferred norms update their statistics if nothing fails.
         whole: the tensors that every micro-batch gets.
 
     Raises:
         RuntimeError: a layer changed in place a tensor that every micro-batch gets.
     """
+    _, devices = wrapper._traced()
     # guard: what is interrupted
-    with Snapshot(devices), deferred_updates(norms), unchanged(whole):
+    with Snapshot(devices), deferred_updates(wrapper._norms), unchanged(whole):
         found = step()
     # The first layer to be compiled in this process may have been compiled here.
     watch(wrapper, is_within_cell)
@@ -72,54 +66,60 @@ class MiniBatch:
     Args:
         wrapper: the wrapper.
         input: the mini-batch: see :func:`~torchgpipe.values.division.division_of`.
-        chunks: the number of micro-batches, if it has as many rows.
-        traps: the warnings of the wrapper.
+        recorded: whether it trains, so that cells are checkpointed.
 
     Raises:
         TypeError, ValueError, RuntimeError: it cannot be divided, or not be computed here and now.
     """
 
-    def __init__(self, wrapper: nn.Module, input: Any, chunks: int, traps: Traps) -> None:
+    def __init__(self, wrapper: Wrapper, input: Any, recorded: bool) -> None:
+        wrapper._begin()
         verify_no_transform()
-        self.wrapper, self._traps, self._chunks = wrapper, traps, chunks
-        self.division = division = division_of(input, chunks)
+        self.wrapper, self.recorded = wrapper, recorded
+        self.division = division = division_of(input, wrapper.chunks)
         #: The micro-batches. Whoever computes them puts their outputs in their places.
         self.batches = batches = [Batch(part) for part in split(input, division)]
-        verify_call(wrapper, chain.from_iterable(self.different))
         self.m = division.m
+        #: The micro-batches to check: all if the caller made them, else one that stands for all.
+        different = batches if division.is_given else batches[:1]
+        verify_call(wrapper, chain.from_iterable(different))
         if not batches[0].atomic:
-            traps.lists(input, self.m)
+            wrapper._traps.lists(input, self.m)
+        if entrance := wrapper._entrance:
+            device, what, name = entrance
+            for x in chain.from_iterable(different):
+                if x.device != device:
+                    raise ValueError(
+                        f"the input must be on the device of the first {what} (first {what}: "
+                        f"{device}, input: {x.device}); pass input.to({name})"
+                    )
+        if recorded:
+            # Rows may be too few for the micro-batches that the caller wants.
+            asked = self.m if division.is_given else wrapper.chunks
+            wrapper._traps.no_pipelining(wrapper._width, asked)
         #: The tensors that every micro-batch gets.
         self.whole = in_all(batches)
         self._shapes = batches[0].shapes
 
     @property
-    def different(self) -> Sequence[Batch]:
-        """The micro-batches to check: all if the caller made them, else one that stands for all."""
-        return self.batches if self.division.is_given else self.batches[:1]
-
-    @property
-    def asked(self) -> int:
-        """The number of micro-batches that the caller wants, for which rows may be too few."""
-        return self.m if self.division.is_given else self._chunks
+    def checkpointed(self) -> list[int]:
+        """For each partition, how many micro-batches, from the first, are checkpointed."""
+        modes = modes_of(self.wrapper.checkpoint, self.wrapper._partition_count or 1)
+        return [checkpointed(mode, self.m if self.recorded else 0) for mode in modes]
 
     def map(self, function: Callable[..., Iterable[Tensor]]) -> None:
         """Replace the tensors of each micro-batch by a function of them."""
         self.batches = [batch.map(function, [VALUE]) for batch in self.batches]
         self.whole = in_all(self.batches)
 
-    def compute(
-        self,
-        step: Callable[[], None],
-        devices: Sequence[torch.device],
-        norms: Sequence[DeferredBatchNorm],
-    ) -> None:
+    def compute(self, step: Callable[[], None]) -> None:
         """Compute the micro-batches: see :func:`compute`."""
-        compute(step, self.wrapper, devices, norms, self.whole)
+        compute(step, self.wrapper, self.whole)
 
     def warn_of_coupled(self, *outputs: Sequence[torch.Size]) -> None:
         """Warn of outputs that compare rows, by the shapes of the first ones, and of the last."""
-        self._traps.coupled(outputs, self.division.rows, self._shapes, self.wrapper.parameters())
+        wrapper = self.wrapper
+        wrapper._traps.coupled(outputs, self.division.rows, self._shapes, wrapper.parameters())
 
     def joined(self, blocks: Container[int]) -> Any:
         """Join the outputs of all micro-batches.

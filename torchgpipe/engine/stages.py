@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.copy import copy
+from torchgpipe.describe.description import Description, part_of
 from torchgpipe.describe.figures import Figures, Prediction
 from torchgpipe.devices.pool import StreamPool
-from torchgpipe.devices.streams import AbstractStream
+from torchgpipe.devices.streams import CPU, AbstractStream
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.workers import Workers
+from torchgpipe.engine.wrapper import Wrapper
+from torchgpipe.partition.arguments import modes_of
+from torchgpipe.partition.lent import Place, places_of
 from torchgpipe.partition.placement import groups
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
@@ -72,6 +76,9 @@ class Stages:
         locks = {group: threading.RLock() for group in self.groups}
         #: For each partition, a lock that is held while the partition computes.
         self.locks = [locks[group] for group in self.groups]
+        #: For each partition, the places of tensors that partitions on several devices have.
+        places = places_of(dict(zip(self.partitions, devices)))
+        self.lent: list[list[Place]] = [places.get(x, []) for x in self.partitions]
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)
@@ -83,3 +90,64 @@ class Stages:
         self.figures: Figures | None = None
         #: The figures that a plan had for a step.
         self.prediction: Prediction | None = None
+        #: What the plan knows of the memory of other settings.
+        self.room: Any = None
+
+    def predict(
+        self,
+        time: float,
+        memory: Mapping[torch.device, int],
+        settings: Wrapper,
+        schedule: str | None = None,
+        room: Any = None,
+    ) -> None:
+        """Take note of what a plan has predicted.
+
+        Args:
+            time: milliseconds of a step.
+            memory: the most bytes of each device.
+            settings: the wrapper, whose settings now are those of the plan.
+            schedule: the name of the schedule; None for the order of :class:`~torchgpipe.GPipe`.
+            room: tells the memory of other settings.
+        """
+        # No plan knows that partitions on the CPU compute one after another.
+        if [*self.devices].count(CPU) > 1:
+            return
+        sizes = {str(device): size for device, size in memory.items()}
+        modes = modes_of(settings.checkpoint, len(self.devices))
+        self.prediction = Prediction(time, sizes, settings.chunks, modes, schedule)
+        self.room = room
+
+    def describe(
+        self,
+        settings: Wrapper,
+        loss: Any = None,
+        schedule: str | None = None,
+        rank: int | None = None,
+    ) -> Description:
+        """Describe the partitions, and a step as it was measured and predicted.
+
+        Args:
+            settings: the wrapper.
+            loss: the loss behind the last partition.
+            schedule: the name or the text of the schedule.
+            rank: the rank of this process, if others have layers, too.
+        """
+        modes = modes_of(settings.checkpoint, len(self.devices))
+        found = self.prediction
+        if found and not found.holds(settings.chunks, modes, schedule):
+            found = None
+        each = enumerate(zip(self.partitions, self.devices, modes))
+        parts = [
+            part_of(j, *x, loss if j == len(modes) - 1 else None)
+            for j, x in each
+            if rank is None or len(x[0])
+        ]
+        title = "partition" if rank is None else "stage"
+        return Description.of(parts, settings.chunks, title, schedule, rank, self.figures, found)
+
+
+def stages_of(model: Any) -> Stages:
+    """The stages of a :class:`~torchgpipe.GPipe`, for what runs or judges it from outside."""
+    stages: Stages = model._stages
+    return stages

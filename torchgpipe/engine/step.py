@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
+from torchgpipe.devices.streams import current_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
+from torchgpipe.engine.weights import Weights
+from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.layers import LayersState
+from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
 __all__: list[str] = []
@@ -80,6 +85,8 @@ class PipelineStep(Step):
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
         self.lanes = Lanes(stages)
+        if any(stages.lent):
+            self._lend()
         #: The fence, if forks and joins are needed. On the CPU alone autograd has one thread, which
         #: runs the node that was recorded last first, and so keeps the order by itself.
         self.fence: Fence | None = None
@@ -89,3 +96,27 @@ class PipelineStep(Step):
             and {*stages.devices} != {torch.device("cpu")}
         ):
             self.fence = Fence(self.lanes.ahead)
+
+    def _lend(self) -> None:
+        """Have partitions compute with copies of weights that others have, too."""
+        devices, compute = self.stages.devices, self.lanes.compute
+        lanes = [self.lanes.lane(0, j, VALUE) for j in range(len(devices))]
+        weights = Weights(
+            dict(zip(devices, lanes)), {device: current_stream(device) for device in devices}
+        )
+        for body, places, stream, lane in zip(self.bodies, self.stages.lent, compute, lanes):
+            lend(body, places, partial(weights.bring, stream, lane))
+
+
+def lend(
+    body: Body, places: Sequence[Place], bring: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+) -> None:
+    """Have a partition compute with what a function makes of some tensors.
+
+    Args:
+        body: the partition, with its lock.
+        places: the places of the tensors.
+        bring: the function.
+    """
+    if places:
+        body.call = partial(Lent(places, bring, body.lock).call, body.layers)

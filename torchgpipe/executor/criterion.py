@@ -76,13 +76,13 @@ class Criterion:
             TypeError: the loss function has returned something else.
         """
         current.name, current.kind = "loss", type(self.loss).__name__
-        label = labels.of_layers()
-        if label is not None:
-            label("loss", getattr(self.loss, "__name__", type(self.loss).__name__))
+        is_observed = labels.observer is not None
+        if is_observed:
+            labels.put_layer("loss", getattr(self.loss, "__name__", type(self.loss).__name__))
         found = _checked(self.loss(output.value, *args, **kwargs))
         current.name = None
-        if label is not None:
-            label("", "")
+        if is_observed:
+            labels.put_layer("", "")
         return found
 
     def take(self, i: int, loss: Tensor, weight: Any, output: Batch | None) -> None:
@@ -160,11 +160,6 @@ class Collector(Criterion):
         assert self.outputs is not None
         self.outputs[i] = output.map(lambda *xs: [x.detach() for x in xs], output.parts)
         return output
-
-    def results(self, i: int) -> list[Tensor]:
-        assert self.outputs is not None
-        output = self.outputs[i]
-        return [] if output is None else [*output]
 
 
 def no_loss(*_: Any) -> Any:

@@ -34,13 +34,13 @@ from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.devices.streams import use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
-from torchgpipe.engine.step import Step
+from torchgpipe.engine.step import Step, lend
 from torchgpipe.engine.workers import Task
 from torchgpipe.executor.cell import Cell, Cells
 from torchgpipe.executor.computation import KINDS, Computation
 from torchgpipe.executor.criterion import Criterion
 from torchgpipe.executor.draws import Draws
-from torchgpipe.executor.hand_over import StepSums
+from torchgpipe.executor.hand_over import StepSums, copies_of_weights, in_place_of
 from torchgpipe.executor.links import Links
 from torchgpipe.executor.plan import Plan
 from torchgpipe.executor.post import Post
@@ -103,7 +103,10 @@ class Executor:
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, behind)
         #: What gradients are summed for.
-        self.sums = StepSums(plan, self.step.modules, batches)
+        copies = copies_of_weights(stages)
+        for body, places, own in zip(self.step.bodies, stages.lent, copies):
+            lend(body, places, partial(in_place_of, own))
+        self.sums = StepSums(plan, self.step.modules, batches, copies)
         self.new_cell = crew.cells.begin()
         #: The cells between F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}

@@ -7,22 +7,47 @@ the post. All of them are summed up over micro-batches, and multiplied by the gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
 from torchgpipe.devices.streams import AbstractStream, current_stream, use_stream
+from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.links import Links
 from torchgpipe.executor.plan import Plan
 from torchgpipe.executor.post import Post
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
+
+
+def copies_of_weights(stages: Stages) -> list[dict[Tensor, Tensor]]:
+    """Copies, for each stage, of weights that are at home on the device of another one.
+
+    Autograd knows what they are copies of, so their gradients are handed over to that.
+    """
+    made: dict[tuple[Tensor, torch.device], Tensor] = {}
+    found: list[dict[Tensor, Tensor]] = []
+    for places, device in zip(stages.lent, stages.devices):
+        own: dict[Tensor, Tensor] = {}
+        for x in [table[name] for table, name in places]:
+            if x is not None and x.device != device:
+                if (x, device) not in made:
+                    made[x, device] = x.to(device, non_blocking=True)
+                own[x] = made[x, device]
+        found.append(own)
+    return found
+
+
+def in_place_of(copies: Mapping[Tensor, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Weights, with copies in place of those that have one."""
+    return [copies.get(x, x) for x in weights]
 
 
 class StepSums:
@@ -32,13 +57,21 @@ class StepSums:
         plan: the plan of the step.
         modules: for each stage, the module that has all of its weights.
         batches: the micro-batches of the first stage.
+        copies: for each stage, copies of weights that it computes with in their place.
     """
 
-    def __init__(self, plan: Plan, modules: Sequence[nn.Module], batches: Iterable[Batch]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        modules: Sequence[nn.Module],
+        batches: Iterable[Batch],
+        copies: Sequence[Mapping[Tensor, Tensor]],
+    ) -> None:
         self._plan = plan
         #: For each stage, its weights that require a gradient; the last one has those of the loss.
         self.weights: list[list[Tensor]] = [
-            [x for x in module.parameters() if x.requires_grad] for module in modules
+            [x for x in in_place_of(own, [*module.parameters()]) if x.requires_grad]
+            for module, own in zip(modules, copies)
         ]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]

@@ -10,11 +10,14 @@ nor its state dict changes. Forward hooks would run within the compiled code, an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import Interception, uncompiled
@@ -22,6 +25,7 @@ from torchgpipe.mapped.body import INSIDE, current
 from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.step import Lasting
+from torchgpipe.partition.lent import Lent
 
 __all__: list[str] = []
 
@@ -61,9 +65,16 @@ class Call(Interception):
             copies: list[Any] = []
             here = {id(x): x.to(device) for x in tensors_of((args, kwargs))}
             args, kwargs = replaced((args, kwargs), here, copies)
+            if self.mapped.lent:
+                near = partial(_near, device)
+                inner = partial(Lent(self.mapped.lent, near, nullcontext()).call, inner)
             with unfilled(self.mapped.name, [x for x in copies if x is not kwargs]):
                 return inner(*args, **kwargs)
         return course.call(self.mapped, module, inner, (args, kwargs))
+
+
+def _near(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.to(device) for x in tensors]
 
 
 def intercept(mapped: Mapped, lasting: Lasting) -> Call:
@@ -88,6 +99,12 @@ def is_intercepted(call: Call) -> bool:
     return module._compiled_call_impl is call
 
 
+def let_go(call: Call) -> None:
+    """Make calls of a module its own again."""
+    if call.mapped.module._compiled_call_impl is call:
+        call.mapped.module._compiled_call_impl = call.inner
+
+
 class Signed:
     """A method of a wrapper, with the signature that :func:`signed` has made for the object.
 
@@ -100,6 +117,7 @@ class Signed:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @uncompiled
     def __get__(self, wrapper: nn.Module | None, owner: type) -> Callable[..., Any]:
         if wrapper is None:
             return self.function
@@ -116,5 +134,7 @@ def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
     own = [*inspect.signature(method).parameters.values()]
     given = inspect.signature(model)
     found.__doc__ = method.__doc__
+    # Among these is what the compiler is told of the method.
+    found.__dict__.update(method.__dict__)
     found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])  # type: ignore[attr-defined]
     return found

@@ -21,7 +21,7 @@ micro-batch would wait for this one to come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.step import MappedStep
 from torchgpipe.mapped.turns import Turns
@@ -69,6 +70,8 @@ class Course:
         #: The cell that is on its way.
         self._cell: Cell | None = None
         self._all: list[Cell] = []
+        #: The devices to which the model came, in order.
+        self._way: list[torch.device] = []
         #: The latest cell on each device.
         self._cells: dict[torch.device, Cell] = {}
         #: Where code between mapped modules is.
@@ -109,7 +112,7 @@ class Course:
             if cell.label is not None:
                 # Code behind the module belongs to the cell, too.
                 labels.put(cell.label)
-            body = self.step.body(cell.stage, mapped.name, module, inner)
+            body = self.step.body(cell.stage, mapped, module, inner)
             value, copies = self._fetch(cell, value)
             output = self._compute(mapped, cell, body, value, copies, note)
             if cell.stage.visit:
@@ -132,6 +135,11 @@ class Course:
             value = replaced(value, fetched, copies)
         # The dict of keyword arguments is the call's own.
         return value, [x for x in copies if x is not value[1]]
+
+    def _items(self, cell: Cell, items: dict[Any, Any]) -> dict[Any, Any]:
+        """Bring what is in a mapping to a cell."""
+        (_, found), _ = self._fetch(cell, ((), items))
+        return {**found}
 
     def _compute(
         self,
@@ -158,6 +166,8 @@ class Course:
             run: Callable[..., Any] = (
                 partial(body.run_twice, given=given) if again else body.run_alone
             )
+            if mappings := mappings_of(*value):
+                run = partial(Exchanged(mappings, partial(self._items, cell), body.lock).call, run)
             if body.visited:
                 run = partial(run, note=note)
             if step.recording is not None:
@@ -178,15 +188,43 @@ class Course:
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Bring a tensor to another device, for code between mapped modules."""
-        found = self._cells.get(device)
-        if found is not None and found.entered and found is not self._cell:
-            # The code goes on there with something that comes late. On the stream of an earlier
-            # visit the next micro-batch would wait for it.
-            # guard: code that comes back
-            self._begin(device)
-        target = self._at(device)
+        target = self._goes_on(device)
         (arrived,) = target.receive(self._at(tensor.device), (tensor,))
         return arrived
+
+    def together(self, tensors: Sequence[Tensor], target: torch.device | None) -> dict[int, Tensor]:
+        """Bring tensors together that code between mapped modules uses together.
+
+        Args:
+            tensors: the tensors. What is on no device of the map stays there.
+            target: the device; None for the one of theirs that the model came to last.
+
+        Returns:
+            The tensors that came, by the identities of the originals.
+        """
+        devices = self.step.devices
+        # PyTorch uses a number of the CPU on any device.
+        own = [x for x in tensors if x.device in devices and (x.dim() or has_streams(x.device))]
+        places = {x.device for x in own}
+        if target is None and places:
+            # Before the first module it is the last one of the map.
+            target = next(x for x in reversed([*devices, *self._way]) if x in places)
+        if target not in devices or places <= {target}:
+            return {}
+        assert target is not None
+        cell = self._goes_on(target)
+        elsewhere = [x for x in own if x.device != target]
+        on_lanes = {x.device for x in elsewhere if has_streams(x.device) and has_streams(target)}
+        return cell.fetch(elsewhere, {device: self._at(device) for device in on_lanes})
+
+    def _goes_on(self, device: torch.device) -> Cell:
+        """The cell on a device for code that goes on there with something that comes late."""
+        found = self._cells.get(device)
+        if found is not None and found.entered and found is not self._cell:
+            # On the stream of an earlier visit the next micro-batch would wait for it.
+            # guard: code that comes back
+            self._begin(device)
+        return self._at(device)
 
     def end(self, output: Any) -> Batch:
         """Fence the output of the model."""
@@ -237,6 +275,7 @@ class Course:
             cell = self._begin(device) if found is None or found.entered else found
             cell.entered = True
             self._cell = cell
+            self._way.append(device)
             self._numbers.go_to(device)
         return cell
 

@@ -12,22 +12,24 @@ modules in a name that has. All code between mapped modules runs where its tenso
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.balance.wholes import is_called, is_list, with_several_names
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import checked_devices
-from torchgpipe.partition.placement import move_packed, moved_to
+from torchgpipe.partition.lent import Place, places_of
+from torchgpipe.partition.placement import move, sharing, tables, tensors
 
 __all__: list[str] = []
 
 
 class Mapped:
     """A module that is computed as a whole on one device.
+
+    Where it shares tensors with modules on other devices, they may be at home there.
 
     It does not hold the module, whose call holds it: only Python's collector would free both.
 
@@ -38,11 +40,13 @@ class Mapped:
         place: its name and its device, as messages say them. Each call needs it.
     """
 
-    __slots__ = ("_module", "device", "name", "place")
+    __slots__ = ("_module", "device", "lent", "name", "place")
 
     def __init__(self, name: str, module: nn.Module, device: torch.device, place: str) -> None:
         self.name, self.device, self.place = name, device, place
         self._module = weakref.ref(module)
+        #: The places in it of tensors that modules on several devices have, if there are any.
+        self.lent: list[Place] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -96,34 +100,31 @@ def checked_map(device_map: Mapping[str, Device], model: nn.Module) -> dict[str,
 def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
     """Move the modules of a model to their devices; shared tensors stay shared.
 
-    Raises:
-        ValueError: a parameter or buffer is shared by modules on different devices.
+    One that modules on several devices share is at home on the device of the longest name that
+    leads to it, and of the first one of those.
     """
+    homes: dict[Tensor, torch.device] = {}
+    modules = [*placed(model, device_map)]
+    for _, module, device in sorted(modules, key=lambda x: -_length(owner(x[0], device_map))):
+        for _, tensor in tensors(module, recurse=False):
+            homes.setdefault(tensor, device)
+    with sharing(tables(model)):
+        for _, module, _ in modules:
+            move(module, homes, recurse=False)
+
+
+def _length(key: str | None) -> int:
+    return -1 if key is None else len(key.split(".")) if key else 0
+
+
+def placed(
+    model: nn.Module, device_map: Mapping[str, torch.device]
+) -> Iterator[tuple[str, nn.Module, torch.device]]:
+    """Each module under each of its names, with its device."""
     first = next(iter(device_map.values()))
-    homes: dict[Tensor, tuple[str, torch.device]] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
     for path, module, key in owned(model, device_map):
         # Without a name there are only buffers that no state dict has.
-        device = first if key is None else device_map[key]
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                full = f"{path}.{name}" if path else name
-                other, home = homes.setdefault(tensor, (full, device))
-                if home != device:
-                    raise ValueError(
-                        "a parameter or buffer that several modules share must be on one device "
-                        f"({other}: {home}, {full}: {device}); map these modules to the same one"
-                    )
-                before.append((table, name, tensor))
-        move_packed(device, module)
-        module._apply(partial(moved_to, device), recurse=False)
-    # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
-    moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in before:
-        table[name] = moved.setdefault(tensor, table[name])
+        yield path, module, first if key is None else device_map[key]
 
 
 def owned(
@@ -158,29 +159,38 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
 
     These are the modules that the map names. Where a module cannot be computed as a whole, since
     the map has a name below it, or since it is a list that is not called itself, these are its
-    modules with parameters or buffers.
+    modules with parameters or buffers, and all entries of a list.
     """
     found: dict[nn.Module, Mapped] = {}
+    several = with_several_names(model)
     for key, device in device_map.items():
-        for name, module in _computed_as_a_whole(key, model.get_submodule(key), device_map):
+        named = model.get_submodule(key)
+        for name, module in _computed_as_a_whole(key, named, device_map, several):
             place = f"{name or 'the model'} on {device}"
             found.setdefault(module, Mapped(name, module, device, place))
+    places = places_of({module: mapped.device for module, mapped in found.items()})
+    for module, own in places.items():
+        found[module].lent = own
     return [*found.values()]
 
 
 def _computed_as_a_whole(
-    name: str, module: nn.Module, device_map: Mapping[str, torch.device]
+    name: str,
+    module: nn.Module,
+    device_map: Mapping[str, torch.device],
+    several: Container[nn.Module],
 ) -> Iterator[tuple[str, nn.Module]]:
     """A module, if it can be computed as a whole, or those below it that belong to its device."""
     start = f"{name}." if name else ""
     divided = any(other.startswith(start) for other in device_map if other != name)
-    # That of torch.compile() is an attribute of the module, whose class has none.
-    called = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-    if not divided and called:
+    if not divided and is_called(module):
         yield name, module
         return
     for child, inner in module.named_children():
+        has_tensors = any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
+        # Entries of a list belong to it, activations too. What has no tensors is computed where
+        # they are if code of the module's own calls it, or if it has several names.
         if start + child not in device_map and (
-            any(True for _ in inner.parameters()) or any(True for _ in inner.buffers())
+            has_tensors or (is_list(module) and inner not in several)
         ):
-            yield from _computed_as_a_whole(start + child, inner, device_map)
+            yield from _computed_as_a_whole(start + child, inner, device_map, several)

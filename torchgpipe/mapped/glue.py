@@ -5,13 +5,19 @@ scores. On accelerators PyTorch's copy makes the current streams of both devices
 other, so it would hold back all micro-batches that come behind. While glue runs, this mode brings
 the tensor over on lanes first, and the copy finds it there.
 
+Such code may also use tensors of several devices together, as ``x + block(x)`` does. They come to
+the device among theirs that the model came to last, since that is where the model goes on. What
+code changes in place stays where it is, and the others come there.
+
 Within mapped modules the mode is off. All tensors are on one device there, and a mode takes a
 microsecond for each operator.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe import _torch
+from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device, has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.mapped.course import Course
@@ -46,10 +53,50 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         if kwargs is None:
             kwargs = {}
-        if self._course.later and getattr(func, "__name__", "") not in ATTRIBUTES:
-            # guard: code of a later visit
-            return self._later(func, args, kwargs)
-        return self._moved(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ATTRIBUTES:
+            return self._moved(func, args, kwargs)
+        brought: dict[int, Tensor] = {}
+        if func not in TARGETS and name not in APART and not name.startswith("_foreach_"):
+            brought = self._brought(name, args, kwargs)
+        if not brought:
+            return self._called(func, args, kwargs)
+        versions = [(x, version_of(x)) for x in brought.values()]
+        taken = replaced((args, dict(kwargs)), brought)
+        result = self._called(func, *taken)
+        # guard: changes that would be lost
+        if any(version_of(x) != version for x, version in versions):
+            raise _apart(name, tensors_of((args, kwargs)), "changes one of another device in place")
+        return result
+
+    def _brought(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[int, Tensor]:
+        """Bring the tensors of a call together; return those that came, by identity."""
+        tensors = tensors_of((args, kwargs))
+        if len({x.device for x in tensors}) < 2:
+            return {}
+        changed = kwargs.get("out")
+        if name in STATISTICS:
+            changed = args[1] if len(args) > 1 else kwargs.get("running_mean")
+        elif changed is None and (is_in_place(name) or kwargs.get("inplace")):
+            changed = args[0] if args else kwargs.get("input")
+        own = tensors_of(changed)
+        return self._course.together(tensors, own[0].device if own else None)
+
+    def _called(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        try:
+            if self._course.later:
+                # guard: code of a later visit
+                return self._later(func, args, kwargs)
+            return self._moved(func, args, kwargs)
+        except RuntimeError as error:
+            tensors = tensors_of((args, kwargs))
+            if len({x.device for x in tensors}) < 2 or "device" not in str(error):
+                raise
+            raise _apart(func.__name__, tensors, "has them on several devices") from error
 
     def _moved(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -125,6 +172,28 @@ SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "uns
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 
 
+#: Functions that change statistics, which are the second argument.
+STATISTICS = frozenset({"batch_norm", "instance_norm"})
+
+#: Functions that look at no values of their arguments, or take tensors each for itself.
+APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
+APART |= {"result_type", "can_cast", "broadcast_tensors"}
+
+
+def _apart(name: str, tensors: Iterable[Tensor], what: str) -> RuntimeError:
+    """The error of code whose tensors cannot be brought together."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "torchgpipe"):
+        frame = frame.f_back
+    line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
+    devices = ", ".join(dict.fromkeys(str(x.device) for x in tensors))
+    return RuntimeError(
+        "code between the modules of a device map must have its tensors where they can be brought "
+        f"together, and here it {what} (function: {name}, line: {line}, devices: {devices}); move "
+        "them there by .to(), or put the code into a module of the map (docs/device_map.rst)"
+    )
+
+
 def is_in_place(name: str) -> bool:
     """Whether a function of this name changes its first argument."""
     if name.endswith("__"):
@@ -151,14 +220,6 @@ def _type_as(glue: Glue, tensor: Tensor, other: Tensor) -> tuple[Any, ...]:
     return glue.arrived(tensor, other.device), other
 
 
-def _copy_(glue: Glue, tensor: Tensor, source: Tensor, *args: Any, **_: Any) -> tuple[Any, ...]:
-    return tensor, glue.arrived(source, tensor.device), *args
-
-
-def _set(glue: Glue, tensor: Tensor, index: Any, value: Any) -> tuple[Any, ...]:
-    return tensor, index, glue.arrived(value, tensor.device)
-
-
 def _as_tensor(glue: Glue, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     if target is not None:
@@ -171,7 +232,5 @@ TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,
     Tensor.type_as: _type_as,
-    Tensor.copy_: _copy_,
-    Tensor.__setitem__: _set,
     torch.as_tensor: _as_tensor,
 }

@@ -7,10 +7,11 @@ text: in training they take memory, and they cannot be joined.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.devices.streams import Device
 
@@ -22,8 +23,25 @@ def takes_cache(model: nn.Module) -> bool:
     forward = inspect.signature(model.forward)
     return "use_cache" in forward.parameters or (
         any(x.kind is x.VAR_KEYWORD for x in forward.parameters.values())
-        and hasattr(getattr(model, "config", None), "use_cache")
+        and any(hasattr(x, "use_cache") for x in _configs(getattr(model, "config", None)))
     )
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and all objects within, as those of the models that a model is composed of."""
+    waiting, seen = [config], set()
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Mapping):
+            waiting += x.values()
+        elif isinstance(x, list | tuple):
+            waiting += x
+        elif not isinstance(x, type | Tensor | nn.Module) and hasattr(x, "__dict__"):
+            yield x
+            waiting += vars(x).values()
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

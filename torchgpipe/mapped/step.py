@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,8 +34,11 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.recorded import Recording
+from torchgpipe.engine.weights import Weights
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
+from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
 
@@ -124,6 +128,7 @@ class MappedStep:
         self.places: list[torch.device] = []
         #: The stage in which each module was called last.
         self._last: dict[nn.Module, Stage] = {}
+        self._weights: Weights | None = None
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -153,7 +158,7 @@ class MappedStep:
         return found
 
     def body(
-        self, stage: Stage, name: str, module: nn.Module, inner: Callable[..., Any]
+        self, stage: Stage, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
     ) -> MappedBody:
         """The body of a mapped module that is called in a stage, by its own call."""
         bodies = self._bodies.setdefault(module, {})
@@ -166,7 +171,9 @@ class MappedStep:
                 self._known[module] = attributes
                 if not bodies:
                     attributes.begin_step()
-            body = MappedBody(name, module, inner, self._lasting.lock, state, attributes)
+            if mapped.lent is not None:
+                inner = partial(self._lent(stage, mapped.lent).call, inner)
+            body = MappedBody(mapped.name, module, inner, self._lasting.lock, state, attributes)
             bodies[stage] = body
         body.shared = len(bodies) > 1
         if body.shared:
@@ -177,6 +184,15 @@ class MappedStep:
                 wait_stream(stage.compute, last.compute)
         self._last[module] = stage
         return body
+
+    def _lent(self, stage: Stage, places: Sequence[Place]) -> Lent:
+        """The copies of weights that modules on several devices have, for one of them."""
+        if self._weights is None:
+            streams = [self._lasting.pools[0].get(x, 1, skips=False) for x in self.devices]
+            lanes = dict(zip(self.devices, [first.values[0] for first, *_ in streams]))
+            self._weights = Weights(lanes, self._outside)
+        bring = partial(self._weights.bring, stage.compute, stage.lanes[0])
+        return Lent(places, bring, self._lasting.lock)
 
     def new_context(self) -> Context:
         """The modes of this moment, for a second run."""

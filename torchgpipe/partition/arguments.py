@@ -191,6 +191,11 @@ def checked_modes(checkpoint: object, partitions: int | None) -> Modes:
     return modes
 
 
+def modes_of(modes: str | Sequence[str], partitions: int) -> tuple[str, ...]:
+    """The checkpoint mode of each partition."""
+    return (modes,) * partitions if isinstance(modes, str) else (*modes,)
+
+
 def checkpointed(mode: str, m: int) -> int:
     """The number of micro-batches, from the first, that a mode computes under checkpointing."""
     return {"always": m, "except_last": max(0, m - 1), "never": 0}[mode]

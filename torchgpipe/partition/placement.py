@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
 
@@ -21,25 +22,49 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
     shared stay shared.
 
     Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices, or a
-            buffer on the meta device could not be loaded later.
+        ValueError: a buffer is shared by partitions on different devices, or a buffer on the meta
+            device could not be loaded later.
     """
     verify_sharing(partitions, devices)
     verify_loading(partitions, devices)
-    before = [
-        (table, name, tensor)
-        for partition in partitions
-        for table in tables(partition)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
+    #: A parameter that partitions on several devices share is at home on the first one's.
+    homes: dict[Tensor, torch.device] = {}
     for partition, device in zip(partitions, devices):
-        for module in partition.modules():
-            move_packed(device, module)
-        partition._apply(partial(moved_to, device))
+        for _, x in tensors(partition):
+            homes.setdefault(x, device)
+    with sharing(chain.from_iterable(map(tables, partitions))):
+        for partition in partitions:
+            move(partition, homes)
+
+
+def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bool = True) -> None:
+    """Move the tensors of a module to where they are at home."""
+    for inner in module.modules() if recurse else [module]:
+        table: dict[str, Any] = inner._parameters
+        for name, x in table.items():
+            # Packed weights have a move of their own. On the way to some devices PyTorch makes new
+            # parameters, and refuses such a class.
+            if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
+                table[name] = x.to(homes[x])
+    module._apply(moving_home(homes), recurse=recurse)
+
+
+def moving_home(homes: Mapping[Tensor, torch.device]) -> Callable[[Tensor], Tensor]:
+    """A function that moves tensors, and their gradients, to where they are at home."""
+    grads = {x.grad: device for x, device in homes.items() if x.grad is not None}
+    known = {**homes, **grads}
+    # What is not known has been moved, and is a new tensor.
+    return lambda x: moved_to(known[x], x) if x in known else x
+
+
+@contextmanager
+def sharing(tables: Iterable[dict[str, Tensor | None]]) -> Iterator[None]:
+    """Let tensors that several tables share stay shared when a ``with`` block moves them."""
+    each = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
+    yield
     # On the way to some devices, a shared tensor becomes a new one for each table that holds it.
     moved: dict[Tensor, Tensor | None] = {}
-    for table, name, tensor in before:
+    for table, name, tensor in each:
         table[name] = moved.setdefault(tensor, table[name])
 
 
@@ -50,22 +75,11 @@ def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
     return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
 
 
-def move_packed(device: torch.device, module: nn.Module) -> None:
-    """Move the parameters of a module whose class has a move of its own, as packed weights have.
-
-    On the way to some devices PyTorch makes new parameters, and refuses such a class.
-    """
-    table: dict[str, Any] = module._parameters
-    for name, x in table.items():
-        if x is not None and type(x).to is not Tensor.to and x.device != device:
-            table[name] = x.to(device)
-
-
 def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Check that no tensor is needed on two devices.
+    """Check that no buffer is needed on two devices, one of which may change it.
 
     Raises:
-        ValueError: a parameter or buffer is shared by partitions on different devices; the message
+        ValueError: a buffer is shared by partitions on different devices; the message
             proposes a balance, and devices, that would do.
     """
     faults, merged = _shared(partitions, devices)
@@ -78,17 +92,16 @@ def verify_sharing(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
                 balance.append(len(partition._modules))
         proposed = [str(devices[k]) for k in groups(partitions)]
         raise ValueError(
-            "a parameter or buffer can be shared only by layers on one device "
+            "a buffer can be shared only by layers on one device "
             f"({'; '.join(faults)}); keep these layers in one partition, as with "
             f"balance={balance}, or on one device, as with devices={proposed}"
-            f"{_apart(partitions, devices)}"
         )
 
 
 def _shared(
     partitions: Sequence[nn.Module], devices: Sequence[torch.device]
 ) -> tuple[list[str], list[bool]]:
-    """The tensors on two devices, and whether each partition shares with the one before it.
+    """The buffers on two devices, and whether each partition shares with the one before it.
 
     A partition between two that share counts, since it has to be merged with them.
     """
@@ -96,29 +109,12 @@ def _shared(
     faults: list[str] = []
     merged = [False] * len(partitions)
     for j, partition in enumerate(partitions):
-        for name, tensor in tensors(partition):
+        for name, tensor in partition.named_buffers(remove_duplicate=False):
             other, k = owners.setdefault(tensor, (name, j))
             merged[k + 1 : j + 1] = [True] * (j - k)
             if devices[k] != devices[j]:
                 faults.append(f"{other}: {devices[k]}, {name}: {devices[j]}")
     return faults, merged
-
-
-def _apart(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> str:
-    """Propose a partition for the last layer alone, as for a head that is tied to the embedding."""
-    *most, last = partitions[-1].named_children()
-    if not most:
-        return ""
-    ends = [nn.Sequential(OrderedDict(layers)) for layers in (most, [last])]
-    divided = [*partitions[:-1], *ends]
-    # The last partition may share with none; then the faults are elsewhere, and stay.
-    placed = [*devices[: len(partitions)], devices[min(groups(divided)[-1], len(partitions) - 1)]]
-    if _shared(divided, placed)[0]:
-        return ""
-    return (
-        ", or let the last layer be a partition of its own, as with "
-        f"balance={[len(x._modules) for x in divided]} and devices={[*map(str, placed)]}"
-    )
 
 
 def groups(partitions: Iterable[nn.Module]) -> list[int]:
@@ -157,22 +153,52 @@ def verify_loading(partitions: Sequence[nn.Module], devices: Sequence[torch.devi
                     )
 
 
-def verify_placement(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+def verify_placement(
+    partitions: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    lent: Sequence[Sequence[tuple[Any, str]]] | None = None,
+) -> None:
     """Check that all parameters and buffers are on the device of their partition.
+
+    Args:
+        partitions: the partitions.
+        devices: the device of each.
+        lent: for each, the places of tensors that may be on the device of another one, too.
 
     Raises:
         RuntimeError: a parameter or buffer was moved.
     """
     for j, (partition, device) in enumerate(zip(partitions, devices)):
-        for table in tables(partition):
-            for tensor in table.values():
-                if tensor is not None and tensor.device != device:
-                    name = next(name for name, x in tensors(partition) if x is tensor)
-                    raise RuntimeError(
-                        "parameters and buffers must stay on the device of their partition "
-                        f"(partition {j}: {device}, {name}: {tensor.device}); move the tensor "
-                        "back, or wrap the module anew with other devices"
-                    )
+        if found := elsewhere(partition, device, lent[j] if lent else (), devices):
+            raise RuntimeError(
+                "parameters and buffers must stay on the device of their partition (partition "
+                f"{j}: {found}); move the tensor back, or wrap the module anew with other devices"
+            )
+
+
+def elsewhere(
+    module: nn.Module,
+    device: torch.device,
+    lent: Iterable[tuple[Any, str]] = (),
+    homes: Collection[torch.device] = (),
+) -> str | None:
+    """The first parameter or buffer that is not on its device, as messages say it, if any is.
+
+    Args:
+        module: the module.
+        device: its device.
+        lent: the places of tensors that may be at home elsewhere.
+        homes: the devices where.
+    """
+    own = {(id(table), key) for table, key in lent}
+    for table in tables(module):
+        for key, tensor in table.items():
+            if tensor is None or tensor.device == device:
+                continue
+            if (id(table), key) not in own or tensor.device not in homes:
+                name = next(name for name, x in tensors(module) if x is tensor)
+                return f"{device}, {name}: {tensor.device}"
+    return None
 
 
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
@@ -183,9 +209,11 @@ def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def tensors(
+    module: nn.Module, prefix: str = "", *, recurse: bool = True
+) -> list[tuple[str, Tensor]]:
     """All parameters and buffers with their names; a shared one under each of its names."""
     return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
+        *module.named_parameters(prefix, recurse, remove_duplicate=False),
+        *module.named_buffers(prefix, recurse, remove_duplicate=False),
     ]

@@ -35,15 +35,15 @@ class Partition(nn.Sequential):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled partition must not depend on what changes from run to run.
-        then, visit, label = (None, None, None)
+        then, visit, is_observed = None, None, False
         if not is_compiling():
-            then, visit, label = current.then, current.visit, labels.of_layers()
+            then, visit, is_observed = current.then, current.visit, labels.observer is not None
         output = None
         for name, layer in self._modules.items():
             assert layer is not None
             current.name, current.kind = name, type(layer).__name__
-            if label is not None:
-                label(name, type(layer).__name__)
+            if is_observed:
+                labels.put_layer(name, type(layer).__name__)
             output = layer(*args, **kwargs)
             if visit is not None:
                 visit(output)
@@ -51,8 +51,8 @@ class Partition(nn.Sequential):
                 then()
             args, kwargs = (output,), {}
         current.name = None
-        if label is not None:
-            label("", "")
+        if is_observed:
+            labels.put_layer("", "")
         return output
 
 
@@ -102,6 +102,38 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[Partitio
         partition.training = module.training
         partitions.append(partition)
     return partitions
+
+
+def own_key(key: str, homes: Mapping[str, str | None]) -> str | None:
+    """A wrapper's own key for one of the plain module's state dict, or of any wrapper's.
+
+    Args:
+        key: the key.
+        homes: what the wrapper's keys have before the name of each layer; None for layers of other
+            processes, whose keys it does without.
+    """
+    path = key.split(".")
+    if path[0] == "partitions" and len(path) > 2 and path[1].isdecimal() and path[2] in homes:
+        path = path[2:]
+    home = homes.get(path[0], "")
+    return None if home is None else home + ".".join(path)
+
+
+def rename(state_dict: dict[str, Any], prefix: str, homes: Mapping[str, str | None]) -> None:
+    """Give a state dict a wrapper's own keys: see :func:`own_key`.
+
+    Args:
+        state_dict: the state dict, which is changed.
+        prefix: what the keys of the wrapper start with.
+        homes: what they have before the name of each layer.
+    """
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        own = own_key(key[len(prefix) :], homes)
+        if own is None:
+            del state_dict[key]
+        # A second key of one tensor is not renamed, so that it is reported as unexpected.
+        elif prefix + own not in state_dict:
+            state_dict[prefix + own] = state_dict.pop(key)
 
 
 def plain_module(layers: Mapping[str, Any]) -> nn.Sequential:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from torchgpipe.ambient.notes import noted
+from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.devices.streams import CPU, Device, accelerators
+from torchgpipe.mapped.device_map import place
 from torchgpipe.mapped.hugging_face import (
     map_of_accelerate,
     release,
@@ -19,8 +20,9 @@ from torchgpipe.mapped.hugging_face import (
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.sample import arguments_of
 from torchgpipe.planner.given import Memory, limits_of
-from torchgpipe.planner.maps import fitting_map
+from torchgpipe.planner.maps import fitting_maps
 from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.structure import Arguments
 
 __all__: list[str] = []
 
@@ -34,6 +36,7 @@ def chosen_map(
     memory: Memory | None = None,
     chunks: int = 1,
     checkpoint: str = "except_last",
+    rehearse: Callable[[Mapping[str, Device], Arguments], None] | None = None,
 ) -> Mapping[str, Device]:
     """Return the device map of a model, which loses the hooks of Accelerate.
 
@@ -45,6 +48,8 @@ def chosen_map(
         memory: the bytes that each device may use then; by default nine tenths of what it has.
         chunks: the number of micro-batches, for the memory of a step.
         checkpoint: the checkpoint mode, likewise.
+        rehearse: runs a model that was measured with the map, and raises what the model raises.
+            By default nothing is run.
 
     Raises:
         TypeError: the sample or the devices are of the wrong kind.
@@ -70,16 +75,61 @@ def chosen_map(
     if device_map is None:
         found: Mapping[str, Device] = map_of_accelerate(model)
     elif isinstance(device_map, str):
-        found = measured_map(
+        measured = measured_maps(
             model, sample, devices, memory=memory, chunks=chunks, checkpoint=checkpoint
         )
+        found = first_that_runs(model, measured, rehearse)
     else:
         found = device_map
     release(model)
     return found
 
 
-def measured_map(
+def first_that_runs(
+    model: nn.Module,
+    measured: Iterable[tuple[Mapping[str, Device], Arguments]],
+    rehearse: Callable[[Mapping[str, Device], Arguments], None] | None,
+) -> Mapping[str, Device]:
+    """Run a model with one map after another, and return the first one with which it runs.
+
+    Raises:
+        Exception: what the model raises with the first map, if it runs with none.
+    """
+    home = next((x.device for x in model.parameters()), CPU)
+    failure: Exception | None = None
+    maps = iter(measured)
+    while True:
+        try:
+            found = next(maps, None)
+        except ValueError:
+            # The first map was possible.
+            if failure is None:
+                raise
+            break
+        if found is None:
+            break
+        device_map, arguments = found
+        if rehearse is None:
+            return device_map
+        # Accelerate's hooks would bring tensors to where they were before.
+        release(model)
+        try:
+            rehearse(device_map, arguments)
+        except Exception as error:
+            failure = failure or error
+            place(model, {"": home})
+        else:
+            return device_map
+    assert failure is not None
+    add_note(
+        failure,
+        "raised by the model with the device map 'auto', which has no map that its code runs "
+        "with; pass a device map of your own that keeps together what the code uses together",
+    )
+    raise failure
+
+
+def measured_maps(
     model: nn.Module,
     sample: Any,
     devices: Iterable[Device] | None,
@@ -87,8 +137,12 @@ def measured_map(
     memory: Memory | None,
     chunks: int,
     checkpoint: str,
-) -> dict[str, Device]:
-    """Measure the blocks of a model with a sample, and spread them over devices."""
+) -> Iterator[tuple[Mapping[str, Device], Arguments]]:
+    """Measure the blocks of a model with a sample, and spread them over devices.
+
+    Yields:
+        Maps, the best one first, and the arguments of a call.
+    """
     if devices is None:
         devices = accelerators()
     elif not isinstance(devices, str) and isinstance(devices, Iterable):
@@ -123,7 +177,11 @@ def measured_map(
     args, kwargs = batch.replace(near(*batch)).value
     if takes_cache(model):
         kwargs = without_cache(kwargs)
-    with noted("raised by the sample of the device map 'auto'"):
-        return fitting_map(
-            places, model, args, kwargs, limits=limits, chunks=chunks, checkpoint=checkpoint
-        )
+    options: dict[str, Any] = {"limits": limits, "chunks": chunks, "checkpoint": checkpoint}
+    maps = fitting_maps(places, model, args, kwargs, **options)
+    while True:
+        with noted("raised by the sample of the device map 'auto'"):
+            found = next(maps, None)
+        if found is None:
+            return
+        yield found, Arguments(args, kwargs)

@@ -7,7 +7,7 @@ recorded once. Each device gets blocks that follow each other, so all maps are s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from math import hypot, inf
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.balance.device_map import Units, timed
+from torchgpipe.balance.device_map import Times, Units, refined, timed
 from torchgpipe.balance.evenest import evenest
+from torchgpipe.balance.wholes import Wholes
 from torchgpipe.devices.streams import CPU, Device, has_streams
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.planner.cuts import cut
@@ -26,12 +27,41 @@ from torchgpipe.planner.given import state_of
 from torchgpipe.planner.map_memory import Footprint, Weights
 from torchgpipe.planner.sections import recorded
 
-__all__ = ["fitting_map"]
+__all__ = ["fitting_map", "fitting_maps"]
+
+
+def fitting_maps(
+    places: Sequence[torch.device],
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    limits: Sequence[float],
+    chunks: int,
+    checkpoint: str,
+) -> Iterator[dict[str, Device]]:
+    """Propose device maps, the best one first, and then those of fewer, larger blocks.
+
+    Args, Raises: as for :func:`fitting_map`.
+    """
+
+    def measure(blocks: Mapping[str, nn.Module]) -> Times:
+        return timed(model, *args, blocks=blocks, **kwargs)
+
+    wholes = Wholes.of(model)
+    measured = refined(measure, wholes, len(places))
+    options: dict[str, Any] = {"limits": limits, "chunks": chunks, "checkpoint": checkpoint}
+    yield fitting_map(places, model, measured, args, kwargs, **options)
+    for blocks in (wholes.blocks(), wholes.coarsest()):
+        if [*blocks] != [*measured.blocks] and len(blocks) >= len(places):
+            measured = measure(blocks)
+            yield fitting_map(places, model, measured, args, kwargs, **options)
 
 
 def fitting_map(
     places: Sequence[torch.device],
     model: nn.Module,
+    times: Times,
     args: Any,
     kwargs: Any,
     *,
@@ -44,6 +74,7 @@ def fitting_map(
     Args:
         places: the devices.
         model: the model. It is not changed.
+        times: the times of its blocks.
         args: the arguments of a call, with the rows of a micro-batch.
         kwargs: likewise.
         limits: the bytes that each device may fill.
@@ -53,7 +84,6 @@ def fitting_map(
     Raises:
         ValueError: there are fewer blocks than devices, no block takes any time, or nothing fits.
     """
-    times = timed(model, *args, **kwargs)
     units = Units(*times)
     units.verify(places)
     # Several entries of one device share its memory.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def recorded(
         if section.block is None or not section.is_call:
             continue
         block, kind = blocks[section.block], recorder.kinds[k]
-        if next(block.parameters()).device.type == "cpu":
+        if next((x.device for x in chain(block.parameters(), model.parameters())), CPU) == CPU:
             # Blocks that look alike may be frozen, or have settings that do less.
             key = kind, section.kept, section.forward, section.alone, section.adding
             if key not in there:

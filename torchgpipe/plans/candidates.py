@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchgpipe.describe.tables import in_bytes
+from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.plan import too_large
@@ -88,7 +89,7 @@ class Candidate:
         loss = loss or self._loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
-            model._predict(self.time, self.memory, name, self._room)
+            stages_of(model).predict(self.time, self.memory, model, name, self._room)
         return model if name is None or loss is None else ScheduledLoss(model, loss, name)
 
     def __str__(self) -> str:

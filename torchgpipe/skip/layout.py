@@ -35,6 +35,8 @@ class SkipLayout:
             if source != target:
                 self.stashed[source][skip] = target
                 self.popped[target][skip] = source
+        #: The partitions that a skip leads from and to, as schedules know them.
+        self.pairs = sorted({x for x in ends.values() if x[0] != x[1]})
 
 
 def inspect_skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:

@@ -24,7 +24,8 @@ def told(monkeypatch):
 
 def test_nobody_observes():
     assert labels.of("F", 0, 0) is None
-    assert labels.of_layers() is None
+    labels.put_layer("0", "Linear")
+    assert labels.current.label is None
     assert labels.around(max, None) is max
     with labels.within(None), noted("where", labels.of("F", 0, 0)):
         assert labels.current.label is None
@@ -74,8 +75,7 @@ def test_layers_of_a_partition(told):
 
 def test_an_observation_that_ends_within_a_cell(told, monkeypatch):
     with labels.within(CELL):
-        label = labels.of_layers()
         monkeypatch.setattr(labels, "observer", None)
-        label("0", "Linear")
+        labels.put_layer("0", "Linear")
     assert told == [CELL]
     assert labels.current.label is None

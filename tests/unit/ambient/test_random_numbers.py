@@ -183,3 +183,16 @@ def test_meta_device_has_the_generator_of_the_cpu():
     with draws:
         found = drawn(draws, 0, META), drawn(draws, 0, CPU)
     assert all(map(torch.equal, expected, [*found, torch.rand(3)]))
+
+
+def test_who_has_drawn():
+    numbers = StepNumbers([CPU], 3)
+    with numbers:
+        assert not numbers.drawn
+        drawn(numbers, 1)
+        assert [numbers.has_drawn(i) for i in range(3)] == [False, True, False]
+        # Another process goes on with two of them, and one comes back.
+        for i in (1, 2):
+            numbers.go_on(i, {"cpu": torch.Generator().manual_seed(i).get_state()})
+        assert [numbers.has_drawn(i) for i in range(3)] == [False, True, False]
+        assert numbers.drawn

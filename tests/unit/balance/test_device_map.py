@@ -44,7 +44,7 @@ def test_blocks():
     assert [*blocks_of(Model(Block(), Block()))] == ["embed", "blocks.0", "blocks.1", "norm"]
     nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Block()))
     assert [*blocks_of(nested)] == ["0", "1"]
-    assert [*blocks_of(nested, no_split=["Block"])] == ["0", "1.1"]
+    assert [*blocks_of(nested, no_split=["Block"])] == ["0", "1.0", "1.1"]
     assert [*blocks_of(nn.Linear(2, 2))] == [""]
 
 

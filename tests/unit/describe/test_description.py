@@ -131,7 +131,7 @@ def test_device_map_after_a_trace():
 
 def test_a_prediction_is_shown_for_its_settings():
     model = GPipe(linears(3, 4, 5, 2), [2, 1], devices=["cpu", "meta"], chunks=2)
-    model._predict(2.0, {torch.device("cpu"): 4096})
+    model._stages.predict(2.0, {torch.device("cpu"): 4096}, model)
     assert lines(model)[-1] == "step: 2.000 ms predicted"
     assert lines(model)[1].endswith("except_last  4.0 KiB")
     model.chunks = 4
@@ -139,12 +139,12 @@ def test_a_prediction_is_shown_for_its_settings():
     model.chunks = 2
     training = ScheduledLoss(model, F.mse_loss, "1f1b")
     assert training.describe().predicted is None
-    model._predict(1.0, {}, "1f1b")
+    model._stages.predict(1.0, {}, model, "1f1b")
     assert training.describe().predicted == 0.001
     assert model.describe().predicted is None
     # Partitions on the CPU compute one after another, as no plan knows.
     model = wrap()
-    model._predict(2.0, {})
+    model._stages.predict(2.0, {}, model)
     assert model.describe().predicted is None
 
 

@@ -1,4 +1,4 @@
-"""Device maps name modules, cover all tensors, and keep shared tensors on one device."""
+"""Device maps name modules, cover all tensors, and give shared tensors one home."""
 
 import pytest
 import torch
@@ -88,6 +88,24 @@ def test_modules_are_moved_and_stay_shared():
     assert model.layers[1].weight.device == META
 
 
-def test_shared_tensors_must_be_on_one_device():
-    with pytest.raises(ValueError, match=r"embed.weight: cpu, again.weight: meta"):
-        place(Model(), {"embed": CPU, "layers": CPU, "again": META})
+def test_shared_tensors_are_at_home_where_the_longest_name_leads():
+    model = Model()
+    place(model, {"embed": CPU, "layers": CPU, "again": META})
+    assert model.again.weight is model.embed.weight
+    assert model.embed.weight.device == CPU
+    model.layers[1].weight = model.embed.weight
+    place(model, {"": CPU, "layers.1": META})
+    assert model.embed.weight.device == META
+    assert model.embed.bias.device == CPU
+    assert model.embed.weight is model.layers[1].weight
+
+
+def test_places_of_what_modules_on_several_devices_have():
+    model = Model()
+    model.layers[1].weight = model.embed.weight
+    device_map = {"embed": META, "layers": CPU, "layers.1": CPU}
+    place(model, device_map)
+    found = {x.name: x.lent for x in mapped_modules(model, device_map)}
+    assert found["layers.0"] is None
+    assert found["embed"] == [(model.embed._parameters, "weight")]
+    assert found["layers.1"] == [(model.layers[1]._parameters, "weight")]

@@ -22,12 +22,28 @@ class Configured(Any):
     config = SimpleNamespace(use_cache=True)
 
 
+class Composed(Any):
+    """A model of several, whose config knows itself, too."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        self.config = SimpleNamespace(sizes=[1, 2], kind=str, **parts)
+        self.config.own = self.config
+
+
 @pytest.mark.parametrize(
     ("model", "expected"), [(nn.Linear(1, 1), False), (Named(), True), (Any(), False)]
 )
 def test_takes_cache(model, expected):
     assert takes_cache(model) is expected
     assert takes_cache(Configured())
+
+
+def test_configs_within_the_config():
+    inner = SimpleNamespace(use_cache=True)
+    assert takes_cache(Composed(any_name=inner))
+    assert takes_cache(Composed(parts={"text": [SimpleNamespace(deep=inner)]}))
+    assert not takes_cache(Composed(vision=SimpleNamespace(width=2)))
 
 
 def test_without_cache():

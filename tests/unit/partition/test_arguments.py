@@ -139,8 +139,8 @@ def test_default_devices(monkeypatch):
 
 
 def test_arguments_are_checked_before_anything_is_moved():
-    module = linears(1, 1, 1)
-    module[1].weight = module[0].weight
+    module = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
+    module[1].running_mean = module[0].running_mean
     with pytest.raises(ValueError, match="can be shared only"):
         GPipe(module, [1, 1], devices=["meta", "cpu"])
     assert not module[0].weight.is_meta

@@ -5,7 +5,15 @@ import torch
 from torch import nn
 
 from tests.conftest import DEVICES
-from torchgpipe.partition.placement import groups, place, tensors, verify_placement
+from torchgpipe.partition.placement import (
+    elsewhere,
+    groups,
+    place,
+    sharing,
+    tables,
+    tensors,
+    verify_placement,
+)
 
 CPU = torch.device("cpu")
 
@@ -17,6 +25,24 @@ def test_placement():
     message = r"partition 1: cpu, 0\.running_var: meta.*move the tensor back"
     with pytest.raises(RuntimeError, match=message):
         verify_placement(partitions, [CPU, CPU])
+
+
+def test_what_is_elsewhere():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert elsewhere(layers, CPU) is None
+    layers[1].running_var = layers[1].running_var.to("meta")
+    assert elsewhere(layers, CPU) == "cpu, 1.running_var: meta"
+    assert elsewhere(layers[0], torch.device("meta")) == "meta, weight: cpu"
+
+
+def test_shared_tensors_stay_shared():
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    with sharing([*tables(one), *tables(other)]):
+        for layer in (one, other):
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+    assert one.weight is other.weight
+    assert one.bias is not other.bias
 
 
 def test_tensors_of_the_meta_device_are_made(device):

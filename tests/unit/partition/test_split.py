@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.partition.split import split_module, verify_module
+from torchgpipe.partition.split import own_key, rename, split_module, verify_module
 
 CPU = torch.device("cpu")
 
@@ -23,6 +23,43 @@ def test_a_layer_that_comes_twice():
     relu = nn.ReLU()
     partitions = split_module(nn.Sequential(relu, nn.Linear(1, 1), relu), [2, 1])
     assert [len(partition) for partition in partitions] == [2, 1]
+
+
+GPIPE = {"a": "partitions.0.", "partitions": "partitions.1."}
+PIPE = {"a": "", "partitions": "", "b": None}
+
+
+@pytest.mark.parametrize(
+    ("key", "gpipe", "pipe"),
+    [
+        ("a.weight", "partitions.0.a.weight", "a.weight"),
+        ("partitions.3.a.weight", "partitions.0.a.weight", "a.weight"),
+        ("partitions.weight", "partitions.1.partitions.weight", "partitions.weight"),
+        # A layer of this name that has layers itself.
+        ("partitions.0.weight", "partitions.1.partitions.0.weight", "partitions.0.weight"),
+        ("partitions.2.partitions.0.x", "partitions.1.partitions.0.x", "partitions.0.x"),
+        ("a", "partitions.0.a", "a"),
+        ("other.weight", "other.weight", "other.weight"),
+        ("partitions.0", "partitions.1.partitions.0", "partitions.0"),
+        ("", "", ""),
+    ],
+)
+def test_own_keys(key, gpipe, pipe):
+    assert own_key(key, GPIPE) == gpipe
+    assert own_key(key, PIPE) == pipe
+    assert own_key(key, {}) == key
+
+
+def test_keys_of_other_processes_are_dropped():
+    state = {"m.a.x": 1, "m.partitions.1.b.x": 2, "m.b.y": 3, "b.x": 4, "m.c": 5}
+    rename(state, "m.", PIPE)
+    assert state == {"m.a.x": 1, "b.x": 4, "m.c": 5}
+
+
+def test_a_second_key_of_one_tensor_stays():
+    state = {"a.x": 1, "partitions.1.a.x": 2}
+    rename(state, "", GPIPE)
+    assert state == {"partitions.0.a.x": 1, "partitions.1.a.x": 2}
 
 
 @pytest.mark.parametrize("training", [True, False])

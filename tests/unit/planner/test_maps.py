@@ -94,8 +94,7 @@ def test_message():
 
 
 def test_entries_of_one_device_share_its_memory(monkeypatch):
-    def equal(model, *_, **__):
-        blocks = blocks_of(model)
+    def equal(*_, blocks, **__):
         return Times(blocks, dict.fromkeys(blocks, 1.0), {})
 
     seen = []

@@ -31,6 +31,13 @@ def test_between_partitions():
     )
     assert found.stashed == [{A: 2, B: 1}, {}, {}]
     assert found.popped == [{}, {B: 0}, {A: 0}]
+    assert found.pairs == [(0, 1), (0, 2)]
+
+
+def test_skips_between_the_same_partitions_and_within_one():
+    found = layout(layer(["a", "b"]), layer(pop=["a", "b"]), balance=[1, 1])
+    assert found.pairs == [(0, 1)]
+    assert layout(layer(["a"]), layer(pop=["a"]), balance=[2]).pairs == []
 
 
 def test_from_a_later_partition():

@@ -1,14 +1,21 @@
-"""The settings that all wrappers have."""
+"""The base of the wrappers: their settings, and what belongs to one object alone."""
 
+import ast
 import copy
+import os
 import pickle
 from collections import UserList
+from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+import torchgpipe
 from tests.support.helpers import linears
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+from torchgpipe.engine.mini_batch import MiniBatch
+from torchgpipe.engine.stages import stages_of
 
 MIXED = ["always", "never", "except_last"]
 
@@ -93,3 +100,50 @@ def test_copies(duplicate):
         assert twin.checkpoint == MIXED
         twin.checkpoint = "never"
     assert model.checkpoint == MIXED
+
+
+@pytest.mark.parametrize("make", [wrap, mapped, lambda: ScheduledLoss(wrap(), nn.MSELoss())])
+def test_what_belongs_to_one_object_alone(make):
+    model = make()
+    own = {*type(model)._own}
+    assert own <= {*model.__dict__}
+    assert not own & {*model.__getstate__()}
+    twin = copy.deepcopy(model)
+    assert own <= {*twin.__dict__}
+    assert {*twin.__dict__} == {*model.__dict__}
+
+
+@pytest.mark.parametrize("make", [wrap, mapped])
+def test_another_process_makes_its_own(make, monkeypatch):
+    model = make()
+    before, _ = model._traced()
+    MiniBatch(model, torch.rand(2, 1), recorded=False)
+    assert model._traced()[0] is before
+    here = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: here + 1)
+    MiniBatch(model, torch.rand(2, 1), recorded=False)
+    assert model._traced()[0] is not before
+
+
+def test_a_model_in_a_scheduled_loss_is_one_with_the_same_stages():
+    model = wrap()
+    training = ScheduledLoss(model, nn.MSELoss())
+    assert training._traced()[0] is model._traced()[0] is stages_of(model)
+
+
+@pytest.mark.parametrize(
+    "file", ["scheduled", "plans/candidates", "plans/plan", "advice/watch", "advice/layers"]
+)
+def test_nobody_reaches_into_a_wrapper(file):
+    """A schedule, a plan and an advisor take what they need from stages and mini-batches."""
+    tree = ast.parse((Path(torchgpipe.__file__).parent / f"{file}.py").read_text())
+    found = [
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("model", "wrapper", "gpipe")
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+    ]
+    assert found == []

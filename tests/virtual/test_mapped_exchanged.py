@@ -1,0 +1,76 @@
+"""Layers hand values on through an object that all of them are called with."""
+
+import copy
+from collections import UserDict
+
+import torch
+from torch import nn
+
+from tests.support.helpers import assert_no_races
+from tests.virtual.stages import Stage, limit
+from tests.virtual.test_mapped import SEEDS
+from torchgpipe import MappedGPipe
+from torchgpipe.testing import observe
+
+
+class Keys(UserDict):
+    """A mapping as Transformers has it for Gemma 3n: it can be moved, and is no dict."""
+
+    def to(self, device):
+        raise AssertionError("nobody moves it as a whole")
+
+
+class Writing(Stage):
+    """A block that writes what the blocks behind it read."""
+
+    def forward(self, x, shared):
+        y = super().forward(x)
+        shared["keys"] = y, y * 2
+        shared.seen.append(id(shared))
+        return y
+
+
+class Reading(Stage):
+    def forward(self, x, shared):
+        keys, values = shared["keys"]
+        assert keys.device == values.device == x.device
+        shared.seen.append(id(shared))
+        return super().forward(x + keys * values.sin())
+
+
+class Sharing(nn.Module):
+    """Two blocks write, and the others read what was written last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Writing(), Writing(), Reading(), Reading()])
+
+    def forward(self, x):
+        shared = Keys()
+        shared.seen = []
+        for layer in self.layers:
+            x = layer(x, shared=shared)
+        assert {*shared.seen} == {id(shared)}
+        # What was written is where it was written.
+        keys, _ = shared["keys"]
+        assert keys.device == self.layers[1].weight.device
+        return x
+
+
+def test_gradients_and_makespan(devices, mode):
+    n, m = 4, 8
+    torch.manual_seed(0)
+    plain = Sharing()
+    x = torch.rand(m, 4)
+    for row in x.split(1):
+        plain(row).square().sum().backward()
+    names = {f"layers.{k}": devices[k] for k in range(n)}
+    pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=m, checkpoint=mode)
+    for seed in (None, *SEEDS[:2]):
+        pipe.zero_grad()
+        with observe(jitter=seed) as seen:
+            pipe(x.to(devices[0])).square().sum().backward()
+        assert_no_races(seen)
+        for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.cpu(), other.grad)
+        assert seen.makespan == limit(mode, n, m)

@@ -1,0 +1,150 @@
+"""One weight on several devices: one parameter, whose gradients come from all of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import assert_no_races
+from tests.virtual.stages import Stage, limit
+from tests.virtual.test_mapped import SEEDS, Chain
+from torchgpipe import MappedGPipe
+from torchgpipe.testing import observe
+
+
+class Tied(Chain):
+    """The last block has the weight of the first one."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.layers[-1].weight = self.layers[0].weight
+
+
+class Hybrid(nn.Module):
+    """A block of its own behind one that others have, too."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.own = shared, Stage()
+
+    def forward(self, x):
+        return self.own(self.shared(x))
+
+
+class Shared(nn.Module):
+    """Every other block calls one block that all of them share."""
+
+    def __init__(self, n):
+        super().__init__()
+        shared = Stage()
+        self.layers = nn.ModuleList([Hybrid(shared) for _ in range(n)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Backwards(Tied):
+    """The weight is at home on the last device."""
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+KINDS = {"tied": Tied, "shared": Shared, "home behind": Backwards}
+
+
+def wrapped(plain, devices, n, m, mode, **options):
+    order = reversed(range(n)) if isinstance(plain, Backwards) else range(n)
+    names = {f"layers.{k}": device for k, device in zip(order, devices)}
+    return MappedGPipe(copy.deepcopy(plain), names, chunks=m, checkpoint=mode, **options)
+
+
+@pytest.mark.parametrize(("kind", "cost"), [("tied", 1), ("shared", 2), ("home behind", 1)])
+def test_gradients_and_makespan(devices, kind, cost, mode):
+    n, m = 4, 8
+    torch.manual_seed(0)
+    plain = KINDS[kind](n)
+    x = torch.rand(m, 4)
+    for row in x.split(1):
+        plain(row).square().sum().backward()
+    pipe = wrapped(plain, devices, n, m, mode)
+    assert len([*pipe.parameters()]) == len([*plain.parameters()])
+    for seed in (None, *SEEDS[:2]):
+        pipe.zero_grad()
+        with observe(jitter=seed) as seen:
+            pipe(x.to(devices[0])).square().sum().backward()
+        assert_no_races(seen)
+        for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.cpu(), other.grad)
+        assert seen.makespan == cost * limit(mode, n, m)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training(devices, kind, threads):
+    torch.manual_seed(0)
+    plain = KINDS[kind](3)
+    pipe = wrapped(plain, devices, 3, 4, "except_last", threads=threads)
+    own, other = (torch.optim.AdamW(x.parameters(), lr=0.1) for x in (pipe, plain))
+    with observe() as seen:
+        for _ in range(3):
+            x = torch.rand(4, 4)
+            plain(x).square().mean().backward()
+            pipe(x.to(devices[0])).square().mean().backward()
+            for optimizer in (own, other):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_no_races(seen)
+    state = {key: value.cpu() for key, value in pipe.state_dict().items()}
+    assert [*state] == [*plain.state_dict()]
+    torch.testing.assert_close(state, {**plain.state_dict()}, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(pipe.module(x.to(devices[0])).cpu(), plain(x), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x).cpu(), plain(x), rtol=1e-4, atol=1e-5)
+    again = copy.deepcopy(pipe)
+    assert again.module.layers[2] is not pipe.module.layers[2]
+    again(x).sum().backward()
+    assert len([*again.parameters()]) == len([*plain.parameters()])
+
+
+def test_a_weight_that_is_frozen_or_used_without_grad_first(devices):
+    class Target(Tied):
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.layers[-1](x)
+            return super().forward(x) - target.to(self.layers[1].weight.device)
+
+    plain = Target(2)
+    pipe = wrapped(plain, devices, 2, 2, "never")
+    x = torch.rand(2, 4)
+    for row in x.split(1):
+        plain(row).sum().backward()
+    pipe(x.to(devices[0])).sum().backward()
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
+def test_a_buffer_that_a_module_elsewhere_would_change(devices):
+    shared = nn.BatchNorm1d(4)
+
+    class Normed(Hybrid):
+        pass
+
+    plain = Shared(0)
+    plain.layers = nn.ModuleList([Normed(shared) for _ in range(2)])
+    pipe = wrapped(plain, devices, 2, 2, "never")
+    with pytest.raises(RuntimeError, match=r"must not be changed in place.*map these modules to"):
+        pipe(torch.rand(4, 4))
+    pipe.eval()(torch.rand(4, 4))
+
+
+def test_a_weight_that_is_moved_is_an_error_as_ever(devices):
+    pipe = wrapped(Tied(2), devices, 2, 2, "never")
+    pipe.module.layers[0].weight = nn.Parameter(torch.rand(4, 4))
+    with pytest.raises(RuntimeError, match=r"layers.0: virtual:0, weight: cpu"):
+        pipe(torch.rand(4, 4))

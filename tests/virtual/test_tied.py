@@ -1,0 +1,91 @@
+"""A weight that partitions on several devices share costs no time, whoever orders the cells."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import assert_no_races
+from tests.virtual.stages import SEEDS, Stage, limit
+from torchgpipe import GPipe, ScheduledLoss
+from torchgpipe.testing import observe
+
+N, M = 4, 8
+
+
+def tied():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[Stage() for _ in range(N)])
+    layers[-1].weight = layers[1].weight = layers[0].weight
+    return layers
+
+
+def squared(output, _):
+    return output.square().mean()
+
+
+def trained(step, device):
+    """Train two steps, and return the state dict and the makespan of the second one."""
+    optimizer = torch.optim.AdamW(step.parameters(), lr=0.1)
+    for _ in range(2):
+        torch.manual_seed(1)
+        with observe(jitter=SEEDS[0]) as seen:
+            optimizer.zero_grad()
+            step(torch.rand(M, 4, device="cpu").to(device)).backward()
+            optimizer.step()
+        assert_no_races(seen)
+    return {key: x.cpu() for key, x in step.state_dict().items()}, seen.makespan
+
+
+class Plain(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+class Piped(nn.Module):
+    def __init__(self, model, loss=None):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x):
+        if self.loss is None:
+            return self.model(x).square().mean()
+        return self.loss(x, torch.zeros(len(x), device=self.model.devices[-1]))
+
+    def state_dict(self):
+        return self.model.state_dict()
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zbh1"])
+def test_training_and_makespan(devices, schedule, mode):
+    def wrapped(layers):
+        model = GPipe(layers, [1] * N, devices=devices[:N], chunks=M, checkpoint=mode)
+        return Piped(model, schedule and ScheduledLoss(model, squared, schedule))
+
+    plain = Plain(*tied())
+    expected, _ = trained(plain, "cpu")
+    pipe = wrapped(tied())
+    assert len([*pipe.parameters()]) == len([*plain.parameters()]) == N - 2
+    found, makespan = trained(pipe, devices[0])
+    torch.testing.assert_close([*found.values()], [*expected.values()])
+    _, untied = trained(wrapped(nn.Sequential(*[Stage() for _ in range(N)])), devices[0])
+    assert makespan == untied
+    if schedule is None:
+        assert makespan == limit(mode, N, M)
+
+
+def test_graphs_are_refused(devices):
+    model = GPipe(tied(), [1] * N, devices=devices[:N], chunks=M)
+    step = ScheduledLoss(model, squared, "1f1b", stages="graph")
+    with pytest.raises(ValueError, match="pass stages='eager', or devices that name one twice"):
+        step(torch.rand(M, 4, device=devices[0]), torch.rand(M, 4, device=devices[3]))
+
+
+def test_a_copy_and_evaluation(devices):
+    pipe = GPipe(tied(), [1] * N, devices=devices[:N], chunks=M)
+    x = torch.rand(M, 4)
+    expected = tied()(x)
+    for model in (pipe.eval(), copy.deepcopy(pipe)):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x.to(devices[0])).cpu(), expected)

@@ -1,0 +1,43 @@
+"""Shared: one tensor for several users, whose gradients meet when all of them are there.
+
+Autograd adds a gradient to others as soon as it comes, on the stream of whom it is for. If the last
+device had the weight of the first one, the first would wait, in the middle of its backward, until
+the last is done. So each user gets a tensor of its own. The gradients are added in the backward of
+this function, which runs when the last of them has come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe._torch.dynamo import uncompiled
+
+__all__: list[str] = []
+
+
+def shared(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Make tensors of one, for so many users. They share its memory, as views do."""
+    found: tuple[Tensor, ...] = Shared.apply(tensor, count)
+    return found
+
+
+class Shared(torch.autograd.Function):
+    """Share a tensor: ``tensor, count → *tensors``."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for _ in range(count)])
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        total: Tensor | None = None
+        for grad in grads:
+            if grad is not None:
+                # Not in place, since hooks may hold what has come.
+                total = grad if total is None else total + grad
+        return total, None

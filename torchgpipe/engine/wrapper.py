@@ -1,0 +1,158 @@
+"""The base of the wrappers: their settings, and what they make anew in each process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe._torch.dynamo import mark_if_possible
+from torchgpipe.batchnorm import deferred_batch_norms
+from torchgpipe.engine.recorded import Holder
+from torchgpipe.partition.arguments import Modes, checked_chunks, checked_modes
+from torchgpipe.partition.traps import Traps
+
+__all__: list[str] = []
+
+
+class Alone(nn.Module):
+    """A module with attributes that belong to it alone: nobody copies or pickles them."""
+
+    #: Their names.
+    _own: ClassVar[tuple[str, ...]]
+
+    def _prepare(self) -> None:
+        """Make them."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in self._own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
+
+class Wrapper(Alone):
+    """A module that computes its layers micro-batch by micro-batch.
+
+    The constructor of a wrapper calls :meth:`_set`, brings the layers to their places, and calls
+    :meth:`_wrapped`.
+    """
+
+    _own: ClassVar[tuple[str, ...]] = ("_process", "_norms")
+    _chunks: int
+    _checkpoint: Modes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = getattr(type(self), name, None)
+        if isinstance(value, nn.Module) and isinstance(found, property):
+            # A module would be registered by this name, past the check.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set(self, module: nn.Module, chunks: int, checkpoint: str | Sequence[str]) -> None:
+        """Check the settings, and begin with them in the mode of a module."""
+        self._chunks = checked_chunks(chunks)
+        self.checkpoint = checkpoint
+        self.training = module.training
+
+    def _wrapped(self, name: str) -> None:
+        """Make what every wrapper has, once its layers are in their places.
+
+        Args:
+            name: the name of its class in warnings.
+        """
+        self._traps = Traps(name)
+        self._rechunked()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        mark_if_possible()
+        self._process = os.getpid()
+        self._norms = deferred_batch_norms(nn.ModuleList([self, *self._layers]))
+
+    @property
+    def _layers(self) -> Iterable[nn.Module]:
+        """The layers, as they are computed one behind the other."""
+        raise NotImplementedError
+
+    @property
+    def _partition_count(self) -> int | None:
+        """The number of partitions; None if all of the model has one checkpoint mode."""
+        raise NotImplementedError
+
+    def _traced(self) -> tuple[Holder, Sequence[torch.device]]:
+        """The object that holds the spans of a trace, and the devices."""
+        raise NotImplementedError
+
+    @property
+    def _width(self) -> int:
+        """The number of devices that may be busy at the same time."""
+        return len(self._traced()[1])
+
+    @property
+    def _entrance(self) -> tuple[torch.device, str, str] | None:
+        """The device that inputs must be on, what is there, and how a user calls it, if any."""
+        return None
+
+    def _verify(self) -> None:
+        """Check that the layers are where they were brought to."""
+
+    def _begin(self) -> None:
+        """Make sure that the layers can be computed here and now."""
+        if self._process != os.getpid():
+            # Neither threads nor streams survive a fork, and a lock may be held for good.
+            self._prepare()
+        self._verify()
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches that a mini-batch is split into, if it has as many rows."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = checked_chunks(chunks)
+        self._rechunked()
+
+    def _rechunked(self) -> None:
+        """Take note of another number of micro-batches."""
+        self._traps.sequence_first(self._layers, self._chunks)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # The .to(device), .cuda() and the like of this module, and of a parent, call this.
+        _, devices = self._traced()
+        for device in dict.fromkeys(devices):
+            if fn(torch.empty(0, device=device)).device != device:
+                raise moving_denied()
+        return super()._apply(fn, recurse)
+
+    @property
+    def checkpoint(self) -> str | list[str]:
+        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``.
+
+        A list has a mode for each partition. To change one, assign the list anew.
+        """
+        # A new list, so that nobody changes ours.
+        return self._checkpoint if isinstance(self._checkpoint, str) else [*self._checkpoint]
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
+        self._checkpoint = checked_modes(checkpoint, self._partition_count)
+
+    def extra_repr(self) -> str:
+        """The settings, for the first line of ``repr()``."""
+        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+
+
+def moving_denied() -> TypeError:
+    """The error where a wrapper shall be moved."""
+    return TypeError(
+        "the layers of a wrapper must stay on their devices, so it cannot be moved; move the model "
+        "before wrapping it, or wrap it anew with other devices"
+    )

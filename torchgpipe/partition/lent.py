@@ -1,0 +1,119 @@
+"""Lent weights: modules on one device compute with copies of weights whose home is another one.
+
+A head that is tied to an embedding has the embedding's weight, and may be on the last device. There
+is one parameter, at home. In each step, each other device that needs it gets a copy, which is a
+result of the parameter for autograd. So the gradients of all micro-batches are added up there, and
+go home once. While a module computes, the copies stand in its tables in place of the parameters.
+
+At home modules compute with an alias of the parameter: see :mod:`torchgpipe.autograd.shared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.autograd.versions import version_of
+from torchgpipe.devices.streams import canonical_device
+from torchgpipe.partition.placement import tables
+
+__all__: list[str] = []
+
+#: A table of parameters or buffers, and a name in it.
+Place: TypeAlias = tuple[dict[str, Tensor | None], str]
+
+
+def places_of(modules: Mapping[nn.Module, torch.device]) -> dict[nn.Module, list[Place]]:
+    """The places of modules that hold tensors at home elsewhere, or parameters used elsewhere.
+
+    Args:
+        modules: the modules, and the device that each computes on.
+
+    Returns:
+        The places of each module. Modules without any are left out, unless they have a table of
+        another one.
+    """
+    entries = {
+        module: [(t, name, x) for t in tables(module) for name, x in t.items() if x is not None]
+        for module in modules
+    }
+    modules = {module: canonical_device(device) for module, device in modules.items()}
+    away = [
+        (table, x)
+        for module, device in modules.items()
+        for table, _, x in entries[module]
+        if x.device != device
+    ]
+    lent, shared = {x for _, x in away if isinstance(x, nn.Parameter)}, {id(t) for t, _ in away}
+    found = {}
+    for module, device in modules.items():
+        places = [(t, name) for t, name, x in entries[module] if x.device != device or x in lent]
+        if places or not shared.isdisjoint(map(id, tables(module))):
+            found[module] = places
+    return found
+
+
+class Lent:
+    """The copies that a module computes with, in one step.
+
+    Args:
+        places: where they stand meanwhile.
+        bring: copies tensors to the device of the module, differentiably.
+        lock: held while they stand there, since other threads may call the module, too.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        lock: AbstractContextManager[Any],
+    ) -> None:
+        self._places, self._bring, self._lock = places, bring, lock
+        self._copies: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+
+    def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that computes the module.
+
+        Raises:
+            RuntimeError: the module changed a copy in place, which nobody would notice.
+        """
+        # guard: weights that several threads lend
+        with self._lock:
+            own = [table[name] for table, name in self._places]
+            copies = self._copies_of([x for x in own if x is not None])
+            versions = [(x, version_of(x)) for x in copies.values()]
+            self._put([copies.get(id(x)) for x in own])
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._put(own)
+                if any(version_of(x) != version for x, version in versions):
+                    raise _changed(own)
+
+    def _put(self, tensors: Sequence[Tensor | None]) -> None:
+        for (table, name), x in zip(self._places, tensors):
+            table[name] = x
+
+    def _copies_of(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        keys = {id(x): self._key(x) for x in tensors}
+        missing = {id(x): x for x in tensors if keys[id(x)] not in self._copies}
+        for x, copy in zip(missing.values(), self._bring([*missing.values()]) if missing else ()):
+            self._copies[keys[id(x)]] = x, copy
+        return {x: self._copies[key][1] for x, key in keys.items()}
+
+    @staticmethod
+    def _key(tensor: Tensor) -> tuple[int, int, bool]:
+        # A copy that was made without grad leads no gradient back.
+        return id(tensor), version_of(tensor), tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _changed(tensors: Sequence[Tensor | None]) -> RuntimeError:
+    shapes = [tuple(x.shape) for x in tensors if x is not None]
+    return RuntimeError(
+        "parameters and buffers that modules on several devices share must not be changed in place "
+        f"by one of them, which has a copy (shapes: {shapes}); map these modules to one device"
+    )
