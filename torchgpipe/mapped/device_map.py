@@ -109,8 +109,8 @@ def place(model: nn.Module, device_map: Mapping[str, torch.device]) -> None:
         for _, tensor in tensors(module, recurse=False):
             homes.setdefault(tensor, device)
     with sharing(tables(model)):
-        for _, module, _ in modules:
-            move(module, homes, recurse=False)
+        for _, module, device in modules:
+            move(module, homes, device, recurse=False)
 
 
 def _length(key: str | None) -> int:

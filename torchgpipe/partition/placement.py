@@ -33,12 +33,18 @@ def place(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> N
         for _, x in tensors(partition):
             homes.setdefault(x, device)
     with sharing(chain.from_iterable(map(tables, partitions))):
-        for partition in partitions:
-            move(partition, homes)
+        for partition, device in zip(partitions, devices):
+            move(partition, homes, device)
 
 
-def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bool = True) -> None:
-    """Move the tensors of a module to where they are at home."""
+def move(
+    module: nn.Module,
+    homes: Mapping[Tensor, torch.device],
+    device: torch.device,
+    *,
+    recurse: bool = True,
+) -> None:
+    """Move the tensors of a module to where they are at home; all others to a device."""
     for inner in module.modules() if recurse else [module]:
         table: dict[str, Any] = inner._parameters
         for name, x in table.items():
@@ -46,15 +52,24 @@ def move(module: nn.Module, homes: Mapping[Tensor, torch.device], *, recurse: bo
             # parameters, and refuses such a class.
             if x is not None and type(x).to is not Tensor.to and x.device != homes.get(x, x.device):
                 table[name] = x.to(homes[x])
-    module._apply(moving_home(homes), recurse=recurse)
+    module._apply(moving_home(homes, device), recurse=recurse)
 
 
-def moving_home(homes: Mapping[Tensor, torch.device]) -> Callable[[Tensor], Tensor]:
+def moving_home(
+    homes: Mapping[Tensor, torch.device], device: torch.device
+) -> Callable[[Tensor], Tensor]:
     """A function that moves tensors, and their gradients, to where they are at home."""
-    grads = {x.grad: device for x, device in homes.items() if x.grad is not None}
+    grads = {x.grad: home for x, home in homes.items() if x.grad is not None}
     known = {**homes, **grads}
-    # What is not known has been moved, and is a new tensor.
-    return lambda x: moved_to(known[x], x) if x in known else x
+
+    def moved(x: Tensor) -> Tensor:
+        if x in known:
+            return moved_to(known[x], x)
+        # A wrapper within asks by an empty tensor whether it is moved. Others have been moved, and
+        # are new tensors.
+        return x if x.numel() else moved_to(device, x)
+
+    return moved
 
 
 @contextmanager
