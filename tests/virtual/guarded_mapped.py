@@ -66,6 +66,11 @@ TESTS = {
         "test_block_that_is_called_several_times",
         {},
     ),
+    "exchanged in place": (
+        "virtual.test_mapped_exchanged",
+        "test_what_blocks_change_is_there_for_later_ones",
+        {"kind": "tensor", "mode": "always"},
+    ),
     "exchanged by threads": ("unit.mapped.test_exchanged", "test_second_runs_take_turns", {}),
     "lent to threads": ("unit.partition.test_lent", "test_threads_take_turns", {}),
     "contents of a call": (
@@ -130,6 +135,7 @@ MUTANTS = {
         ("with self._lock if again else nullcontext()", "if True"),
         "exchanged by threads",
     ),
+    "changes in mappings": (("again and self", "False and self"), "exchanged in place"),
     "changes that would be lost": (("!= version", "is None"), "mapped lost"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

@@ -3,8 +3,9 @@
 import copy
 from collections import UserDict
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.helpers import assert_no_races
 from tests.virtual.stages import Stage, limit
@@ -74,3 +75,52 @@ def test_gradients_and_makespan(devices, mode):
         for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own.grad.cpu(), other.grad)
         assert seen.makespan == limit(mode, n, m)
+
+
+class Adding(nn.Module):
+    """A block that changes what is in the mapping, and computes with what was there before."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x, seen):
+        before = seen["all"]
+        if self.kind == "list":
+            x = self.layer(x).tanh() * before[-1]
+            before.append(x)
+        else:
+            x = (self.layer(x) + before).tanh()
+            seen["all"] += x
+        return x
+
+
+class Together(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.blocks = nn.ModuleList([Adding(kind) for _ in range(3)])
+
+    def forward(self, x):
+        first = [x] if self.blocks[0].kind == "list" else torch.zeros_like(x)
+        seen = UserDict(all=first)
+        for block in self.blocks:
+            x = block(x, seen)
+        return x if isinstance(first, Tensor) else x + len(first)
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor"])
+def test_what_blocks_change_is_there_for_later_ones(kind, devices, mode):
+    plain = Together(kind)
+    names = {f"blocks.{k}": devices[k] for k in range(3)}
+    pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=2, checkpoint=mode)
+    x = torch.rand(4, 4)
+    found, expected = pipe(x), plain(x)
+    torch.testing.assert_close(found.cpu(), expected)
+    if kind == "tensor" and mode != "never":
+        with pytest.raises(RuntimeError, match="what a mapping held"):
+            found.sum().backward()
+        return
+    for output in (found, expected):
+        output.square().sum().backward()
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad)

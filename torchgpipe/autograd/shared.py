@@ -39,5 +39,7 @@ class Shared(torch.autograd.Function):
         for grad in grads:
             if grad is not None:
                 # Not in place, since hooks may hold what has come.
-                total = grad if total is None else total + grad
+                # PyTorch adds a sparse gradient to a dense one, and not the other way round.
+                pair = (total, grad) if total is None or not total.is_sparse else (grad, total)
+                total = grad if pair[0] is None else pair[0] + pair[1]
         return total, None

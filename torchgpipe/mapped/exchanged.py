@@ -3,7 +3,7 @@
 Some models call all layers with one object, into which one layer writes keys and values that later
 layers read. It must stay the same object, so no layer can get a copy with tensors of its device.
 While a module is computed, copies stand in it in place of what is elsewhere. What the module writes
-stays, and what was there before comes back.
+or changes stays, and all else that was there before comes back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchgpipe.autograd.versions import version_of
+from torchgpipe.mapped.containers import lists_and_dicts, tensors_of
 from torchgpipe.recompute.phase import is_recomputing
 
 __all__: list[str] = []
@@ -46,24 +48,51 @@ class Exchanged:
     ) -> None:
         self._lock = lock
         #: Each mapping, and what the module finds there.
-        self._found = [(mapping, fetch({**mapping})) for mapping in mappings]
+        self._found = [
+            (mapping, {k: _fresh(x) for k, x in fetch({**mapping}).items()}) for mapping in mappings
+        ]
+        self._versions = self._versions_of_found()
+
+    def _versions_of_found(self) -> list[int]:
+        return [version_of(x) for _, found in self._found for x in tensors_of(found)]
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that computes the module, for the first or the second time."""
+        """Call a function that computes the module, for the first or the second time.
+
+        Raises:
+            RuntimeError: a tensor that a second run needs was changed in place.
+        """
         again = is_recomputing()
+        # guard: changes in mappings
+        if again and self._versions != self._versions_of_found():
+            raise RuntimeError(
+                "under checkpointing, nothing may change in place what a mapping held when a "
+                f"module was called with it (mapping: {type(self._found[0][0]).__name__}); write "
+                "a new tensor there, or use checkpoint='never'"
+            )
         # guard: mappings of several devices
         with self._lock if again else nullcontext():
             before = [{**mapping} for mapping, _ in self._found]
-            for mapping, found in self._found:
-                _fill(mapping, found)
+            # The other run must find containers as they are now.
+            given = [{k: _fresh(x) for k, x in found.items()} for _, found in self._found]
+            states = [{k: _state(x) for k, x in items.items()} for items in given]
+            for (mapping, _), items in zip(self._found, given):
+                _fill(mapping, items)
             try:
                 return function(*args, **kwargs)
             finally:
-                for (mapping, found), had in zip(self._found, before):
+                for (mapping, _), had, items, state in zip(self._found, before, given, states):
                     # A second run finds the mapping as it was early on, and leaves no trace.
                     if not again:
-                        left = {k for k, x in mapping.items() if k in found and x is found[k]}
-                        had = {k: had[k] if k in left else x for k, x in mapping.items()}
+                        left = {
+                            k
+                            for k, x in mapping.items()
+                            if k in items and x is items[k] and _state(x) == state[k]
+                        }
+                        had = {
+                            k: had[k] if k in left else _handed_on(had.get(k), x)
+                            for k, x in mapping.items()
+                        }
                     _fill(mapping, had)
 
 
@@ -71,3 +100,27 @@ def _fill(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
     if mapping.keys() - items.keys():
         mapping.clear()
     mapping.update(items)
+
+
+def _state(value: Any) -> list[Any]:
+    """A number for each container and tensor in a value, which change with their contents."""
+    sizes = [(id(x), len(x)) for x in lists_and_dicts(value)]
+    return sizes + [(id(x), version_of(x)) for x in tensors_of(value)]
+
+
+def _fresh(value: Any) -> Any:
+    """A value with lists and dicts of its own."""
+    if type(value) is dict:
+        return {k: _fresh(x) for k, x in value.items()}
+    return type(value)(map(_fresh, value)) if type(value) in (list, tuple) else value
+
+
+def _handed_on(had: Any, value: Any) -> Any:
+    """The value that a module has left, in the list or dict that was there: others may hold it."""
+    if type(had) is type(value) is list:
+        had[:] = value
+        return had
+    if type(had) is type(value) is dict:
+        _fill(had, value)
+        return had
+    return value

@@ -88,11 +88,13 @@ class Lent:
             versions = [(x, version_of(x)) for x in copies.values()]
             self._put([copies.get(id(x)) for x in own])
             try:
-                return inner(*args, **kwargs)
+                output = inner(*args, **kwargs)
             finally:
                 self._put(own)
-                if any(version_of(x) != version for x, version in versions):
-                    raise _changed(own)
+            changed = {id(x) for x, version in versions if version_of(x) != version}
+            if changed:
+                raise _changed([x for x in own if x is not None and id(copies[id(x)]) in changed])
+            return output
 
     def _put(self, tensors: Sequence[Tensor | None]) -> None:
         for (table, name), x in zip(self._places, tensors):
@@ -111,9 +113,10 @@ class Lent:
         return id(tensor), version_of(tensor), tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _changed(tensors: Sequence[Tensor | None]) -> RuntimeError:
-    shapes = [tuple(x.shape) for x in tensors if x is not None]
+def _changed(tensors: Sequence[Tensor]) -> RuntimeError:
+    shapes = [tuple(x.shape) for x in tensors]
     return RuntimeError(
         "parameters and buffers that modules on several devices share must not be changed in place "
-        f"by one of them, which has a copy (shapes: {shapes}); map these modules to one device"
+        f"by one of them, since others have copies (shapes: {shapes}); map these modules to one "
+        "device"
     )

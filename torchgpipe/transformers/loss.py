@@ -50,9 +50,14 @@ def counts_of(labels: Sequence[Tensor], sizes: Sequence[int], shifted: bool) -> 
     return torch.stack([part.sum() for part in rows.split([*sizes])])
 
 
-def shares_of(counts: Tensor) -> Tensor:
-    """The share of each micro-batch in the loss of the mini-batch, of shape ``(m,)``."""
-    return counts / counts.sum().clamp(min=1)
+def shares_of(counts: Tensor, *, alone: bool = False) -> Tensor:
+    """The share of each micro-batch in the loss of the mini-batch, of shape ``(m,)``.
+
+    Args:
+        counts: the labels of each micro-batch.
+        alone: whether a mini-batch without a label has no loss, which is not a number then.
+    """
+    return counts / (counts.sum() if alone else counts.sum().clamp(min=1))
 
 
 def told(counts: Tensor, items: Tensor | float) -> list[Tensor]:
@@ -74,4 +79,4 @@ def whole(losses: Tensor, shares: Tensor) -> Tensor:
         shares: their shares. A mean over no label is no number, and its share is zero.
     """
     shares = shares.to(losses.device, losses.dtype)
-    return torch.where(shares > 0, losses * shares, torch.zeros_like(losses)).sum()
+    return torch.where(shares == 0, torch.zeros_like(losses), losses * shares).sum()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.transformers.loss import counts_of, shares_of, told, whole
+from torchgpipe.transformers.loss import IGNORED, counts_of, shares_of, told, whole
 from torchgpipe.values import trees
 from torchgpipe.values.division import division_of
 from torchgpipe.values.marks import Chunks
@@ -81,7 +81,7 @@ class PipelinedModel:
             kwargs["num_items_in_batch"] = Chunks(told(counts, items))
         with loss_alone(pipe.module) if self._alone else nullcontext():
             output = pipe(*args, **kwargs)
-        return self._finished(output, sizes, shares_of(counts))
+        return self._finished(output, sizes, shares_of(counts, alone=items is None))
 
     def _finished(self, output: Any, sizes: Sequence[int], shares: Tensor) -> Any:
         """Make one number of those of all micro-batches, and bring it to its device."""
@@ -104,6 +104,10 @@ class PipelinedModel:
         if "shift_labels" in kwargs:
             return [kwargs["shift_labels"]]
         found = [kwargs.get(name) for name in self._names]
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and any(name.endswith("_positions") for name in self._names):
+            # An answer behind the end of its row counts nowhere.
+            found = [x if x is None else x.masked_fill(x >= ids.shape[1], IGNORED) for x in found]
         return [x for x in found if isinstance(x, Tensor) and x.dim() and len(x) == rows]
 
     def _shifts(self, kwargs: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -135,10 +136,17 @@ class Pipelined:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss of a model compares each label with the output in front of it."""
+    """Whether the loss of a model compares each label with the output in front of it.
+
+    The library's loss for causal models does. Some models, as BART's decoder alone, are of that
+    kind by their names, and compute another loss in their own code.
+    """
     base = getattr(model, "get_base_model", lambda: model)()
     causal = LOSS_MAPPING.get(str(getattr(base, "loss_type", None))) is ForCausalLMLoss
-    return causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
+    calls_it = code is not None and "loss_function" in code.co_names
+    encodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return causal and calls_it and not encodes
 
 
 def verify(arguments: Any) -> None:

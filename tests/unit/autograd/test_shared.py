@@ -1,6 +1,7 @@
 """Users of one tensor get aliases of it, whose gradients are added once all are there."""
 
 import torch
+from torch.nn import functional as F
 
 from torchgpipe.autograd.shared import shared
 
@@ -33,3 +34,12 @@ def test_second_derivative():
     torch.testing.assert_close(grad, 3 * x.detach() ** 2)
     grad.sum().backward()
     torch.testing.assert_close(x.grad, 6 * x.detach())
+
+
+def test_a_sparse_gradient_beside_a_dense_one():
+    weight = torch.rand(5, 3, requires_grad=True)
+    one, other = shared(weight, 2)
+    (F.embedding(torch.tensor([1, 1]), one, sparse=True) @ other.t()).sum().backward()
+    expected = torch.ones(5, 3) * weight.detach()[1] * 2
+    expected[1] += 2 * weight.detach().sum(0)
+    torch.testing.assert_close(weight.grad, expected)
