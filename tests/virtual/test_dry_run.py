@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tests.support.helpers import MODES
-from torchgpipe import GPipe
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.testing import Hardware, dry_run
 from torchgpipe.testing.dry_run.run import begin_step, observe
 from torchgpipe.testing.dry_run.weightless import weightless
@@ -128,6 +128,66 @@ def test_pipelines(devices, model, mode):
     assert time == pytest.approx(expected_time, rel=1e-12)
     activation = 2 * 8 * 16 * 16 * 4
     assert allocated == pytest.approx(expected, abs=activation)
+
+
+def driven(wrap):
+    """A function that makes a step over two devices by a wrapper, which gives the loss."""
+
+    def make(devices):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU()) for _ in "abc"]
+        layers = nn.Sequential(*blocks, nn.Linear(128, CLASSES))
+        loss, parameters = wrap(layers, devices)
+        optimizer = torch.optim.Adam(parameters)
+        input, target = (
+            torch.rand(8, 128).to(devices[0]),
+            torch.randint(CLASSES, (8,)).to(devices[1]),
+        )
+
+        def step():
+            optimizer.zero_grad()
+            loss(input, target).backward()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+def scheduled(schedule, **more):
+    def wrap(layers, devices):
+        model = GPipe(layers, [2, 2], devices=devices[:2], chunks=4)
+        return ScheduledLoss(model, cross_entropy, schedule, **more), [*model.parameters()]
+
+    return wrap
+
+
+def mapped(layers, devices):
+    places = {str(k): devices[k // 2] for k in range(4)}
+    model = MappedGPipe(layers, places, chunks=4, checkpoint="never")
+    return lambda x, y: cross_entropy(model(x), y), [*model.parameters()]
+
+
+DRIVERS = {
+    "1f1b": scheduled("1f1b"),
+    "zbh1": scheduled("zbh1"),
+    "1f1b, graphs": scheduled("1f1b", stages="graph"),
+    "zbh1, graphs": scheduled("zbh1", stages="graph"),
+    "mapped": mapped,
+}
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("name", DRIVERS)
+def test_drivers(devices, name):
+    """Threads of autograd's free small tensors sooner or later, in either run."""
+    make = driven(DRIVERS[name])
+    (allocated, _, time), (expected, _, expected_time) = (
+        dry(make, devices[:2]),
+        real(make, devices[:2]),
+    )
+    assert time == pytest.approx(expected_time, rel=1e-12)
+    assert allocated == pytest.approx(expected, rel=0.005)
 
 
 def test_a_large_model_takes_no_memory(devices):
