@@ -63,6 +63,8 @@ ELSEWHERE = {
     "testing/device_module": "virtual/test_device.py",
     "testing/dry_run/prediction": "virtual/test_dry_run.py",
     "testing/dry_run/run": "virtual/test_dry_run.py",
+    "testing/dry_run/__main__": "virtual/test_dry_run_script.py",
+    "testing/dry_run/script": "virtual/test_dry_run_script.py",
     "testing/dry_run/weightless": "virtual/test_dry_run.py",
     "testing/naming": "virtual/test_labels.py",
     "testing/observe": "virtual/test_observe.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,6 @@ class Prediction:
             most bytes since the time before, in the order in which the host allocated them.
         too_large: the first allocation that does not fit; None if all do. The dry run went on
             without it, so that the other figures say what the step would need.
-        timeline: the cells of the step.
         seen: the observation of the step, with its spans, transfers and critical path.
     """
 
@@ -61,8 +61,12 @@ class Prediction:
     parts: Sequence[Part] = field(repr=False)
     memory: Mapping[int, Sequence[tuple[float, int]]] = field(repr=False)
     too_large: Place | None
-    timeline: Timeline = field(repr=False)
     seen: Observation = field(repr=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The cells of the step, to be printed or drawn; empty if no wrapper computed any."""
+        return self.seen.timeline
 
     @property
     def fits(self) -> bool:
@@ -165,6 +169,5 @@ def prediction_of(
             for device, account in zip(devices, accounts)
         },
         too_large=too_large,
-        timeline=seen.timeline,
         seen=seen,
     )
