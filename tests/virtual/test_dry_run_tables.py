@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.models.experiments import MEMORY, SPEED, build
+from benchmarks.models.experiments import MEMORY, SPEED, amoebanetd, build
 from benchmarks.suites import dry_run
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "dry_run.rst"
@@ -17,7 +17,7 @@ def test_page(run, devices, capsys):
     text = PAGE.read_text("utf-8")
     printed = capsys.readouterr().out.splitlines()
     assert all(line in text for line in printed[:3])
-    assert [line for line in printed if line.startswith("step of")][0] in text
+    assert next(line for line in printed if line.startswith("step of")) in text
     assert names["measured"] > names["predicted"].time
 
 
@@ -46,7 +46,7 @@ def test_settings():
 
 @pytest.mark.parametrize("place", range(9))
 def test_cells_of_an_amoebanet(place):
-    layers = build(SPEED["amoebanetd"][0].model)
+    layers = build(amoebanetd(18, 8))
     cells = dry_run.BALANCES["speed"]["amoebanetd"][place]
     balance = dry_run.layers_of(layers, cells)
     assert sum(balance) == len(layers)
