@@ -125,8 +125,12 @@ def maker(
                 layers, cut, devices=devices, chunks=experiment.m or 1, checkpoint=experiment.mode
             )
             wrapped, first, last = pipeline, pipeline.devices[0], pipeline.devices[-1]
-        rms = (kind, model) == ("memory", "amoebanetd")
-        optimizer = (torch.optim.RMSprop if rms else torch.optim.SGD)(wrapped.parameters(), lr=0.1)
+        # PyTorch of that time took one parameter after another; all at once need more memory.
+        optimizer: torch.optim.Optimizer
+        if (kind, model) == ("memory", "amoebanetd"):
+            optimizer = torch.optim.RMSprop(wrapped.parameters(), foreach=False)
+        else:
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         input = samples(experiment.model, experiment.size, experiment.batch, first)
         if model == "unet":
             target = torch.rand(len(input), 1, *input.shape[2:], device=last)
