@@ -13,6 +13,7 @@ NAMES = (
     "across",
     "ablation",
     "bubbles",
+    "dry_run",
     "graphs",
     "host_bound",
     "instructions",

@@ -16,14 +16,17 @@ streams and events are bookkeeping. So a missing wait shows as a race, and never
 
 from torchgpipe.testing.build import UnavailableError
 from torchgpipe.testing.busy import Busy
+from torchgpipe.testing.dry_run import Prediction, dry_run
+from torchgpipe.testing.hardware import Hardware
 from torchgpipe.testing.loading import load
 from torchgpipe.testing.observe import Observation, observe
-from torchgpipe.testing.report import Access, Race, Transfers, Wait
+from torchgpipe.testing.report import Access, Part, Place, Race, Transfers, Wait
 from torchgpipe.timeline.span import Span, Stream
 
 __all__ = [
     "load",
     "observe",
+    "dry_run",
     "Busy",
     "UnavailableError",
     "Observation",
@@ -33,4 +36,8 @@ __all__ = [
     "Wait",
     "Stream",
     "Transfers",
+    "Hardware",
+    "Prediction",
+    "Part",
+    "Place",
 ]

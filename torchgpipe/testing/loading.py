@@ -62,6 +62,13 @@ def load(devices: int = 8) -> list[torch.device]:
     return [torch.device(NAME, i) for i in range(devices)]
 
 
+def loaded(least: int) -> list[torch.device]:
+    """The first virtual accelerators of this process, which is given them if it has none."""
+    if _loaded is not None and _loaded >= least:
+        return [torch.device(NAME, i) for i in range(least)]
+    return load(least)
+
+
 def verify_loaded() -> None:
     """Check that this process has virtual accelerators.
 

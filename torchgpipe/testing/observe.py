@@ -18,17 +18,27 @@ import torch
 
 from torchgpipe.ambient import labels
 from torchgpipe.checks import checked_flag, checked_path, verify_kind
+from torchgpipe.testing.hardware import Hardware
 from torchgpipe.testing.loading import verify_loaded
 from torchgpipe.testing.naming import Naming
 from torchgpipe.testing.report import (
     Access,
+    Part,
+    Place,
     Race,
     Transfers,
     Wait,
     critical_path,
     waits_of,
 )
-from torchgpipe.testing.settings import MEASURED, index_of, name_of, table_of, verify_settings
+from torchgpipe.testing.settings import (
+    MEASURED,
+    index_of,
+    name_of,
+    put_hardware,
+    table_of,
+    verify_settings,
+)
 from torchgpipe.timeline import perfetto
 from torchgpipe.timeline.pieces import cells
 from torchgpipe.timeline.span import Span, Stream
@@ -37,6 +47,9 @@ from torchgpipe.timeline.timeline import Timeline
 __all__ = ["Observation", "observe"]
 
 _ops: Any = torch.ops.virtual_accelerator
+
+#: What an observation takes from the library at its end.
+_RESULTS = ("races", "spans", "traffic", "makespan", "parts", "troubles")
 
 _Hook = ctypes.CFUNCTYPE(ctypes.c_int64)
 
@@ -60,7 +73,7 @@ class Observation:
         return getattr(_ops, name)() if self._last is None else self._last[name]
 
     def _end(self) -> None:
-        self._last = {name: self._get(name) for name in ("races", "spans", "traffic", "makespan")}
+        self._last = {name: self._get(name) for name in _RESULTS}
 
     @property
     def makespan(self) -> float:
@@ -142,6 +155,27 @@ class Observation:
         """Write the timeline as a file that https://ui.perfetto.dev and chrome://tracing open."""
         checked_path(path).write_text(perfetto.to_json(self.spans), encoding="utf-8")
 
+    @property
+    def parts(self) -> list[Part]:
+        """The time of all calls of each operator on each device, for described hardware."""
+        return [
+            Part(device, kind, op, count, flops, bytes, time / 1e3)
+            for device, kind, op, count, flops, bytes, time in json.loads(self._get("parts"))
+        ]
+
+    def _places(self) -> tuple[Place | None, Place | None]:
+        """The first allocation that did not fit, and the first operator that failed."""
+        first, second = (
+            [self._place(x) for x in found] for found in json.loads(self._get("troubles"))
+        )
+        return next(iter(first), None), next(iter(second), None)
+
+    def _place(self, place: dict[str, Any]) -> Place:
+        device, op = place["device"], place["op"]
+        work = self._naming.work(*place["labels"])
+        title = Span(Stream(device, 0), 0, 0, op, **work._asdict()).title
+        return Place(device, title, place["bytes"], op, work.layer, place["detail"])
+
     def _access(self, access: dict[str, Any]) -> Access:
         # The stack of an operator that began earlier is not in this observation.
         stack = self._stacks.get(access["stack"], ())
@@ -185,7 +219,7 @@ _observing = threading.Lock()
 @contextmanager
 def observe(
     *,
-    costs: Mapping[str, float] | str | None = None,
+    costs: Mapping[str, float] | Hardware | str | None = None,
     host: float = 0.0,
     bandwidth: Mapping[tuple[int | str, int | str], float] | None = None,
     jitter: int | None = None,
@@ -208,7 +242,9 @@ def observe(
         costs: the milliseconds that operators take, by the names that PyTorch's dispatcher has for
             them, such as ``"addmm"`` for a linear layer. ``"add"`` stands for ``"add_"``, too. Or
             ``"measured"``: each operator takes the time that its thread takes of the CPU to compute
-            it, so that any model has a timeline. These times vary from run to run.
+            it, so that any model has a timeline. These times vary from run to run. Or a
+            :class:`Hardware`: each operator and copy takes the time that its rates predict, and the
+            operators of a layer share a span.
         host: the milliseconds that the host takes to issue a piece of work. Each of the host's
             threads issues its own.
         bandwidth: the bytes per millisecond that links carry, by source and target, each the index
@@ -248,6 +284,8 @@ def observe(
         _ops.set_issue(host)
         if costs == MEASURED:
             _ops.set_measured()
+        if isinstance(costs, Hardware):
+            put_hardware(_ops, costs, bandwidth)
         for op, cost in table.items():
             # An operator and its form in place may reach the device under one name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)

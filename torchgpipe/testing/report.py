@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torchgpipe.timeline.span import Span, Stream
 
-__all__ = ["Access", "Race", "Transfers", "Wait"]
+__all__ = ["Access", "Part", "Place", "Race", "Transfers", "Wait"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,53 @@ class Transfers:
 
     count: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The share of an operator in a step on described hardware, all its calls together.
+
+    Args:
+        device: the index of the device.
+        kind: ``matmul``, ``convolution``, ``attention`` or ``other``.
+        op: the operator.
+        count: the number of its calls.
+        flops: its operations.
+        bytes: the bytes that it moved.
+        time: seconds.
+    """
+
+    device: int
+    kind: str
+    op: str
+    count: int
+    flops: float
+    bytes: float
+    time: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a step: where a device's memory peaked, or did not do, or an operator failed.
+
+    Args:
+        device: the index of the device.
+        title: the cell, the layer and the operator, where they are known.
+        bytes: what was allocated then, with what the operator asked for.
+        op: the operator.
+        layer: the name of the layer; empty if it belongs to none, or nobody knows.
+        detail: why the operator failed.
+    """
+
+    device: int
+    title: str
+    bytes: int
+    op: str
+    layer: str = ""
+    detail: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.title} on virtual:{self.device}, {self.bytes / 2**30:.2f} GiB"
 
 
 def waits_of(spans: list[Span]) -> list[Wait]:

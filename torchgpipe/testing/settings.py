@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from torchgpipe import _torch
 from torchgpipe.checks import finite, is_number, verify_kind
+from torchgpipe.testing.hardware import Hardware
 
 __all__: list[str] = []
 
@@ -27,12 +30,14 @@ _OWN = {
 MEASURED = "measured"
 
 
-def table_of(costs: Mapping[str, float] | str | None) -> dict[str, float]:
-    """The costs by operator, if they are not measured.
+def table_of(costs: Mapping[str, float] | Hardware | str | None) -> dict[str, float]:
+    """The costs by operator, if they are neither measured nor those of described hardware.
 
     Raises:
         ValueError: the costs are another word.
     """
+    if isinstance(costs, Hardware):
+        return {}
     if isinstance(costs, str):
         if costs != MEASURED:
             raise ValueError(
@@ -116,6 +121,26 @@ def _is_composite(name: str) -> bool:
 def _is_end(value: object) -> bool:
     devices = torch.accelerator.device_count()
     return value == CPU or (type(value) is int and 0 <= value < devices)
+
+
+def put_hardware(ops: Any, hardware: Hardware, links: Mapping[Any, float]) -> None:
+    """Tell the library how fast the devices are, in milliseconds.
+
+    Args:
+        ops: the functions of the library.
+        hardware: the hardware.
+        links: the links that have a bandwidth of their own.
+    """
+    ops.set_speed(hardware.bandwidth / 1e3, hardware.launch * 1e3)
+    for dtype, rate in hardware.rates.items():
+        ops.set_rate(dtype, rate / 1e3)
+    for kind, share in hardware.efficiency.items():
+        ops.set_efficiency(kind, share)
+    ends = [_HOST, *range(torch.accelerator.device_count())]
+    for source, target in itertools.permutations(ends, 2):
+        if (name_of(source), name_of(target)) not in links:
+            rate = hardware.host_link if _HOST in (source, target) else hardware.link
+            ops.set_bandwidth(source, target, rate / 1e3)
 
 
 def index_of(end: int | str) -> int:

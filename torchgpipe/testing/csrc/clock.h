@@ -15,8 +15,10 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 #include "labels.h"
@@ -61,6 +63,25 @@ struct Span {
 struct Traffic {
   int64_t copies = 0, bytes = 0;
 };
+// How fast a described device is. Times are in milliseconds.
+struct Speed {
+  bool described = false;
+  std::map<int8_t, double> rates;            // Operations per millisecond, by dtype.
+  std::map<std::string, double> efficiency;  // The share of a rate that a kind of operator reaches.
+  double bandwidth = 1, launch = 0;          // Bytes per millisecond, and the time of any kernel.
+};
+// What an operator has taken on a device, in all its calls.
+struct Part {
+  int64_t count = 0;
+  double flops = 0, bytes = 0, time = 0;
+};
+// A piece of work that could not be done, or that needed more memory than there is.
+struct Place {
+  std::string kind, op, detail;
+  int stream = 0;
+  int64_t bytes = 0;
+  Labels labels;
+};
 
 // The state of the process. It is never destroyed: autograd's threads outlive static objects.
 struct State {
@@ -79,6 +100,12 @@ struct State {
   std::unordered_map<std::string, double> costs;
   std::map<std::pair<int, int>, double> bandwidth;  // Bytes per millisecond.
   std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
+  Speed speed;
+  std::map<std::tuple<int, std::string, std::string>, Part> parts;  // By device, kind and operator.
+  std::vector<Place> failures, too_large;           // The first of each kind.
+  std::atomic<bool> hollow{false};                  // Whether operators compute shapes alone,
+  std::atomic<bool> was_hollow{false};              // and whether they ever did.
+  std::optional<double> value_read;                 // What a hollow tensor gives to a reader.
   Time observer;                                    // The time up to which the observing thread has waited.
   std::atomic<int> threads{0};
 };
@@ -163,12 +190,23 @@ inline void begin(int s) {
 inline void spend(int s, double cost, const std::string& name) {
   if (cost <= 0) return;
   auto& it = state().streams[s];
-  if (state().observed)
-    state().spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span, current_labels()});
+  if (state().observed) {
+    auto& spans = state().spans;
+    auto labels = current_labels();
+    // A described device runs so many operators that those of a layer share a span.
+    if (state().speed.described && it.time.span >= 0) {
+      auto& last = spans[it.time.span];
+      if (last.stream == s && last.end == it.time.at && last.labels == labels) {
+        it.time.at = last.end += cost;
+        return;
+      }
+    }
+    spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span, labels});
+  }
   it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
 }
 inline void spend_by_table(int s, const std::string& name) {
-  if (state().measured) return;
+  if (state().measured || state().speed.described) return;
   auto found = state().costs.find(name.substr(0, name.find_last_not_of('_') + 1));
   if (found != state().costs.end()) spend(s, found->second, name);
 }

@@ -114,6 +114,14 @@ inline const at::Generator& default_generator(int device) {
   return (*all)[device];
 }
 
+// Draw once, as a dry run does for an operator: whoever compares states sees that it draws.
+inline void draw(const c10::IValue& value, int device) {
+  auto generator = value.isGenerator() ? value.toGenerator() : default_generator(device);
+  if (generator.device().type() == kDeviceType) generator = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->cpu;
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  at::check_generator<at::CPUGeneratorImpl>(generator)->random();
+}
+
 struct Hooks final : public at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -141,7 +149,7 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* it = storage.unsafeGetStorageImpl();
     auto fresh = Allocator::allocate_on(it->device().index(), bytes);
-    if (fresh.get() && it->data()) memcpy(fresh.get(), it->data(), std::min(bytes, it->nbytes()));
+    if (fresh.get() && it->data()) allocator()->copy_data(fresh.get(), it->data(), std::min(bytes, it->nbytes()));
     it->set_data_ptr_noswap(std::move(fresh));
     it->set_nbytes(bytes);
   }

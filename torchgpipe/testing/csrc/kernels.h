@@ -63,11 +63,14 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     traffic.copies++;
     traffic.bytes += bytes;
     auto bandwidth = state().bandwidth.find({from, to});
+    double launch = state().speed.described ? state().speed.launch : 0;
     if (bandwidth != state().bandwidth.end()) {
       std::ostringstream name;
       name << "copy to ";
       to == kHost ? name << "cpu" : name << "virtual:" << to;
-      spend(s, double(bytes) / bandwidth->second, name.str());
+      spend(s, launch + double(bytes) / bandwidth->second, name.str());
+    } else if (state().speed.described) {
+      if (bytes) spend(s, time_of({"other", 0, bytes_moved(source) + bytes_moved(target)}, op, from), op);
     } else {
       spend_by_table(s, op);
     }
@@ -75,6 +78,10 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     auto& host = from == kHost ? source : target;
     bool pinned = host.has_storage() && PinnedAllocator::contains(host.storage().data());
     if ((from == kHost || to == kHost) && !(non_blocking && pinned)) host_wait(s);
+  }
+  if (state().hollow) {
+    if (to == kHost) const_cast<at::Tensor&>(target).fill_(value_of_hollow("copy_ to the host"));
+    return target;
   }
   at::AutoDispatchBelowADInplaceOrView below;
   auto twin = twin_of(target);
@@ -95,6 +102,7 @@ inline at::Scalar local_scalar_dense(const at::Tensor& t) {
     touch(t, s, false, "item", stack);
     host_wait(s);
   }
+  if (state().hollow) return at::Scalar(value_of_hollow("item"));
   return twin_of(t).item();
 }
 inline void record_stream(at::Tensor& t, c10::Stream s) {

@@ -23,6 +23,7 @@ inline std::atomic<int64_t> epoch{0};
 // The labels of a piece of work, 0 for none: that of its thread, and that of the node that runs.
 struct Labels {
   int64_t own = 0, node = 0;
+  bool operator==(const Labels&) const = default;
 };
 
 struct Labelling {

@@ -10,7 +10,8 @@
 #include <cstring>
 #include <set>
 #include <sstream>
-#include "clock.h"
+#include "hollow.h"
+#include "segments.h"
 
 namespace virtual_accelerator {
 
@@ -31,6 +32,7 @@ struct Block {
   std::set<int> recorded;   // Streams that record_stream has announced.
   c10::DataPtr cpu_memory;  // The memory, if an operator of the CPU has allocated it, or
   void* memory = nullptr;   // if we have.
+  int64_t address = 0;      // In a described device's segments, 0 if none was described.
 };
 struct Race {
   std::string kind;
@@ -46,8 +48,23 @@ struct Freed {
   std::vector<Access> accesses;
 };
 
+// A device's memory, as its allocator counts it.
+struct Account {
+  struct Sample {
+    double at;
+    int64_t bytes;
+  };
+  int64_t allocated = 0, peak = 0, reserved_peak = 0;
+  Segments segments;
+  Place at_peak;
+  const Block* peak_block = nullptr;  // What was allocated at the peak, until an operator writes to it.
+  std::vector<Sample> curve;  // The most bytes since the sample before.
+};
+
 struct Memory {
-  std::vector<int64_t> allocated, peak;
+  std::vector<Account> accounts;
+  int64_t capacity = 0;  // Of each device, 0 if none was described.
+  const Block* large_block = nullptr;  // What did not fit first, likewise.
   std::vector<std::vector<Freed>> freed;  // By stream.
   std::vector<Race> races;
   std::map<std::string, size_t> known;
@@ -83,9 +100,18 @@ inline void report(const char* kind, int device, int64_t bytes, const Access& fi
               " is not ordered after ", first.op, " on ", name_of(first.stream));
 }
 
+// PyTorch allocates outputs before it calls the operator that writes them, which is to be told.
+inline void name_places(const Block* block, const std::string& op) {
+  auto& m = memory();
+  auto& it = m.accounts[block->device];
+  if (it.peak_block == block) it.at_peak.op = op, it.peak_block = nullptr;
+  if (m.large_block == block) state().too_large[0].op = op, m.large_block = nullptr;
+}
+
 // Note an access by the last work of a stream, and report races.
 inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, const std::string& op, int64_t stack) {
   if (!block || high <= low) return;
+  if (write) name_places(block, op);
   auto& clock = state().streams[s].clock;
   Access access{s, clock[s], low, high, write, op, stack, current_labels()};
   auto& all = block->accesses;
@@ -104,10 +130,49 @@ inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, co
   all.push_back(std::move(access));
 }
 
-inline void account(int device, int64_t bytes) {
-  auto& m = memory();
-  m.allocated[device] += bytes;
-  m.peak[device] = std::max(m.peak[device], m.allocated[device]);
+// How many bytes the allocator takes for a tensor.
+inline int64_t counted(const Block& block) { return block.address ? Segments::rounded(block.bytes) : block.bytes; }
+inline void sample(Account& it, double at) {
+  constexpr size_t kMost = 2048;
+  auto& curve = it.curve;
+  if (!curve.empty() && at <= curve.back().at) {
+    curve.back().bytes = std::max(curve.back().bytes, it.allocated);
+  } else {
+    curve.push_back({at, it.allocated});
+  }
+  if (curve.size() < 2 * kMost) return;
+  for (size_t i = 0; i < kMost; i++)
+    curve[i] = {curve[2 * i].at, std::max(curve[2 * i].bytes, curve[2 * i + 1].bytes)};
+  curve.resize(kMost);
+}
+// Take a block from its device's memory, or give it back.
+inline void take(Block& block, const std::string& op) {
+  auto& it = memory().accounts[block.device];
+  if (auto capacity = memory().capacity) {
+    block.address = it.segments.take(block.bytes, block.stream, capacity);
+    if (it.segments.reserved > capacity && state().too_large.empty()) {
+      note(state().too_large, {"memory", op, "", block.stream, it.allocated + counted(block)});
+      memory().large_block = &block;
+    }
+  }
+  it.allocated += counted(block);
+  it.reserved_peak = std::max(it.reserved_peak, it.segments.reserved);
+  if (it.allocated > it.peak) {
+    it.peak = it.allocated;
+    if (memory().capacity) {
+      it.at_peak = {"peak", op, "", block.stream, it.peak, current_labels()};
+      it.peak_block = &block;
+    }
+  }
+  if (memory().capacity) sample(it, state().streams[block.stream].time.at);
+}
+inline void give(const Block& block) {
+  auto& it = memory().accounts[block.device];
+  if (it.peak_block == &block) it.peak_block = nullptr;
+  if (memory().large_block == &block) memory().large_block = nullptr;
+  it.allocated -= counted(block);
+  if (block.address) it.segments.give(block.address);
+  if (memory().capacity) sample(it, state().streams[block.stream].time.at);
 }
 // Report memory that was given back to a stream while in use: the stream may now allocate it again.
 inline void reuse(int s, const std::string& op, int64_t stack) {
@@ -131,7 +196,7 @@ inline void free_block(void* context) {
       if (a.stream != block->stream && !block->recorded.count(a.stream) && clock[a.stream] < a.clock)
         freed.accesses.push_back(a);
     if (!freed.accesses.empty()) memory().freed[block->stream].push_back(std::move(freed));
-    account(block->device, -block->bytes);
+    give(*block);
   }
   free(block->memory);
   delete block;
@@ -142,9 +207,9 @@ inline c10::DataPtr new_block(int device, int64_t bytes, c10::DataPtr cpu_memory
   auto* block = new Block{device, bytes, s, {}, {}, std::move(cpu_memory), own};
   // Earlier work of this stream may still use the memory, and other streams must wait for that work.
   block->accesses.push_back({s, stream_state(s).clock[s], 0, bytes, true, op, stack, current_labels()});
-  void* data = own ? own : block->cpu_memory.get();
+  void* data = state().hollow ? hollow(bytes) : own ? own : block->cpu_memory.get();
   c10::DataPtr pointer(data, block, &free_block, c10::Device(kDeviceType, device));
-  account(device, bytes);
+  take(*block, op);
   reuse(s, op, stack);
   return pointer;
 }
@@ -157,6 +222,7 @@ struct Allocator final : public c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override { return allocate_on(thread().device, bytes); }
   static c10::DataPtr allocate_on(int device, size_t bytes) {
     if (bytes == 0) return c10::DataPtr(nullptr, nullptr, &free_block, c10::Device(kDeviceType, device));
+    if (state().hollow) return new_block(device, bytes, {}, nullptr, "empty", python_stack());
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "out of memory (bytes: ", bytes, ")");
     memset(data, 0xff, bytes);  // NaN, so that reading memory before it is written shows.
@@ -167,9 +233,14 @@ struct Allocator final : public c10::DeviceAllocator {
     if (auto* block = block_of(storage)) block->recorded.insert(s);
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    if (!is_hollow(to) && !is_hollow(from)) memcpy(to, from, bytes);
+  }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    VIRTUAL_LOCK;
+    for (auto& account : memory().accounts) account.segments.trim();
+  }
   void recordStream(const c10::DataPtr& pointer, c10::Stream s) override {
     VIRTUAL_LOCK;
     if (pointer.get_deleter() == &free_block && pointer.get_context())
@@ -178,16 +249,25 @@ struct Allocator final : public c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex d) override {
     VIRTUAL_LOCK;
     c10::CachingDeviceAllocator::DeviceStats stats;
+    auto& it = memory().accounts[checked(d)];
     for (auto* stat : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
-      (*stat)[0].current = memory().allocated[checked(d)];
-      (*stat)[0].peak = memory().peak[d];
+      (*stat)[0].current = it.allocated;
+      (*stat)[0].peak = it.peak;
+    }
+    if (memory().capacity) {
+      stats.reserved_bytes[0].current = it.segments.reserved;
+      stats.reserved_bytes[0].peak = it.reserved_peak;
     }
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex d) override {
     VIRTUAL_LOCK;
-    memory().peak[checked(d)] = memory().allocated[d];
+    auto& it = memory().accounts[checked(d)];
+    it.peak = it.allocated;
+    it.reserved_peak = it.segments.reserved;
+    it.at_peak = {};
+    it.curve.clear();
   }
 };
 inline Allocator* allocator() {

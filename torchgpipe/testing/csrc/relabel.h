@@ -1,4 +1,5 @@
-// The fallback: the CPU's kernels compute operators, on the same memory under another label.
+// The fallback: the CPU's kernels compute operators, on the same memory under another label. In a dry
+// run the meta kernels compute their shapes.
 //
 // For the length of a call each tensor of a virtual device gets a twin that says it is on the CPU.
 // The storage of a result tells where the result belongs. If it is a twin's storage, the result is a
@@ -11,6 +12,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 #include "device.h"
+#include "memo.h"
 #include "wider.h"
 
 namespace virtual_accelerator {
@@ -37,12 +39,14 @@ inline void touch(const at::Tensor& t, int s, bool write, const std::string& op,
   touch(block_of(t.storage().unsafeGetStorageImpl()), s, low, high, write, op, stack);
 }
 
-inline c10::DataPtr borrowed(void* data) { return {data, nullptr, [](void*) {}, c10::Device(c10::kCPU)}; }
+inline c10::DataPtr borrowed(void* data) {
+  return {state().hollow ? nullptr : data, nullptr, [](void*) {}, c10::Device(inner_device())};
+}
 inline c10::Storage twin_of(const c10::StorageImpl* it) {
-  return c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), it->nbytes(),
-      borrowed(const_cast<c10::StorageImpl*>(it)->_mutable_data_ptr_no_checks().get()),
-      c10::GetAllocator(c10::kCPU), true);
+  void* data = const_cast<c10::StorageImpl*>(it)->_mutable_data_ptr_no_checks().get();
+  TORCH_CHECK(state().hollow || !is_hollow(data), "a tensor of a dry run has no values; make another one");
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), it->nbytes(), borrowed(data),
+                                               c10::GetAllocator(inner_device()), true);
 }
 inline void set_layout(const at::Tensor& t, const at::Tensor& like) {
   auto* it = t.unsafeGetTensorImpl();
@@ -53,7 +57,7 @@ inline void set_layout(const at::Tensor& t, const at::Tensor& like) {
 }
 inline at::Tensor twin_of(const at::Tensor& t, const c10::Storage& storage) {
   auto twin = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+      c10::Storage(storage), c10::DispatchKeySet(inner_key()), t.dtype());
   set_layout(twin, t);
   return twin;
 }
@@ -86,13 +90,15 @@ class Call {
  public:
   std::string op;
   int device = -1;
+  bool is_changed = false;  // Whether an argument got another size or other memory.
 
   explicit Call(const std::string& name, int64_t stack) : op(name), stack_(stack) {}
 
-  at::Tensor lower(const at::Tensor& t, Use use) {
+  // Take a tensor for an argument, and return its place among those that differ.
+  int use(const at::Tensor& t, Use use, bool is_out) {
     if (!is_virtual(t)) {
       has_cpu_tensor_ |= t.defined() && t.dim() > 0;
-      return t;
+      return -1;
     }
     int d = t.device().index();
     TORCH_CHECK(device < 0 || device == d, op, ": all tensors must be on one device (found: virtual:", device,
@@ -101,16 +107,25 @@ class Call {
     for (auto& a : arguments_)
       if (a.own.is_same(t)) {
         a.use = std::max(a.use, use);
-        return a.twin;
+        a.is_out &= is_out;
+        return int(&a - arguments_.data());
       }
-    auto* storage = t.storage().unsafeGetStorageImpl();
-    auto found = twins_.find(storage);
-    if (found == twins_.end()) {
-      found = twins_.emplace(storage, twin_of(storage)).first;
-      origins_.emplace(found->second.unsafeGetStorageImpl(), Origin{t.storage(), t.key_set()});
+    arguments_.push_back({t, {}, use, is_out});
+    return int(arguments_.size()) - 1;
+  }
+  at::Tensor lower(const at::Tensor& t) {
+    if (!is_virtual(t)) return t;
+    auto& it = *std::find_if(arguments_.begin(), arguments_.end(), [&](auto& a) { return a.own.is_same(t); });
+    if (!it.twin.defined()) {
+      auto* storage = t.storage().unsafeGetStorageImpl();
+      auto found = twins_.find(storage);
+      if (found == twins_.end()) {
+        found = twins_.emplace(storage, twin_of(storage)).first;
+        origins_.emplace(found->second.unsafeGetStorageImpl(), Origin{t.storage(), t.key_set()});
+      }
+      it.twin = twin_of(t, found->second);
     }
-    arguments_.push_back({t, twin_of(t, found->second), use});
-    return arguments_.back().twin;
+    return it.twin;
   }
 
   void begin() {
@@ -129,6 +144,22 @@ class Call {
     VIRTUAL_LOCK;
     if (state().measured) spend(stream_, cost, op);
   }
+  // Take the time that a described device takes. A kernel reads what it adds to, and not an output.
+  void count(const at::Tensor& result) {
+    bool is_fresh = result.defined() && !origins_.count(result.storage().unsafeGetStorageImpl());
+    if (is_fresh) bytes_ += bytes_moved(result);
+  }
+  double bytes() const {
+    double sum = bytes_;
+    for (auto& a : arguments_)
+      if (a.use != Use::kView) sum += bytes_moved(a.own) * (a.use == Use::kWrite && !a.is_out ? 2 : 1);
+    return sum;
+  }
+  void spend_described(const Work& work) {
+    if (work.bytes == 0 || moves_nothing(op)) return;
+    VIRTUAL_LOCK;
+    spend(stream_, time_of(work, op, device), op);
+  }
 
   // An argument that the operator wrote to may have another size and other memory than before.
   void finish() {
@@ -136,7 +167,8 @@ class Call {
       if (a.use != Use::kWrite) continue;
       auto* twin = a.twin.storage().unsafeGetStorageImpl();
       auto* own = a.own.storage().unsafeGetStorageImpl();
-      if (twin->data() != own->data()) {
+      if (twin->nbytes() != own->nbytes() || (!state().hollow && twin->data() != own->data())) {
+        is_changed = true;
         own->set_data_ptr_noswap(adopt(twin));
         own->set_nbytes(twin->nbytes());
         twin->set_data_ptr_noswap(borrowed(own->_mutable_data_ptr_no_checks().get()));
@@ -144,6 +176,7 @@ class Call {
       if (a.twin.sizes() != a.own.sizes() || a.twin.strides() != a.own.strides() ||
           a.twin.storage_offset() != a.own.storage_offset() || a.twin.is_conj() != a.own.is_conj()) {
         set_layout(a.own, a.twin);
+        is_changed = true;
         VIRTUAL_LOCK;
         touch(a.own, stream_, true, op, stack_);
       }
@@ -155,7 +188,7 @@ class Call {
   }
 
   at::Tensor raise(const at::Tensor& t) {
-    if (!t.defined() || t.device().type() != c10::kCPU) return t;
+    if (!t.defined() || t.device().type() != inner_device()) return t;
     TORCH_CHECK(t.layout() == c10::kStrided, op, ": there are no sparse tensors on virtual accelerators (device: virtual:",
                 device, ", layout: ", t.layout(), "); make a dense one");
     if (!t.has_storage()) return t;
@@ -169,7 +202,7 @@ class Call {
       set_layout(view, t);
       return view;
     }
-    if (storage->device().type() == c10::kCPU) {
+    if (storage->device().type() == inner_device()) {
       storage->set_data_ptr_noswap(adopt(storage));
       storage->set_allocator(allocator());
     }
@@ -181,10 +214,39 @@ class Call {
     return own;
   }
 
+  // What a meta kernel has said of results, if it can be said again.
+  std::optional<Result> said(const c10::IValue& value) {
+    Result it;
+    if (!value.isTensor()) return std::nullopt;
+    auto t = value.toTensor();
+    if (!t.defined()) return it;
+    for (size_t i = 0; i < arguments_.size(); i++)
+      if (arguments_[i].twin.is_same(t)) it.argument = int(i);
+    if (it.argument >= 0) return it;
+    auto* storage = t.storage().unsafeGetStorageImpl();
+    bool is_plain = t.device().type() == c10::kMeta && storage->device().type() == c10::kMeta && t.storage().use_count() == 1 &&
+                    !origins_.count(storage) && t.storage_offset() == 0 && !t.is_conj() && !t.is_neg();
+    if (!is_plain) return std::nullopt;
+    return Result{-1, t.sizes().vec(), t.strides().vec(), t.scalar_type(), int64_t(storage->nbytes())};
+  }
+  at::Tensor repeat(const Result& it) {
+    if (it.argument >= 0) return arguments_[it.argument].own;
+    if (it.type == c10::ScalarType::Undefined) return {};
+    auto memory = it.bytes ? new_block(device, it.bytes, {}, nullptr, op, stack_) : Allocator::allocate_on(device, 0);
+    auto t = at::detail::make_tensor<c10::TensorImpl>(
+        c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), it.bytes, std::move(memory), allocator(), true),
+        c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(it.type));
+    t.unsafeGetTensorImpl()->set_sizes_and_strides(it.sizes, it.strides);
+    VIRTUAL_LOCK;
+    touch(t, stream_, true, op, stack_);
+    return t;
+  }
+
  private:
   struct Argument {
     at::Tensor own, twin;
     Use use;
+    bool is_out;
   };
   struct Origin {
     c10::Storage storage;
@@ -194,6 +256,7 @@ class Call {
   c10::DataPtr adopt(c10::StorageImpl* storage) {
     auto bytes = storage->nbytes();
     if (bytes == 0) return Allocator::allocate_on(device, 0);
+    if (state().hollow) return new_block(device, bytes, {}, nullptr, op, stack_);
     auto data = storage->set_data_ptr(borrowed(nullptr));
     return new_block(device, bytes, std::move(data), nullptr, op, stack_);
   }
@@ -201,6 +264,7 @@ class Call {
   int64_t stack_;
   int stream_ = -1;
   bool has_cpu_tensor_ = false;
+  double bytes_ = 0;  // Of results.
   std::vector<Argument> arguments_;
   std::unordered_map<c10::StorageImpl*, c10::Storage> twins_;
   std::unordered_map<c10::StorageImpl*, Origin> origins_;
@@ -219,6 +283,39 @@ inline Use use_of(const c10::Argument& a, const std::string& op) {
   return Use::kView;
 }
 
+// Compute the shapes of an operator, whose arguments are on a stack.
+inline void compute_shapes(const c10::OperatorHandle& op, const std::string& name, torch::jit::Stack* stack) {
+  using Key = c10::DispatchKey;
+  if (host_waits_for(name))
+    fail("value", name, "a dry run computes no values, and so no shape that depends on them",
+         "leave the operator out of the step, or put one of a fixed size in its place");
+  at::AutoDispatchBelowADInplaceOrView below;
+  // The computed kernel is always there, as a fallback of the meta device that raises.
+  for (auto key : {Key::Meta, Key::CompositeExplicitAutograd, Key::CompositeExplicitAutogradNonFunctional, Key::CompositeImplicitAutograd})
+    if (op.hasKernelForDispatchKey(key)) return op.redispatchBoxed(c10::DispatchKeySet(Key::Meta), stack);
+  // Whatever returns nothing but what it wrote to, such as a fused optimizer, has no shape to compute.
+  auto& schema = op.schema();
+  torch::jit::Stack written;
+  auto arguments = torch::jit::pop(*stack, schema.arguments().size());
+  for (size_t i = 0; i < schema.arguments().size(); i++) {
+    auto* alias = schema.arguments()[i].alias_info();
+    if (alias && alias->isWrite() && written.size() < schema.returns().size()) written.push_back(arguments[i]);
+  }
+  for (auto& r : schema.returns())
+    if (!r.alias_info() || !r.alias_info()->isWrite())
+      fail("shape", name, "a dry run needs the meta kernel of each operator, which computes its shape",
+           "register one with torch.library.register_fake, or put another operator in its place");
+  for (auto& value : written) stack->push_back(std::move(value));
+}
+
+template <class F>
+inline void for_tensors(const c10::IValue& value, F f) {
+  if (value.isTensor()) f(value.toTensor());
+  if (value.isList())
+    for (const c10::IValue& inner : value.toListRef())
+      if (inner.isTensor()) f(inner.toTensor());
+}
+
 // Compute any operator that has no kernel of its own here.
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   jitter();
@@ -229,31 +326,57 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   std::vector<size_t> generators;
   std::vector<bool> is_written;
   int named = -1;  // The device in the arguments of a factory, such as zeros().
+  const bool is_hollow = state().hollow, is_described = state().speed.described;
+  std::optional<Question> question;
+  if (is_hollow) question.emplace(schema);
   for (size_t i = base; i < stack->size(); i++) {
-    auto& value = (*stack)[i];
+    const auto& value = (*stack)[i];
     const auto& argument = schema.arguments()[i - base];
     auto use = use_of(argument, call.op);
     is_written.push_back(use == Use::kWrite);
+    for_tensors(value, [&](const at::Tensor& t) {
+      int place = call.use(t, use, argument.is_out());
+      if (question) question->same_as(place);
+    });
+    if (value.isDevice() && value.toDevice().type() == kDeviceType) named = index_of(value.toDevice());
+    if (question) question->put(value);
+  }
+  if (call.device < 0) call.device = named;
+  TORCH_CHECK(call.device >= 0, call.op, ": no argument tells on which virtual device to compute");
+  if (auto* known = question ? question->find() : nullptr) {
+    call.begin();
+    if (is_described) call.spend_described(known->work);
+    if (known->draws) {
+      auto given = std::find_if(stack->begin() + base, stack->end(), [](auto& value) { return value.isGenerator(); });
+      draw(given == stack->end() ? c10::IValue() : *given, call.device);
+    }
+    torch::jit::drop(*stack, schema.arguments().size());
+    for (auto& result : known->results) stack->push_back(call.repeat(result));
+    return;
+  }
+  Work work;
+  std::vector<c10::IValue> arguments;
+  if (is_hollow || is_described) arguments.assign(stack->begin() + base, stack->end());
+  for (size_t i = base; i < stack->size(); i++) {
+    auto& value = (*stack)[i];
+    const auto& argument = schema.arguments()[i - base];
     if (value.isTensor()) {
-      value = call.lower(value.toTensor(), use);
+      value = call.lower(value.toTensor());
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorList()) list.push_back(call.lower(t, use));
+      for (const at::Tensor& t : value.toTensorList()) list.push_back(call.lower(t));
       value = list;
     } else if (value.isList() && mentions(argument, "Tensor")) {
       c10::List<std::optional<at::Tensor>> list;
       for (const c10::IValue& t : value.toListRef())
-        list.push_back(t.isTensor() ? std::make_optional(call.lower(t.toTensor(), use)) : std::nullopt);
+        list.push_back(t.isTensor() ? std::make_optional(call.lower(t.toTensor())) : std::nullopt);
       value = list;
     } else if (value.isDevice() && value.toDevice().type() == kDeviceType) {
-      named = index_of(value.toDevice());
-      value = c10::Device(c10::kCPU);
+      value = c10::Device(inner_device());
     } else if (mentions(argument, "Generator")) {
       generators.push_back(i);
     }
   }
-  if (call.device < 0) call.device = named;
-  TORCH_CHECK(call.device >= 0, call.op, ": no argument tells on which virtual device to compute");
   for (size_t i : generators) {
     auto& value = (*stack)[i];
     auto generator = value.isNone() ? default_generator(call.device) : value.toGenerator();
@@ -262,13 +385,33 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
                   call.device, " (found: ", generator.device(), ")");
       value = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->cpu;
     }
+    // Meta kernels take no generator of the CPU.
+    if (is_hollow) {
+      draw(value, call.device);
+      value = c10::IValue();
+    }
   }
   call.begin();
   double start = processor_time();
-  compute(op, call.op, is_written, stack);
+  is_hollow ? compute_shapes(op, call.op, stack) : compute(op, call.op, is_written, stack);
   call.spend_measured(processor_time() - start);
+  size_t first = stack->size() - schema.returns().size();
+  if (is_hollow || is_described) {
+    for (size_t i = first; i < stack->size(); i++) for_tensors((*stack)[i], [&](const at::Tensor& t) { call.count(t); });
+    work.bytes = call.bytes();
+    bool has_result = first < stack->size() && stack->at(first).isTensor() && stack->at(first).toTensor().defined();
+    auto output = has_result ? stack->at(first).toTensor() : at::Tensor();
+    count_operations(work, call.op, arguments, has_result ? output.sizes() : c10::IntArrayRef());
+  }
   call.finish();
-  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
+  if (is_described) call.spend_described(work);
+  if (question && question->is_plain && !call.is_changed) {
+    Known answer{{}, work, !generators.empty()};
+    for (size_t i = first; i < stack->size(); i++)
+      if (auto result = call.said((*stack)[i])) answer.results.push_back(*result);
+    if (answer.results.size() == schema.returns().size()) question->keep(std::move(answer));
+  }
+  for (size_t i = first; i < stack->size(); i++) {
     auto& value = (*stack)[i];
     if (call.op == "_pack_padded_sequence" && &value == &stack->back()) continue;  // The sizes stay on the host.
     if (value.isTensor()) {

@@ -2,8 +2,12 @@
 //
 //   labels.h    which layer and cell a piece of work belongs to
 //   clock.h     order and time
-//   memory.h    accesses and races
+//   hollow.h    memory and values of a dry run
+//   segments.h  how the caching allocator divides memory
+//   memory.h    memory, accesses and races
 //   device.h    the interfaces that PyTorch asks of a device
+//   roofline.h  how long an operator takes on a described device
+//   memo.h      shapes that were computed before
 //   wider.h     dtypes that the CPU has no kernels for
 //   relabel.h   the fallback, by which most operators are computed
 //   kernels.h   the operators that are computed in another way
@@ -30,8 +34,7 @@ void start_devices(int64_t devices) {
   s.streams.assign(streams, StreamState{VectorClock(streams, 0), {}, 0});
   s.host.assign(streams, 0);
   s.next_stream.assign(devices, 0);
-  memory().allocated.assign(devices, 0);
-  memory().peak.assign(devices, 0);
+  memory().accounts.resize(devices);
   memory().freed.resize(streams);
   new c10::impl::DeviceGuardImplRegistrar(kDeviceType, new Guard);
 }
@@ -86,6 +89,11 @@ void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
   s.spans.clear();
   s.traffic.clear();
   s.costs.clear();
+  s.speed = {};
+  s.parts.clear();
+  s.failures.clear();
+  s.too_large.clear();
+  memory().large_block = nullptr;
   s.bandwidth.clear();
   s.observer = {};
   thread().observer = begins;
@@ -111,6 +119,34 @@ void set_issue(double cost) {
 void set_bandwidth(int64_t from, int64_t to, double bytes) {
   VIRTUAL_LOCK;
   state().bandwidth[{int(from), int(to)}] = bytes;
+}
+
+// Begin or end a dry run.
+void set_hollow(bool on, std::optional<double> value_read) {
+  VIRTUAL_LOCK;
+  state().was_hollow = state().was_hollow || on;
+  state().hollow = on;
+  state().value_read = value_read;
+}
+// Describe the memory of each device, in bytes: 0 if it has no end and no segments.
+void set_capacity(int64_t bytes) {
+  VIRTUAL_LOCK;
+  memory().capacity = bytes;
+  for (auto& account : memory().accounts) account.segments.trim();
+}
+void set_speed(double bandwidth, double launch) {
+  VIRTUAL_LOCK;
+  state().speed.described = true;
+  state().speed.bandwidth = bandwidth;
+  state().speed.launch = launch;
+}
+void set_rate(c10::ScalarType type, double rate) {
+  VIRTUAL_LOCK;
+  state().speed.rates[int8_t(type)] = rate;
+}
+void set_efficiency(std::string kind, double efficiency) {
+  VIRTUAL_LOCK;
+  state().speed.efficiency[kind] = efficiency;
 }
 
 // ---------------------------------------------------------------- to Python, as JSON
@@ -146,6 +182,13 @@ void put(std::ostream& o, const Span& s) {
   put(o, s.labels);
   o << '}';
 }
+void put(std::ostream& o, const Place& p) {
+  o << "{\"kind\":" << quoted(p.kind) << ",\"op\":" << quoted(p.op) << ",\"detail\":" << quoted(p.detail)
+    << ",\"device\":" << p.stream / kStreams << ",\"bytes\":" << p.bytes;
+  put(o, p.labels);
+  o << '}';
+}
+void put(std::ostream& o, const Account::Sample& s) { o << '[' << s.at << ',' << s.bytes << ']'; }
 template <class T>
 std::string listed(const std::vector<T>& items) {
   std::ostringstream o;
@@ -155,6 +198,27 @@ std::string listed(const std::vector<T>& items) {
     if (i) o << ',';
     put(o, items[i]);
   }
+  o << ']';
+  return o.str();
+}
+// What was too large, and what failed, if anything.
+std::string troubles() {
+  VIRTUAL_LOCK;
+  return "[" + listed(state().too_large) + "," + listed(state().failures) + "]";
+}
+std::string account(int64_t device) {
+  VIRTUAL_LOCK;
+  auto& it = memory().accounts[checked(device)];
+  return "{\"at_peak\":" + listed(std::vector<Place>{it.at_peak}) + ",\"curve\":" + listed(it.curve) + "}";
+}
+std::string parts() {
+  VIRTUAL_LOCK;
+  std::ostringstream o;
+  o.precision(17);
+  o << '[';
+  for (auto& [key, p] : state().parts)
+    o << (o.tellp() > 1 ? "," : "") << '[' << std::get<0>(key) << ',' << quoted(std::get<1>(key)) << ','
+      << quoted(std::get<2>(key)) << ',' << p.count << ',' << p.flops << ',' << p.bytes << ',' << p.time << ']';
   o << ']';
   return o.str();
 }
@@ -207,6 +271,14 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("set_measured() -> ()", &set_measured);
   m.def("set_issue(float cost) -> ()", &set_issue);
   m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
+  m.def("set_hollow(bool on, float? value_read) -> ()", &set_hollow);
+  m.def("set_capacity(int bytes) -> ()", &set_capacity);
+  m.def("set_speed(float bandwidth, float launch) -> ()", &set_speed);
+  m.def("set_rate(ScalarType dtype, float rate) -> ()", &set_rate);
+  m.def("set_efficiency(str kind, float efficiency) -> ()", &set_efficiency);
+  m.def("troubles() -> str", &troubles);
+  m.def("account(int device) -> str", &account);
+  m.def("parts() -> str", &parts);
   m.def("races() -> str", &races);
   m.def("spans() -> str", &spans);
   m.def("traffic() -> int[]", &traffic);

@@ -1,0 +1,366 @@
+"""Dry runs: shapes alone give the memory and the time of the same step with values."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from tests.support.helpers import MODES
+from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+from torchgpipe.testing import Hardware, dry_run
+from torchgpipe.testing.dry_run.run import begin_step, observe
+from torchgpipe.testing.dry_run.weightless import weightless
+from torchgpipe.testing.hardware import NAMED
+
+CLASSES = 10
+HARDWARE = NAMED["a100-40gb"]
+
+OPTIMIZERS = {
+    "none": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adam, one by one": lambda parameters: torch.optim.Adam(parameters, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+def images():
+    block = [nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(), nn.Dropout2d(0.1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8, CLASSES)]
+    stem = [nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    return nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *block, *head), torch.rand(8, 3, 32, 32)
+
+
+def words():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    head = [nn.Flatten(), nn.Linear(16 * 6, CLASSES)]
+    return nn.Sequential(nn.Embedding(20, 16), layer, *head), torch.randint(20, (8, 6))
+
+
+MODELS = {"images": (images, [4, 8]), "words": (words, [2, 2])}
+
+
+def maker(model, optimizer="none", mode=None, autocast=False, chunks=4):
+    """A function that makes a step, as a dry run takes it."""
+    make, balance = MODELS[model]
+
+    def make_step(devices):
+        torch.manual_seed(0)
+        layers, input = make()
+        if mode is None:
+            wrapped, first, last = layers.to(devices[0]), devices[0], devices[0]
+        else:
+            wrapped = GPipe(layers, balance, devices=devices[:2], chunks=chunks, checkpoint=mode)
+            first, last = devices[:2]
+        found = OPTIMIZERS[optimizer](wrapped.parameters())
+        input, target = input.to(first), torch.randint(CLASSES, (8,)).to(last)
+
+        def step():
+            found.zero_grad()
+            with torch.autocast("virtual", torch.bfloat16, enabled=autocast):
+                cross_entropy(wrapped(input), target).backward()
+            found.step()
+
+        return step
+
+    return make_step
+
+
+@pytest.fixture
+def _exact():
+    """Have the collector free nothing within a step."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def real(make, devices):
+    """Figures of the third step on the same hardware, with values."""
+    ops = torch.ops.virtual_accelerator
+    ops.set_capacity(HARDWARE.memory)
+    try:
+        step = make(devices)
+        for _ in range(3):
+            begin_step(devices)
+            with observe(costs=HARDWARE) as seen:
+                step()
+        accelerator = torch.accelerator
+        allocated = tuple([accelerator.max_memory_allocated(x) for x in devices])
+        reserved = tuple([accelerator.max_memory_reserved(x) for x in devices])
+        return allocated, reserved, seen.makespan / 1e3
+    finally:
+        ops.set_capacity(0)
+
+
+def dry(make, devices):
+    found = dry_run(make, len(devices), HARDWARE)
+    return found.allocated, found.reserved, found.time
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_and_time_are_those_of_a_real_step(devices, model, optimizer):
+    make = maker(model, optimizer)
+    assert dry(make, devices[:1]) == real(make, devices[:1])
+
+
+@pytest.mark.usefixtures("_exact")
+def test_autocast(devices):
+    make = maker("words", "adam", autocast=True)
+    assert dry(make, devices[:1]) == real(make, devices[:1])
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+def test_pipelines(devices, model, mode):
+    """Threads of the host free tensors sooner or later: up to one activation lies between runs."""
+    make = maker(model, "momentum", mode)
+    (allocated, _, time), (expected, _, expected_time) = (
+        dry(make, devices[:2]),
+        real(make, devices[:2]),
+    )
+    assert time == pytest.approx(expected_time, rel=1e-12)
+    activation = 2 * 8 * 16 * 16 * 4
+    assert allocated == pytest.approx(expected, abs=activation)
+
+
+def driven(wrap):
+    """A function that makes a step over two devices by a wrapper, which gives the loss."""
+
+    def make(devices):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU()) for _ in "abc"]
+        layers = nn.Sequential(*blocks, nn.Linear(128, CLASSES))
+        loss, parameters = wrap(layers, devices)
+        optimizer = torch.optim.Adam(parameters)
+        input, target = (
+            torch.rand(8, 128).to(devices[0]),
+            torch.randint(CLASSES, (8,)).to(devices[1]),
+        )
+
+        def step():
+            optimizer.zero_grad()
+            loss(input, target).backward()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+def scheduled(schedule, **more):
+    def wrap(layers, devices):
+        model = GPipe(layers, [2, 2], devices=devices[:2], chunks=4)
+        return ScheduledLoss(model, cross_entropy, schedule, **more), [*model.parameters()]
+
+    return wrap
+
+
+def mapped(layers, devices):
+    places = {str(k): devices[k // 2] for k in range(4)}
+    model = MappedGPipe(layers, places, chunks=4, checkpoint="never")
+    return lambda x, y: cross_entropy(model(x), y), [*model.parameters()]
+
+
+DRIVERS = {
+    "1f1b": scheduled("1f1b"),
+    "zbh1": scheduled("zbh1"),
+    "1f1b, graphs": scheduled("1f1b", stages="graph"),
+    "zbh1, graphs": scheduled("zbh1", stages="graph"),
+    "mapped": mapped,
+}
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("name", DRIVERS)
+def test_drivers(devices, name):
+    """Threads of autograd's free small tensors sooner or later, in either run."""
+    make = driven(DRIVERS[name])
+    (allocated, _, time), (expected, _, expected_time) = (
+        dry(make, devices[:2]),
+        real(make, devices[:2]),
+    )
+    assert time == pytest.approx(expected_time, rel=1e-12)
+    assert allocated == pytest.approx(expected, rel=0.005)
+
+
+def test_a_large_model_takes_no_memory(devices):
+    def make(devices):
+        layers = nn.Sequential(*[nn.Linear(2**14, 2**14) for _ in range(4)])
+        model = GPipe(layers, [2, 2], devices=devices, chunks=2, checkpoint="always")
+        input = torch.rand(2**12, 2**14)
+        return lambda: model(input.to(devices[0])).sum().backward()
+
+    found = dry_run(make, 2, HARDWARE)
+    weights = 2 * 4 * (2**28 + 2**14)
+    assert found.fits
+    assert found.remedy == ""
+    assert all(2 * weights <= bytes < HARDWARE.memory for bytes in found.allocated)
+    assert all(x >= y for x, y in zip(found.reserved, found.allocated))
+    # Four products in forward, and eight gradients, less that of the input. A recomputation ends
+    # before the last layer of its cell, whose input it has by then.
+    flops = 2 * 2**12 * 2**28
+    matmuls = [part for part in found.parts if part.kind == "matmul"]
+    assert sum(part.flops for part in matmuls) == (4 + 2 + 7) * flops
+    least = 13 / 2 * flops / HARDWARE.rates[torch.float32]
+    assert least < found.time < 2 * least
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.normal_(),
+        lambda x: x.half().clone(),
+        lambda x: torch.rand(x.shape),
+        lambda x: torch.full(x.shape, 1),
+        lambda x: torch.randint(5, x.shape),
+    ],
+)
+def test_large_tensors_of_the_host_are_not_written(devices, write):
+    empty = torch.empty(2**18)
+    with weightless():
+        expected = write(torch.ones(2))
+        found = write(empty)
+    assert found.dtype == expected.dtype
+    assert found.shape == empty.shape
+    assert expected.device == found.device
+    zeros = torch.zeros(2**18)
+    with weightless():
+        zeros.normal_()
+    assert not zeros.any()
+
+
+def test_the_report_says_where(devices):
+    found = dry_run(maker("images", mode="never"), 2, HARDWARE)
+    text = str(found)
+    assert text.startswith("predicted for 2 x a100-40gb, not measured (no baseline")
+    assert "virtual:1" in text
+    assert found.peaks[0].title.startswith(("0F", "0B", "0 to 1"))
+    assert {span.layer for span in found.seen.spans} >= {"0", "4"}
+    assert all(x <= found.allocated[0] for _, x in found.memory[0])
+    assert max(x for _, x in found.memory[0]) == found.allocated[0]
+    assert found.timeline.makespan > 0
+
+
+def too_large(batch):
+    def make(devices):
+        layers = nn.Sequential(nn.Linear(2**15, 2**15), nn.Linear(2**15, 2**15))
+        model = GPipe(layers, [1, 1], devices=devices, chunks=2)
+        input = torch.rand(batch, 2**15, device=devices[0])
+        return lambda: model(input).sum().backward()
+
+    return make
+
+
+def test_what_does_not_fit_is_told(devices):
+    found = dry_run(too_large(2**18), 2, HARDWARE)
+    assert not found.fits
+    assert found.too_large.title == "0F0 0 (Linear) addmm"
+    assert found.remedy.startswith("what stays between steps takes 40.00 GiB")
+    assert "does not fit: 0F0 0 (Linear) addmm on virtual:0" in str(found)
+    assert found.allocated[0] > HARDWARE.memory
+
+
+def test_activations_that_do_not_fit(devices):
+    def make(devices):
+        layers = nn.Sequential(nn.Linear(2**10, 2**10), *[nn.Tanh() for _ in range(12)])
+        model = GPipe(layers, [6, 7], devices=devices, chunks=1, checkpoint="never")
+        input = torch.rand(2**21, 2**10, device=devices[0])
+        return lambda: model(input).sum().backward()
+
+    found = dry_run(make, 2, HARDWARE)
+    assert found.too_large.title == "0F0 4 (Tanh) tanh"
+    assert found.remedy.startswith("the step itself takes")
+
+
+def test_weights_that_do_not_fit(devices):
+    small = Hardware(6 * 2**30, HARDWARE.rates, 1e12, 1e11, 1e10)
+    found = dry_run(too_large(2), 2, small)
+    assert "take more devices" in found.remedy
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item()
+
+
+class Sizes(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+
+def plain(layer, dtype=torch.float32):
+    def make(devices):
+        layers = nn.Sequential(nn.Linear(4, 4, dtype=dtype), layer)
+        model = GPipe(layers, [1, 1], devices=devices, chunks=1, checkpoint="never")
+        return lambda: model(torch.rand(2, 4, dtype=dtype, device=devices[0])).sum().backward()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "words"),
+    [
+        (Reads(), torch.float32, r"no values.*operator: item, layer: 1\).*value_read=0.0"),
+        (Sizes(), torch.float32, r"no shape that depends.*operator: nonzero, layer: 1\)"),
+        (nn.Identity(), torch.float64, r"needs a rate.*addmm of Double, layer: 0\).*rates of the"),
+    ],
+)
+def test_what_cannot_be_run_dry(devices, layer, dtype, words):
+    hardware = Hardware(2**30, {torch.float32: 1e12}, 1e12, 1e11, 1e10)
+    with pytest.raises(RuntimeError, match=words):
+        dry_run(plain(layer, dtype), 2, hardware)
+    # The devices are as before.
+    assert (torch.ones(2, device=devices[0]) + 1).tolist() == [2, 2]
+
+
+def test_a_read_gives_a_number_on_request(devices):
+    assert dry_run(plain(Reads()), 2, HARDWARE, value_read=0.0).fits
+
+
+def test_operators_without_a_meta_kernel(devices):
+    library = torch.library.Library("dry_run_test", "DEF")
+    library.define("none(Tensor x) -> Tensor")
+
+    class None_(nn.Module):
+        def forward(self, x):
+            return torch.ops.dry_run_test.none(x)
+
+    with pytest.raises(
+        RuntimeError, match=r"meta kernel of each operator.*none, layer: 1\).*register"
+    ):
+        dry_run(plain(None_()), 2, HARDWARE)
+
+
+def test_tensors_of_a_dry_run_have_no_values_after_it(devices):
+    kept = []
+
+    def make(devices):
+        kept.append(torch.ones(2, device=devices[0]))
+        return lambda: None
+
+    dry_run(make, 1, HARDWARE)
+    with pytest.raises(RuntimeError, match="a tensor of a dry run has no values"):
+        kept[0].tolist()
+
+
+def test_gradient_scaling(devices):
+    def make(devices):
+        layer = nn.Linear(4, 4).to(devices[0])
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("virtual")
+
+        def step():
+            scaler.scale(layer(torch.rand(2, 4, device=devices[0])).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    assert dry_run(make, 1, HARDWARE, value_read=0.0).time > 0

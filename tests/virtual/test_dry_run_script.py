@@ -1,0 +1,56 @@
+"""Scripts that are run dry without a change."""
+
+import sys
+
+import pytest
+
+from torchgpipe.testing.dry_run.script import main
+
+SCRIPT = """
+import sys
+
+import torch
+from torch import nn
+from torchgpipe import GPipe
+
+chunks, steps = map(int, sys.argv[1:])
+layers = nn.Sequential(*[nn.Linear(2**14, 2**14) for _ in range(4)])
+devices = [torch.device(torch.accelerator.current_accelerator().type, i) for i in range(2)]
+model = GPipe(layers, balance=[2, 2], devices=devices, chunks=chunks)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(steps):
+    optimizer.zero_grad()
+    loss = model(torch.rand(64, 2**14).to(model.devices[0])).mean()
+    loss.backward()
+    optimizer.step()
+    print("loss", loss.item())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT, "utf-8")
+    return str(path)
+
+
+def test_a_script(script, devices, capsys):
+    before = sys.argv
+    main(["--devices", "2", "--device", "p40-24gb", "--value-read", "0", script, "8", "100"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("loss 0.0\nloss 0.0\npredicted for 2 x p40-24gb, not measured")
+    assert "1F7" not in printed
+    assert "step of" in printed
+    assert sys.argv is before
+
+
+def test_a_script_that_reads_values(script, devices):
+    with pytest.raises(RuntimeError, match=r"no values.*operator: item, layer: none that is known"):
+        main(["--devices", "2", script, "8", "100"])
+
+
+def test_a_script_that_is_too_short(script, devices):
+    with pytest.raises(
+        RuntimeError, match=r"third step of an optimizer \(steps: 2, script: .*train"
+    ):
+        main(["--devices", "2", "--value-read", "0", script, "8", "2"])

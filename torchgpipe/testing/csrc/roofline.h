@@ -1,0 +1,99 @@
+// The roofline: how long an operator takes on a described device.
+//
+//     time = launch + max(operations / (rate · efficiency), bytes / (bandwidth · efficiency))
+//
+// Operations are counted for matrix products, convolutions and attention, two for a multiplication
+// and its addition. Whatever else an operator computes takes less time than its bytes.
+// Source: Williams, Waterman and Patterson, Roofline (CACM 52:4, 2009); the formulas of
+// torch/utils/flop_counter.py.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+#include "hollow.h"
+
+namespace virtual_accelerator {
+
+struct Work {
+  std::string kind = "other";
+  double flops = 0, bytes = 0;
+  c10::ScalarType type = c10::ScalarType::Undefined;  // Of what is multiplied.
+};
+
+inline double product(c10::IntArrayRef sizes, size_t from = 0) {
+  double result = 1;
+  for (size_t i = from; i < sizes.size(); i++) result *= double(sizes[i]);
+  return result;
+}
+// The bytes that a kernel moves for a tensor: a dimension of stride 0 is there once.
+inline double bytes_moved(const at::Tensor& t) {
+  double bytes = double(t.element_size());
+  for (int64_t i = 0; i < t.dim(); i++)
+    if (t.stride(i) != 0 || t.size(i) == 0) bytes *= double(t.size(i));
+  return bytes;
+}
+// Operators that change where a tensor lies, or its size, and move nothing.
+inline bool moves_nothing(const std::string& op) {
+  static const std::set<std::string> ops{"resize_",  "resize_as_",   "as_strided_",     "t_",       "transpose_", "squeeze_",
+                                         "unsqueeze_", "detach_", "swapaxes_", "swapdims_", "resize", "set_"};
+  return ops.count(op);
+}
+
+// The operations of an operator, by its arguments and the sizes of its result.
+inline void count_operations(Work& work, const std::string& op, at::ArrayRef<c10::IValue> arguments, c10::IntArrayRef output) {
+  auto sizes = [&](size_t i) { return arguments[i].toTensor().sizes(); };
+  auto multiplies = [&](size_t a, size_t b) {
+    work.kind = "matmul";
+    work.type = arguments[a].toTensor().scalar_type();
+    work.flops = 2 * product(sizes(a)) * double(sizes(b).back());
+  };
+  if (op == "mm" || op == "bmm") {
+    multiplies(0, 1);
+  } else if (op == "addmm" || op == "baddbmm" || op == "_addmm_activation") {
+    multiplies(1, 2);
+  } else if (op == "convolution" || op == "convolution_backward") {
+    // For each position of what comes out: as many as the weight has for each of its filters. Each
+    // gradient takes as many. The weight of a transposed convolution meets what goes in.
+    bool backward = op == "convolution_backward";
+    bool transposed = arguments[backward ? 7 : 6].toBool();
+    auto weight = sizes(backward ? 2 : 1), input = sizes(backward ? 1 : 0), out = backward ? sizes(0) : output;
+    work.kind = "convolution";
+    work.type = arguments[0].toTensor().scalar_type();
+    work.flops = 2 * double(input[0]) * product(transposed ? input : out, 2) * product(weight);
+    if (backward) {
+      auto wanted = arguments[10].toBoolList();
+      work.flops *= int(wanted[0]) + int(wanted[1]);
+    }
+  } else if (op.find("scaled_dot_product") != std::string::npos) {
+    bool backward = op.find("backward") != std::string::npos;
+    auto q = sizes(backward), k = sizes(backward + 1), v = sizes(backward + 2);
+    work.kind = "attention";
+    work.type = arguments[0].toTensor().scalar_type();
+    // Backward computes the products of queries and keys again, and has two more of each kind.
+    double of_keys = double(q.back()), of_values = double(v.back());
+    work.flops = 2 * double(q[0] * q[1] * q[2] * k[2]) * (backward ? 3 * of_keys + 2 * of_values : of_keys + of_values);
+  }
+}
+
+// The milliseconds of a piece of work, which is counted among the parts of its device.
+inline double time_of(const Work& work, const std::string& op, int device) {
+  auto& speed = state().speed;
+  double time = work.bytes / speed.bandwidth;
+  if (work.flops > 0) {
+    auto rate = speed.rates.find(int8_t(work.type));
+    if (rate == speed.rates.end())
+      fail("rate", op + " of " + c10::toString(work.type), "hardware needs a rate for each dtype that is multiplied",
+           "add it to the rates of the hardware");
+    time = std::max(time, work.flops / rate->second);
+  }
+  auto efficiency = speed.efficiency.find(work.kind);
+  if (efficiency != speed.efficiency.end()) time /= efficiency->second;
+  time += speed.launch;
+  auto& part = state().parts[{device, work.kind, op}];
+  part.count++;
+  part.flops += work.flops;
+  part.bytes += work.bytes;
+  part.time += time;
+  return time;
+}
+
+}  // namespace virtual_accelerator

@@ -1,0 +1,169 @@
+"""Hardware: a description of accelerators, by which a dry run predicts memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+
+from torchgpipe.checks import shown, verify, verify_kind, verify_number
+
+__all__ = ["Hardware"]
+
+#: The kinds of operators that an efficiency can be given for.
+KINDS = ("matmul", "convolution", "attention", "other")
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The memory and the speed of accelerators that are all alike.
+
+    Args:
+        memory: bytes that tensors may take on each device.
+        rates: operations a second, by the dtype that is multiplied; a multiplication and its
+            addition are two.
+        bandwidth: bytes a second that a device reads from and writes to its memory.
+        link: bytes a second from one device to another, in each direction.
+        host_link: bytes a second from the host to a device, and back.
+        launch: seconds that any kernel takes besides.
+        efficiency: the share of these rates that operators reach, by kind: ``"matmul"``,
+            ``"convolution"``, ``"attention"`` and ``"other"``, which moves bytes alone. Without an
+            entry it is 1.
+        name: what a report calls the hardware.
+        baseline: the measured baseline that the efficiencies come from; empty if there is none.
+    """
+
+    memory: int
+    rates: Mapping[torch.dtype, float]
+    bandwidth: float
+    link: float
+    host_link: float
+    launch: float = 5e-6
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    name: str = "hardware"
+    baseline: str = ""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if entry.type in ("int", "float"):
+                least = {} if entry.name == "launch" else {"above": 0.0}
+                rule = "hardware is described by positive numbers, in bytes and seconds"
+                value, remedy = getattr(self, entry.name), "take it from the maker's data sheet"
+                verify_number(value, rule, entry.name, remedy, **least)
+        verify_kind(self.rates, Mapping, "rates are a table", "rates", "pass {torch.float32: 1e13}")
+        for dtype, rate in self.rates.items():
+            rule, remedy = "rates are operations a second by dtype", "pass {torch.float32: 1e13}"
+            verify_kind(dtype, torch.dtype, rule, "rates", remedy)
+            verify_number(rate, rule, f"rates[{dtype}]", remedy, above=0)
+        for kind, share in self.efficiency.items():
+            rule = f"an efficiency is the share of a rate that a kind of operator reaches: {KINDS}"
+            verify(kind in KINDS, rule, "efficiency", kind, "name one of these kinds")
+            verify_number(share, rule, kind, "pass a number above 0, such as 0.5", above=0)
+
+    def calibrated(self, predicted: float, measured: float, baseline: str) -> Hardware:
+        """The same hardware, with efficiencies by which a measured step takes its time.
+
+        Args:
+            predicted: the seconds that this description has predicted for the step.
+            measured: the seconds that the step took.
+            baseline: what was measured, for the report.
+        """
+        for name, value in (("predicted", predicted), ("measured", measured)):
+            rule, remedy = "a step takes some time", "pass seconds"
+            verify_number(value, rule, name, remedy, above=0)
+        share = predicted / measured
+        efficiency = {kind: share * self.efficiency.get(kind, 1.0) for kind in KINDS}
+        # A launch is no rate, so it takes longer by the same factor.
+        launch = self.launch / share
+        return replace(self, efficiency=efficiency, launch=launch, baseline=baseline)
+
+
+#: Some accelerators, by the rates of their makers' data sheets, for dense matrices. Of the memory,
+#: what a process can have of it. Float32 has the rate of matrices that are not rounded to TF32,
+#: which is PyTorch's default. A PCI Express of 16 lanes carries 12 GB/s in its third generation,
+#: and 25 and 50 GB/s in the next two.
+NAMED = {
+    # NVIDIA A100 Tensor Core GPU data sheet (2021): SXM, NVLink 600 GB/s in both directions.
+    "a100-40gb": Hardware(
+        memory=int(39.4 * GIB),
+        rates={
+            torch.float64: 9.7e12,
+            torch.float32: 19.5e12,
+            torch.bfloat16: 312e12,
+            torch.float16: 312e12,
+        },
+        bandwidth=1.555e12,
+        link=300e9,
+        host_link=25e9,
+        name="a100-40gb",
+    ),
+    # NVIDIA H100 Tensor Core GPU data sheet (2023): SXM, NVLink 900 GB/s in both directions.
+    "h100-80gb": Hardware(
+        memory=int(79.1 * GIB),
+        rates={
+            torch.float64: 34e12,
+            torch.float32: 67e12,
+            torch.bfloat16: 989e12,
+            torch.float16: 989e12,
+        },
+        bandwidth=3.35e12,
+        link=450e9,
+        host_link=50e9,
+        name="h100-80gb",
+    ),
+    # NVIDIA V100 Tensor Core GPU data sheet (2020): SXM2, NVLink 300 GB/s in both directions.
+    "v100-16gb": Hardware(
+        memory=int(15.7 * GIB),
+        rates={torch.float64: 7.8e12, torch.float32: 15.7e12, torch.float16: 125e12},
+        bandwidth=0.9e12,
+        link=150e9,
+        host_link=12e9,
+        name="v100-16gb",
+    ),
+    # NVIDIA Tesla P40 data sheet (2016). Float16 is 1/64 of float32, as compute capability 6.1 has
+    # it (CUDA C programming guide, arithmetic instructions). The GPU of torchgpipe's paper.
+    "p40-24gb": Hardware(
+        memory=int(22.3 * GIB),
+        rates={torch.float64: 0.367e12, torch.float32: 11.76e12, torch.float16: 0.184e12},
+        bandwidth=346e9,
+        link=12e9,
+        host_link=12e9,
+        name="p40-24gb",
+    ),
+    # NVIDIA Ada GPU architecture (2022), RTX 4090; half precision adds up in float32.
+    "rtx4090-24gb": Hardware(
+        memory=int(23.5 * GIB),
+        rates={
+            torch.float64: 1.29e12,
+            torch.float32: 82.6e12,
+            torch.bfloat16: 165e12,
+            torch.float16: 165e12,
+        },
+        bandwidth=1.008e12,
+        link=25e9,
+        host_link=25e9,
+        name="rtx4090-24gb",
+    ),
+}
+NAMED["a100-80gb"] = replace(
+    NAMED["a100-40gb"], memory=int(79.1 * GIB), bandwidth=2.039e12, name="a100-80gb"
+)
+
+
+def hardware_of(device: Hardware | str) -> Hardware:
+    """The hardware that a user has named or described.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if isinstance(device, Hardware):
+        return device
+    if not isinstance(device, str) or device not in NAMED:
+        raise ValueError(
+            f"a device is one of {', '.join(sorted(NAMED))}, or described (device: "
+            f"{shown(device)}); pass torchgpipe.testing.Hardware(...) for another"
+        )
+    return NAMED[device]
