@@ -379,6 +379,16 @@ class MappedGPipe(Wrapper):
                 )
 
 
+def calls_of(model: MappedGPipe) -> list[Call]:
+    """The calls of the mapped modules of a wrapper, for what judges it from outside."""
+    return model._calls
+
+
+def workers_of(model: MappedGPipe) -> Threads:
+    """The threads of a wrapper, for what judges it from outside."""
+    return model._workers
+
+
 class Near:
     """Bring what the caller has on the CPU to a device, each tensor once.
 

@@ -23,7 +23,7 @@ from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
-from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.arguments import modes_of
 from torchgpipe.planner.room import Room
 from torchgpipe.schedule.language import Schedule
@@ -86,8 +86,8 @@ class Watch:
                 assert isinstance(part, nn.Sequential)
                 found += [(layer, device) for layer in part]
         # Hooks, and modes, would have modules compiled anew.
-        elif isinstance(model, MappedGPipe) and not any(x.compiled for x in model._calls):
-            found = [(x.mapped.module, x.mapped.device) for x in model._calls]
+        elif isinstance(model, MappedGPipe) and not any(x.compiled for x in calls_of(model)):
+            found = [(x.mapped.module, x.mapped.device) for x in calls_of(model)]
         # On the CPU, which is the host, too, there is no advice to time layers for.
         if not found or not all(has_streams(device) for _, device in found):
             return
@@ -183,7 +183,7 @@ class Watch:
             return None
         devices = [torch.device(first[j].stream.place) for j in range(n)]
         order = layers.called
-        modules = Modules(model.device_map, [model._calls[k].mapped for k in order])
+        modules = Modules(model.device_map, [calls_of(model)[k].mapped for k in order])
         is_cut = modules.devices == devices
         ways = {(x.stage, x.target) for x in last if x.kind == "copy"}
         setting = Setting(
@@ -202,7 +202,7 @@ class Watch:
             self._rows // chunks,
             waits.found({j: x.end for j, x in first.items() if j is not None}),
             modules,
-            is_cut and model._workers.are_equal(True),
+            is_cut and workers_of(model).are_equal(True),
         )
 
     def _kept(self) -> dict[int, float]:
