@@ -130,11 +130,12 @@ def signed(method: Any, model: Callable[..., Any]) -> Callable[..., Any]:
 
     It has the code of the method, which the compiler knows by its code.
     """
-    found = FunctionType(method.__code__, method.__globals__, method.__name__)
+    found: Any = FunctionType(method.__code__, method.__globals__, method.__name__)
     own = [*inspect.signature(method).parameters.values()]
     given = inspect.signature(model)
     found.__doc__ = method.__doc__
     # Among these is what the compiler is told of the method.
     found.__dict__.update(method.__dict__)
-    found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])  # type: ignore[attr-defined]
-    return found
+    found.__signature__ = given.replace(parameters=[own[0], *given.parameters.values()])
+    function: Callable[..., Any] = found
+    return function

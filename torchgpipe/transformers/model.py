@@ -45,10 +45,12 @@ class PipelinedModel:
         device: torch.device,
         alone: bool,
     ) -> None:
+        # Assigned attributes would be the model's.
         self.__dict__.update(
             _pipe=pipe, _names=names, _shifted=shifted, _device=device, _alone=alone
         )
 
+    # Types take the class of an object for what it is.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._pipe.module)

@@ -103,28 +103,32 @@ class Pipelined:
         places = pipe.hf_device_map
         if len(places) == 1:
             places = {name: device for device in places.values() for name in names}
-        pipe.module.hf_device_map = places  # type: ignore[assignment]
+        model: Any = pipe.module
+        model.hf_device_map = places
         return pipe.module
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        return self._unwrapped(super().call_model_init(trial))  # type: ignore[misc]
+        above: Any = super()
+        return self._unwrapped(above.call_model_init(trial))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Compute the loss of a mini-batch, as the Trainer's class does, by the wrapper."""
+        above: Any = super()
         needed = (
             return_outputs
             or getattr(self, "label_smoother", None) is not None
             or getattr(self, "compute_loss_func", None) is not None
-            or super().compute_loss.__func__ is not transformers.Trainer.compute_loss  # type: ignore[misc]
+            or above.compute_loss.__func__ is not transformers.Trainer.compute_loss
         )
         called = self._called(model, not needed)
-        return super().compute_loss(called, inputs, return_outputs, *args, **kwargs)  # type: ignore[misc]
+        return above.compute_loss(called, inputs, return_outputs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
-        return super().prediction_step(self._called(model, False), *args, **kwargs)  # type: ignore[misc]
+        above: Any = super()
+        return above.prediction_step(self._called(model, False), *args, **kwargs)
 
     def _called(self, model: Any, alone: bool) -> Any:
         """The object to call in place of the model; another model is called itself."""

@@ -40,6 +40,7 @@ LAYOUTS = {
 def weightless() -> AbstractContextManager[Any]:
     """Leave out whatever writes to large tensors of the host, within a ``with`` block."""
 
+    # A private name of PyTorch, which types do not know.
     class Mode(_torch.DispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(
             self,
