@@ -95,3 +95,16 @@ def makespans(model, *, rows=2, seed=None, requires_grad=False, steps=2, **obser
             spans.append(seen.makespan)
     assert_no_races(seen)
     return [b - a for a, b in pairwise(spans)]
+
+
+def verify_steps(pipe, plain, x, makespan, seeds):
+    """Check races, gradients and the time of steps, beside a plain model that has its gradients."""
+    first = next(iter(pipe.device_map.values()))
+    for seed in (None, *seeds):
+        pipe.zero_grad()
+        with observe(jitter=seed) as seen:
+            pipe(x.to(first)).square().sum().backward()
+        assert_no_races(seen)
+        for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.cpu(), other.grad)
+        assert seen.makespan == makespan

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.helpers import assert_no_races
-from tests.virtual.stages import Stage, limit
+from tests.virtual.stages import Stage, limit, verify_steps
 from tests.virtual.test_mapped import SEEDS
 from torchgpipe import MappedGPipe
-from torchgpipe.testing import observe
 
 
 class Keys(UserDict):
@@ -67,14 +65,7 @@ def test_gradients_and_makespan(devices, mode):
         plain(row).square().sum().backward()
     names = {f"layers.{k}": devices[k] for k in range(n)}
     pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=m, checkpoint=mode)
-    for seed in (None, *SEEDS[:2]):
-        pipe.zero_grad()
-        with observe(jitter=seed) as seen:
-            pipe(x.to(devices[0])).square().sum().backward()
-        assert_no_races(seen)
-        for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad.cpu(), other.grad)
-        assert seen.makespan == limit(mode, n, m)
+    verify_steps(pipe, plain, x, limit(mode, n, m), SEEDS[:2])
 
 
 class Adding(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.helpers import assert_no_races
-from tests.virtual.stages import Stage, limit
+from tests.virtual.stages import Stage, limit, verify_steps
 from tests.virtual.test_mapped import SEEDS, Chain
 from torchgpipe import MappedGPipe
 from torchgpipe.testing import observe
@@ -74,14 +74,7 @@ def test_gradients_and_makespan(devices, kind, cost, mode):
         plain(row).square().sum().backward()
     pipe = wrapped(plain, devices, n, m, mode)
     assert len([*pipe.parameters()]) == len([*plain.parameters()])
-    for seed in (None, *SEEDS[:2]):
-        pipe.zero_grad()
-        with observe(jitter=seed) as seen:
-            pipe(x.to(devices[0])).square().sum().backward()
-        assert_no_races(seen)
-        for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad.cpu(), other.grad)
-        assert seen.makespan == cost * limit(mode, n, m)
+    verify_steps(pipe, plain, x, cost * limit(mode, n, m), SEEDS[:2])
 
 
 @pytest.mark.parametrize("threads", [1, 3])

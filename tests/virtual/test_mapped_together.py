@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.helpers import assert_no_races
-from tests.virtual.stages import Stage, limit
+from tests.virtual.stages import Stage, limit, verify_steps
 from tests.virtual.test_mapped import Chain, mapped
 from torchgpipe import GPipe, MappedGPipe
 from torchgpipe.skip import pop, skippable, stash
@@ -98,14 +98,7 @@ def test_gradients_and_makespan(devices, kind, mode):
         plain(row.clone()).square().sum().backward()
     names = {f"layers.{k}": devices[k] for k in range(n)}
     pipe = MappedGPipe(copy.deepcopy(plain), {"": devices[0], **names}, chunks=m, checkpoint=mode)
-    for seed in (None, 0):
-        pipe.zero_grad()
-        with observe(jitter=seed) as seen:
-            pipe(x.to(devices[0])).square().sum().backward()
-        assert_no_races(seen)
-        for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad.cpu(), other.grad)
-        assert seen.makespan == limit(mode, n, m)
+    verify_steps(pipe, plain, x, limit(mode, n, m), (0,))
 
 
 def test_statistics_stay_where_they_are(devices):

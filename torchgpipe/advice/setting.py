@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchgpipe.executor.plan import Choice, chosen, completed
 from torchgpipe.schedule.language import Schedule
@@ -55,7 +55,3 @@ class Setting:
         with suppress(ValueError):
             return chosen(self.schedule, len(self.placement), [workers], self.chunks)
         return None
-
-    def with_modes(self, mode: str) -> Setting:
-        """The setting with one checkpoint mode for all partitions."""
-        return replace(self, modes=(mode,) * len(self.modes))

@@ -12,6 +12,7 @@ from tests.support.architectures import build
 
 transformers = pytest.importorskip("transformers", exc_type=MISSING)
 
+# Not before it is known that Transformers is there.
 from torchgpipe import MappedGPipe  # noqa: E402
 from torchgpipe.transformers import pipelined  # noqa: E402
 
