@@ -112,7 +112,10 @@ def fill(container: Any, elements: list[Any], whole: bool = True) -> None:
 
 
 def _elements(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    # A set that is filled anew may come in another order, which says nothing.
+    return sorted(container, key=id) if isinstance(container, set) else [*container]
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
