@@ -40,7 +40,7 @@ ELSEWHERE = {
     "distributed": "distributed",
     "_torch/pipelining": "distributed/test_canaries.py",
     "_torch/graphs": "unit/graphs/test_effects.py",
-    "graphs/settings": "unit/graphs/test_stage.py",
+    "graphs/surroundings": "unit/graphs/test_stage.py",
     "graphs/state": "unit/graphs/test_stage.py",
     "graphs/traced": "behaviour/test_graph_changes.py",
     "graphs/cell": "behaviour/test_graph_stages.py",
