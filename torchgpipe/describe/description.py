@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.describe.figures import CellTimes, Figures, Prediction
-from torchgpipe.describe.tables import aligned, in_bytes
+from torchgpipe.timeline.tables import aligned, in_bytes
 
 __all__ = ["Description", "Row"]
 
