@@ -89,21 +89,7 @@ def step(
     peaks = [torch.accelerator.max_memory_allocated(device) for device in devices]
     memory = max(peak - old for peak, old in zip(peaks, before)) / 2**20
     loss.backward()
-    return Step(seen, idle(seen, devices) / seen.makespan, memory)
-
-
-def idle(seen: Observation, devices: list[torch.device]) -> float:
-    """The longest time in which one of the devices computes nothing, on whichever stream."""
-    spans = sorted(seen.spans, key=lambda span: span.start)
-    longest = 0.0
-    for device in devices:
-        idle = end = 0.0
-        for span in spans:
-            if span.stream.device == device.index:
-                idle += max(0.0, span.start - end)
-                end = max(end, span.end)
-        longest = max(longest, idle + seen.makespan - end)
-    return longest
+    return Step(seen, max(share.bubble for share in seen.timeline.shares), memory)
 
 
 def simulated(name: str, chunks: int) -> float:
