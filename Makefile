@@ -39,6 +39,8 @@ types: $(installed)
 	$(venv)/bin/mypy
 
 docs: $(venv)/.docs  ## Build the documentation site in build/docs, and check its links.
+	$(python) docs/draw.py
+	$(python) -m benchmarks render > /dev/null
 	$(python) -m sphinx -q -W --keep-going -b html docs build/docs
 	$(python) tools/check_site.py build/docs
 
