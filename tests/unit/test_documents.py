@@ -46,6 +46,12 @@ def test_the_changelog_begins_with_the_version():
     assert newest.partition(" ")[0] == torchgpipe.__version__
 
 
+def test_the_glossary_has_few_words_of_our_own():
+    text = (DOCS / "glossary.rst").read_text("utf-8")
+    own = re.findall(r"^(\w.*)\n   ", text.partition("Our own words")[2], re.MULTILINE)
+    assert own == ["cell", "lane", "lead", "part", "slot"]
+
+
 def test_pictures_are_drawn(tmp_path):
     runpy.run_path(str(DOCS / "draw.py"))["draw"](tmp_path)
     shown = re.findall(r"image:: (\S+)", "".join(x.read_text("utf-8") for x in DOCS.glob("*.rst")))
