@@ -104,7 +104,19 @@ def measure(setting: Row, rounds: int) -> Row:
         for k in range(len(CONTENDERS)):
             name = CONTENDERS[(turn + k if turn % 2 else turn - k) % len(CONTENDERS)]
             seconds[name].append(calls[name]())
-    return {**setting, "seconds": {name: [round(x, 7) for x in seconds[name]] for name in seconds}}
+    return {**setting, **figures(seconds)}
+
+
+def figures(seconds: dict[str, list[float]]) -> Row:
+    """The least and the median time, their ratios to a step without a trace, and what it adds."""
+    base = seconds["without"]
+    ratios = {
+        name: [min(own) / min(base), median(x / y for x, y in zip(own, base))]
+        for name, own in seconds.items()
+        if name != "without"
+    }
+    added = median(x - y for x, y in zip(seconds["within"], base))
+    return {"without": [min(base), median(base)], "ratios": ratios, "added": added}
 
 
 def summarise(result: Result) -> Summary:
@@ -113,19 +125,15 @@ def summarise(result: Result) -> Summary:
     ratios: dict[str, list[float | None]] = {name: [] for name in CONTENDERS[1:]}
     labels = []
     for row in result["rows"]:
-        seconds = row["seconds"]
-        base = seconds["without"]
-        cells = 2 * row["m"]
         line: list[str | int | None] = [row["model"], row["wrapper"], row["mode"], row["m"]]
-        line.append(f"{1e3 * min(base):.2f} ({1e3 * median(base):.2f})")
+        least, middle = (1e3 * x for x in row["without"])
+        line.append(f"{least:.2f} ({middle:.2f})")
         for name in CONTENDERS[1:]:
-            least = min(seconds[name]) / min(base)
-            middle = median(x / y for x, y in zip(seconds[name], base))
+            least, middle = row["ratios"][name]
             line.append(f"{least:.3f} ({middle:.3f})")
             if row["model"] == "gpt":
                 ratios[name].append(middle)
-        added = median(x - y for x, y in zip(seconds["within"], base))
-        line.append(f"{1e6 * added / cells:.0f}")
+        line.append(f"{1e6 * row['added'] / (2 * row['m']):.0f}")
         if row["model"] == "gpt":
             labels.append(f"{row['wrapper']}, {row['mode']}")
         found.append(line)
