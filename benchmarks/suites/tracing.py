@@ -1,10 +1,10 @@
-"""Time that a trace adds to a step, and what it leaves behind.
+"""Time that a trace adds to a step, and what it leaves.
 
 Three contenders train the same model in turns, one step each, in one process:
 
     without    a model that was never traced
     within     each step within ``with trace(model)``
-    behind     a model that was traced before, and is not any more
+    after      a model that was traced before, and is not any more
 
 The time is that of processors, in all threads of the process: a trace makes them work more and wait
 no longer, and neighbours on the machine do not count then. Operators take one thread each. Under
@@ -33,7 +33,7 @@ from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Chart, Summary, Table
 from torchgpipe import GPipe, ScheduledLoss, trace
 
-CONTENDERS = ("without", "within", "behind")
+CONTENDERS = ("without", "within", "after")
 WRAPPERS = ("GPipe", "ScheduledLoss")
 MODELS = ("gpt", "tiny")
 
@@ -96,11 +96,11 @@ def measure(setting: Row, rounds: int) -> Row:
         model, step = trained(**setting)
         calls[name] = partial(traced, model, step) if name == "within" else partial(timed, step)
         step()
-        if name == "behind":
+        if name == "after":
             traced(model, step)
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for turn in range(rounds):
-        # Each of them comes behind each other one as often.
+        # Each of them comes after each other one as often.
         for k in range(len(CONTENDERS)):
             name = CONTENDERS[(turn + k if turn % 2 else turn - k) % len(CONTENDERS)]
             seconds[name].append(calls[name]())
@@ -144,7 +144,7 @@ def summarise(result: Result) -> Summary:
         [Chart("A step of a GPT with a trace", "over one without", labels, ratios, limit=1.03)],
         "Two partitions on the CPU. Processor time of a step without a trace: the least (the "
         "median). The others are ratios to it: of the least times (the median of the ratios in a "
-        "round). `behind` is a model that was traced before. The last column is what a trace adds "
+        "round). `after` is a model that was traced before. The last column is what a trace adds "
         "to a cell, the median of rounds.",
     )
 

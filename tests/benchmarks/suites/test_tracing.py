@@ -21,7 +21,7 @@ def test_tracing(tmp_path, monkeypatch, capsys):
 
 
 def test_ratios():
-    seconds = {"without": [1.0, 2.0, 4.0], "within": [1.5, 2.0, 8.0], "behind": [1.0, 2.0, 4.0]}
+    seconds = {"without": [1.0, 2.0, 4.0], "within": [1.5, 2.0, 8.0], "after": [1.0, 2.0, 4.0]}
     row = {"model": "gpt", "wrapper": "GPipe", "mode": "never", "m": 1000, **figures(seconds)}
     (table,) = summarise({"rows": [row]}).tables
     assert table.rows == [
