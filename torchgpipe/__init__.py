@@ -2,6 +2,7 @@
 
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.partition.keeping import Offload
 from torchgpipe.plans.plan import plan
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
@@ -16,6 +17,7 @@ __all__ = [
     "GPipe",
     "MappedGPipe",
     "NoChunk",
+    "Offload",
     "PerMicroBatch",
     "ScheduledLoss",
     "Timeline",

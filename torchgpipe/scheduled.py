@@ -31,7 +31,8 @@ from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.recompute import CHOICES
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
-from torchgpipe.partition.arguments import modes_of, verify_loss
+from torchgpipe.partition.arguments import verify_loss
+from torchgpipe.partition.keeping import verify_none_offloaded, words_of
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.values.structure import arguments as packed
@@ -284,7 +285,8 @@ class ScheduledLoss(Alone):
     def _plan(self, m: int, *, forward: bool) -> Plan:
         plans = self.__dict__["_plans"]
         model, stages = self.model, stages_of(self.model)
-        modes = modes_of(model.checkpoint, len(model.devices))
+        verify_none_offloaded(model._checkpoint, "a ScheduledLoss")
+        modes = words_of(model.checkpoint, len(model.devices))
         key = id(self.schedule), id(stages), m, modes, forward
         if key not in plans:
             skips = stages.skip_layout.pairs

@@ -17,6 +17,7 @@ from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.offload import Line, Offloaded
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -39,7 +40,9 @@ class Body:
         order: the order of rows that the layers return; None where nobody joins them.
     """
 
-    __slots__ = ("call", "first", "in_place", "layers", "lock", "order", "state", "visited")
+    __slots__ = (
+        *("call", "first", "in_place", "layers", "line", "lock", "order", "state", "visited"),
+    )
 
     def __init__(
         self,
@@ -55,6 +58,8 @@ class Body:
         self.order = order
         self.lock = lock
         self.state = state
+        #: The line of cells whose tensors leave for the host, if any do.
+        self.line: Line | None = None
         self.first = first
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
@@ -128,15 +133,19 @@ class Body:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-    ) -> Checkpoint:
-        """A checkpoint of a cell.
+        i: int,
+    ) -> Checkpoint | Offloaded:
+        """A checkpoint of a cell, or what takes its place if nothing is computed again.
 
         Args:
             run: :meth:`run`, or what calls it.
             context: the modes of both runs.
             stream: the compute stream.
             within: a context manager for the second run.
+            i: the number of the micro-batch.
         """
+        if self.line is not None:
+            return self.line.cell(run, stream, i)
         state = self.state
         assert state is not None
         if state.buffers.any:
@@ -145,11 +154,18 @@ class Body:
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
 
+    def leave(self, cell: Offloaded) -> None:
+        """Let what a cell has saved leave for the host, once its output was handed on."""
+        assert self.line is not None
+        self.line.send(cell)
+
     def settle(self) -> None:
         """Take note that all micro-batches were computed."""
         if self.state is not None:
             self.state.settle()
             self.state.buffers.settle()
+        if self.line is not None:
+            self.line.end()
 
     def _ordered(self, order: Order, value: Batch, call: Callable[..., Any]) -> Batch:
         """Call the layers, and look at the order of the rows that they return."""

@@ -38,6 +38,7 @@ from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Function, carried
 from torchgpipe.engine.step import PipelineStep
 from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
@@ -98,7 +99,7 @@ class Cell:
         if again:
             # Not the cell itself, which the checkpoint would keep.
             within = noted(str(self), labels.of("R", self.j, self.i))
-            checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
+            checkpoint = self.body.checkpoint(run, step.context, self.stream, within, self.i)
             run = checkpoint.forward
         # guard: letting go of the input
         batch = batch.take()
@@ -112,8 +113,10 @@ class Cell:
             for lane, parts in self._by_lane(self.departing) if self.departing else ():
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
-        if self.departing and checkpoint:
-            self._checkpoints.append(checkpoint)
+            if isinstance(checkpoint, Offloaded):
+                self.body.leave(checkpoint)
+            elif checkpoint is not None and self.departing:
+                self._checkpoints.append(checkpoint)
         return batch
 
     def merge(self, batch: Batch, phonies: Sequence[Tensor]) -> Batch:

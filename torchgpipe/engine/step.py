@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
-from torchgpipe.devices.streams import current_stream
+from torchgpipe.devices.streams import current_stream, has_streams
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.weights import Weights
+from torchgpipe.partition.keeping import Offload
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.offload import Line
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
@@ -79,11 +81,25 @@ class PipelineStep(Step):
         m: the number of micro-batches.
         checkpointed: for each partition, how many micro-batches, from the first, are computed under
             checkpointing.
+        offloads: for each partition, what leaves for the host, if anything does.
     """
 
-    def __init__(self, stages: Stages, m: int, checkpointed: Sequence[int]) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        m: int,
+        checkpointed: Sequence[int],
+        offloads: Sequence[Offload | None] = (),
+    ) -> None:
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
+        if any(offloads):
+            self.checkpointed = [*checkpointed]
+            for j, (offload, device) in enumerate(zip(offloads, stages.devices)):
+                # What the CPU keeps is in the memory of the host.
+                if offload is not None and has_streams(device):
+                    self.bodies[j].line = Line(stages.pool.host(device), offload, j, m)
+                    self.checkpointed[j] = m
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()

@@ -134,8 +134,10 @@ class EagerCell(Cell):
             run = partial(run, behind=self.criterion.behind(self.i))
         if self._within is not None:
             body = self.step.bodies[self.j]
-            self._checkpoint = body.checkpoint(run, context, self.stream, self._within)
-            run = self._checkpoint.forward
+            made = body.checkpoint(run, context, self.stream, self._within, self.i)
+            assert isinstance(made, Checkpoint)
+            self._checkpoint = made
+            run = made.forward
         batch = batch.take()
         output = context.run(run, batch)
         if torch.is_grad_enabled():

@@ -44,6 +44,7 @@ from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers
 from torchgpipe.mapped.step import MappedStep
 from torchgpipe.mapped.turns import Turns
+from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
 
@@ -176,7 +177,8 @@ class Course:
             if again:
                 batch = Batch(Arguments(*value))
                 within = noted(note, label and label._replace(kind="R"))
-                checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
+                checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within, self.i)
+                assert isinstance(checkpoint, Checkpoint)
                 cell.checkpoints.append(checkpoint)
                 output = checkpoint.forward(body.kept(batch), batch).value
             else:
