@@ -19,7 +19,7 @@ from torchgpipe.engine.weights import Weights
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.layers import LayersState
-from torchgpipe.recompute.offload import Line
+from torchgpipe.recompute.offload import STAYING, Line
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
@@ -98,7 +98,9 @@ class PipelineStep(Step):
             for j, (offload, device) in enumerate(zip(offloads, stages.devices)):
                 # What the CPU keeps is in the memory of the host.
                 if offload is not None and has_streams(device):
-                    self.bodies[j].line = Line(stages.pool.host(device), offload, j, m)
+                    self.bodies[j].line = Line(
+                        *(stages.pool.host(device), offload, j), range(m - STAYING)
+                    )
                     self.checkpointed[j] = m
         self.lanes = Lanes(stages)
         if any(stages.lent):

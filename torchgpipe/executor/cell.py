@@ -29,7 +29,9 @@ from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.hooks import count_hooks
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.slots import Slot
+from torchgpipe.recompute.storage import View
 from torchgpipe.values.microbatch import Batch
 
 if TYPE_CHECKING:
@@ -77,6 +79,12 @@ class Cell:
         """Compute again what was dropped (R)."""
         raise NotImplementedError
 
+    def leave(self) -> None:
+        """Let what backward needs leave for the host, if it does, once the output was sent."""
+
+    def fetch(self) -> None:
+        """Bring it back."""
+
     def backward(
         self, grads: Gradients
     ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
@@ -117,11 +125,11 @@ class EagerCell(Cell):
             note = f"raised in partition {self.j}, micro-batch {self.i}"
             self.run = partial(body.run, note=note)
         # What the checkpoint holds, it must not hold the step.
-        self._within = noted(str(run)) if self.again else None
+        self._within = noted(str(run)) if run.hooked else None
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: Checkpoint | Offloaded | None = None
         self._halves: Halves | None = None
         #: How many hooks there were when the cell began.
         self._hooks = 0
@@ -134,10 +142,8 @@ class EagerCell(Cell):
             run = partial(run, behind=self.criterion.behind(self.i))
         if self._within is not None:
             body = self.step.bodies[self.j]
-            made = body.checkpoint(run, context, self.stream, self._within, self.i)
-            assert isinstance(made, Checkpoint)
-            self._checkpoint = made
-            run = made.forward
+            self._checkpoint = body.checkpoint(run, context, self.stream, self._within, self.i)
+            run = self._checkpoint.forward
         batch = batch.take()
         output = context.run(run, batch)
         if torch.is_grad_enabled():
@@ -171,8 +177,16 @@ class EagerCell(Cell):
 
     def recompute(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
-        assert checkpoint is not None
+        assert isinstance(checkpoint, Checkpoint)
         checkpoint.recompute()
+
+    def leave(self) -> None:
+        if isinstance(self._checkpoint, Offloaded):
+            self.step.bodies[self.j].leave(self._checkpoint)
+
+    def fetch(self) -> None:
+        if isinstance(self._checkpoint, Offloaded):
+            self._checkpoint.fetch()
 
     def backward(
         self, grads: Gradients
@@ -241,6 +255,6 @@ def _by_part(
 
 
 def _forget(saved: Any) -> None:
-    """Empty a slot. What hooks of the caller have saved is the caller's."""
-    if isinstance(saved, Slot):
+    """Empty a slot, or a view. What hooks of the caller have saved is the caller's."""
+    if isinstance(saved, Slot | View):
         saved.empty()

@@ -126,6 +126,11 @@ class Forward(Computation):
         return (self.j, self.i) in self.executor.plan.again
 
     @property
+    def hooked(self) -> bool:
+        """Whether somebody else than autograd keeps what layers save."""
+        return self.again or (self.j, self.i) in self.executor.plan.away
+
+    @property
     def criterion(self) -> Criterion | None:
         """The loss behind the layers, if this is the last stage."""
         return self.executor.criterion if self.j == self.executor.plan.last else None
@@ -153,6 +158,13 @@ class Forward(Computation):
             executor.post.send(j, i, self.output)
         else:
             executor.links.leave(executor.criterion.results(i), j)
+        if executor.plan.away:
+            # Whoever holds the output would keep it on the device.
+            del self.output
+            if (j, i) in executor.plan.away:
+                self.cell.leave()
+            else:
+                executor.windows[self.w].passed()
 
 
 class Recomputation(Computation):
@@ -202,6 +214,8 @@ class BackwardInput(BackwardWeight):
         for grads in self.inputs.values():
             self.executor.links.give_back(grads, self.w, self.stream)
         self.executor.post.send_grads(self.j, self.i, self.inputs)
+        if self.executor.plan.away:
+            self.executor.windows[self.w].passed()
 
 
 class Backward(BackwardInput):

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.partition.arguments import Modes
+from torchgpipe.partition.keeping import Offload
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import (
     Edge,
@@ -27,6 +28,9 @@ from torchgpipe.schedule.simulator import in_order
 from torchgpipe.schedule.validator import validate
 
 __all__: list[str] = []
+
+#: How many computations lie between the forward and the backward of a cell that leaves.
+BETWEEN = 3
 
 #: What a user may give: a name, a function of the numbers of workers and micro-batches, or a value.
 Choice: TypeAlias = str | Callable[[int, int], Schedule] | Schedule
@@ -57,12 +61,14 @@ class Plan:
         order: all instructions in the order of their simulated starts, each with its worker and
             the edges that lead to it.
         names: the name of each worker in notes on exceptions.
+        offloads: for each stage, what leaves for the host, if anything does.
     """
 
     schedule: Schedule
     devices: tuple[torch.device, ...]
     order: Sequence[tuple[int, Instruction, Sequence[Edge]]]
     names: Sequence[str]
+    offloads: Sequence[Offload | None] = ()
 
     # A plan serves for many steps.
     @cached_property
@@ -70,6 +76,36 @@ class Plan:
         """The cells ``(stage, micro-batch)`` with an R."""
         found = operations_of(self.schedule.program)
         return frozenset((op.stage, op.microbatch) for op in found if op.kind == "R")
+
+    @cached_property
+    def away(self) -> dict[tuple[int, int], Instruction]:
+        """The cells that leave for the host, each with the instruction before which it comes back.
+
+        A cell leaves while the next computation of its worker runs, and comes back during another
+        one. So at least three lie between its forward and its backward.
+        """
+        if not any(self.offloads):
+            return {}
+        found = {}
+        for line in self.schedule.program:
+            place = {op: k for k, x in enumerate(line) for op in operations(x)}
+            for op, k in place.items():
+                offload = self.offloads[op.stage]
+                begin = place.get(op._replace(kind="F"))
+                if op.kind in "BI" and offload is not None and begin is not None:
+                    between = sum(len(operations(x)) for x in line[begin + 1 : k])
+                    if between >= BETWEEN:
+                        # A cell that has not left yet would stay.
+                        found[op.stage, op.microbatch] = line[max(begin + 2, k - offload.ahead)]
+        return found
+
+    @cached_property
+    def fetches(self) -> dict[Instruction, list[tuple[int, int]]]:
+        """The cells that come back before each instruction."""
+        found: dict[Instruction, list[tuple[int, int]]] = {}
+        for cell, instruction in self.away.items():
+            found.setdefault(instruction, []).append(cell)
+        return found
 
     @cached_property
     def last(self) -> int:
@@ -101,6 +137,7 @@ def plan(
     skips: Sequence[tuple[int, int]],
     *,
     forward: bool,
+    offloads: Sequence[Offload | None] = (),
 ) -> Plan:
     """Make the schedule of a step.
 
@@ -111,6 +148,7 @@ def plan(
         modes: which micro-batches are checkpointed.
         skips: the stages that each skip leads from and to.
         forward: whether only forward runs.
+        offloads: for each stage, what leaves for the host, if anything does.
 
     Raises:
         TypeError: the choice is none of these.
@@ -123,6 +161,7 @@ def plan(
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
         [f"worker {w}" for w in range(len(schedule.program))],
+        () if forward else offloads,
     )
 
 

@@ -31,7 +31,7 @@ Sources: Megatron-LM's fine-grained offloading; Wan et al., PipeOffload (arXiv 2
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -61,6 +61,32 @@ __all__: list[str] = []
 STAYING = 2
 
 
+class Window:
+    """The cells of one compute stream that are leaving: each is gone behind the next computation.
+
+    None stands for a computation that lets nothing leave.
+    """
+
+    def __init__(self) -> None:
+        self._cells: deque[Offloaded | None] = deque()
+
+    def passed(self, cell: Offloaded | None = None) -> None:
+        """Take note of a computation that has been issued, and of the cell that leaves."""
+        self._cells.append(cell)
+        if len(self._cells) > 1:
+            self._let_go()
+
+    def end(self) -> None:
+        """Take note that all have been issued."""
+        while self._cells:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        cell = self._cells.popleft()
+        if cell is not None:
+            cell.let_go()
+
+
 class Line:
     """The cells of one partition in a step, one behind the other, on their way out and back.
 
@@ -68,13 +94,24 @@ class Line:
         memory: the memory of the host, and the streams that copy.
         offload: how much leaves, and when it comes back.
         j: the number of the partition.
-        m: the number of micro-batches.
+        leaving: the micro-batches that leave.
+        window: the window of the compute stream, if other partitions have it, too. Then a schedule
+            says when cells come back.
     """
 
-    def __init__(self, memory: HostMemory, offload: Offload, j: int, m: int) -> None:
-        self.memory, self.offload, self.j = memory, offload, j
-        self._leaving = m - STAYING
-        self._window: deque[Offloaded] = deque()
+    def __init__(
+        self,
+        memory: HostMemory,
+        offload: Offload,
+        j: int,
+        leaving: Container[int],
+        window: Window | None = None,
+    ) -> None:
+        self.memory, self.j = memory, j
+        self._share, self._leaving = offload.share, leaving
+        #: How many cells a cell brings back besides itself when backward comes to it.
+        self.ahead = offload.ahead if window is None else 0
+        self.window = window or Window()
         self._last: Offloaded | None = None
 
     def cell(self, run: Callable[[Batch], Batch], stream: AbstractStream, i: int) -> Offloaded:
@@ -85,8 +122,10 @@ class Line:
             stream: the compute stream.
             i: the number of the micro-batch.
         """
-        share = self.offload.share if i < self._leaving else 0.0
-        self._last = cell = Offloaded(run, self, stream, i, share, self._last)
+        share = self._share if i in self._leaving else 0.0
+        cell = Offloaded(run, self, stream, i, share, self._last)
+        if self.ahead:
+            self._last = cell
         return cell
 
     def send(self, cell: Offloaded) -> None:
@@ -95,15 +134,12 @@ class Line:
         Whoever takes the output needs not wait for that one.
         """
         cell.send()
-        self._window.append(cell)
-        if len(self._window) > 1:
-            self._window.popleft().let_go()
+        self.window.passed(cell)
 
     def end(self) -> None:
         """Take note that all cells have run."""
         self._last = None
-        while self._window:
-            self._window.popleft().let_go()
+        self.window.end()
 
 
 class Offloaded:
@@ -132,7 +168,7 @@ class Offloaded:
         self._run: Callable[[Batch], Batch] | None = run
         self._is_over = False
         self._stream, self._share, self._before = stream, share, before
-        self._memory, self._ahead = line.memory, line.offload.ahead
+        self._memory, self._ahead = line.memory, line.ahead
         self._way = line.j, i
         #: What was saved, by storage; 0 stands for all that stays.
         self._views: dict[int, list[View]] = {}

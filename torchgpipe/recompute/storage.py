@@ -104,6 +104,10 @@ class View:
         self.layout = x.dtype, x.storage_offset(), x.size(), x.stride()
         self.kept = None
 
+    def empty(self) -> None:
+        """Let go of the tensor, and of the storage."""
+        self.kept = self.storage = None
+
     def rebuild(self, device: torch.device) -> Tensor:
         """Make the tensor from what has come back."""
         assert self.storage is not None

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from torchgpipe import GPipe, MappedGPipe, Offload, ScheduledLoss
+from torchgpipe import GPipe, MappedGPipe, Offload
 from torchgpipe.partition.keeping import (
     checked_keepings,
     keepings_of,
@@ -70,6 +70,3 @@ def test_a_wrapper_has_the_mode_that_it_was_given():
 def test_wrappers_that_do_not_offload():
     with pytest.raises(ValueError, match=r"MappedGPipe does not keep .* \(checkpoint: \['offload'"):
         MappedGPipe(layers(), {"0": "cpu", "1": "cpu"}, checkpoint="offload")
-    model = GPipe(layers(), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=Offload())
-    with pytest.raises(ValueError, match="a ScheduledLoss does not keep"):
-        ScheduledLoss(model, nn.functional.mse_loss)(*[nn.Parameter().new_ones(4, 2)] * 2)
