@@ -17,7 +17,7 @@ from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
-from torchgpipe.recompute.offload import Line, Offloaded
+from torchgpipe.recompute.offload import Line
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -133,19 +133,15 @@ class Body:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
-        i: int,
-    ) -> Checkpoint | Offloaded:
-        """A checkpoint of a cell, or what takes its place if nothing is computed again.
+    ) -> Checkpoint:
+        """A checkpoint of a cell.
 
         Args:
             run: :meth:`run`, or what calls it.
             context: the modes of both runs.
             stream: the compute stream.
             within: a context manager for the second run.
-            i: the number of the micro-batch.
         """
-        if self.line is not None:
-            return self.line.cell(run, stream, i)
         state = self.state
         assert state is not None
         if state.buffers.any:
@@ -153,11 +149,6 @@ class Body:
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
-
-    def leave(self, cell: Offloaded) -> None:
-        """Let what a cell has saved leave for the host, once its output was handed on."""
-        assert self.line is not None
-        self.line.send(cell)
 
     def settle(self) -> None:
         """Take note that all micro-batches were computed."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.context import Context
 from torchgpipe.ambient.random_numbers import StepNumbers
-from torchgpipe.devices.streams import current_stream, has_streams
+from torchgpipe.devices.streams import current_stream
 from torchgpipe.engine.body import Body
 from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Lanes
@@ -19,7 +19,7 @@ from torchgpipe.engine.weights import Weights
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.layers import LayersState
-from torchgpipe.recompute.offload import STAYING, Line
+from torchgpipe.recompute.offload import line_of
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
@@ -93,15 +93,8 @@ class PipelineStep(Step):
     ) -> None:
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
-        if any(offloads):
-            self.checkpointed = [*checkpointed]
-            for j, (offload, device) in enumerate(zip(offloads, stages.devices)):
-                # What the CPU keeps is in the memory of the host.
-                if offload is not None and has_streams(device):
-                    self.bodies[j].line = Line(
-                        *(stages.pool.host(device), offload, j), range(m - STAYING)
-                    )
-                    self.checkpointed[j] = m
+        for j, (offload, device) in enumerate(zip(offloads, stages.devices)):
+            self.bodies[j].line = line_of(offload, stages.pool, device, j, m)
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()

@@ -111,7 +111,8 @@ class EagerCell(Cell):
     """A cell that runs the layers, and autograd, which keeps what backward needs."""
 
     __slots__ = (
-        *("_checkpoint", "_halves", "_hooks", "_inputs", "_outputs", "_within"),
+        *("_checkpoint", "_halves", "_hooks", "_inputs", "_is_away", "_offloaded", "_outputs"),
+        "_within",
         *("run", "step"),
     )
 
@@ -125,11 +126,13 @@ class EagerCell(Cell):
             note = f"raised in partition {self.j}, micro-batch {self.i}"
             self.run = partial(body.run, note=note)
         # What the checkpoint holds, it must not hold the step.
-        self._within = noted(str(run)) if run.hooked else None
+        self._within = noted(str(run)) if self.again else None
+        self._is_away = (self.j, self.i) in run.executor.plan.away
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
-        self._checkpoint: Checkpoint | Offloaded | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
         #: How many hooks there were when the cell began.
         self._hooks = 0
@@ -140,10 +143,13 @@ class EagerCell(Cell):
         run, context = self.run, self.step.context
         if self.criterion is not None:
             run = partial(run, behind=self.criterion.behind(self.i))
+        body = self.step.bodies[self.j]
         if self._within is not None:
-            body = self.step.bodies[self.j]
-            self._checkpoint = body.checkpoint(run, context, self.stream, self._within, self.i)
+            self._checkpoint = body.checkpoint(run, context, self.stream, self._within)
             run = self._checkpoint.forward
+        elif self._is_away and body.line is not None:
+            self._offloaded = body.line.cell(self.stream, self.i)
+            run = partial(self._offloaded.forward, run)
         batch = batch.take()
         output = context.run(run, batch)
         if torch.is_grad_enabled():
@@ -177,16 +183,17 @@ class EagerCell(Cell):
 
     def recompute(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None
-        assert isinstance(checkpoint, Checkpoint)
+        assert checkpoint is not None
         checkpoint.recompute()
 
     def leave(self) -> None:
-        if isinstance(self._checkpoint, Offloaded):
-            self.step.bodies[self.j].leave(self._checkpoint)
+        line = self.step.bodies[self.j].line
+        if self._offloaded is not None and line is not None:
+            line.send(self._offloaded)
 
     def fetch(self) -> None:
-        if isinstance(self._checkpoint, Offloaded):
-            self._checkpoint.fetch()
+        if self._offloaded is not None:
+            self._offloaded.fetch()
 
     def backward(
         self, grads: Gradients

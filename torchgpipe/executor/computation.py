@@ -126,11 +126,6 @@ class Forward(Computation):
         return (self.j, self.i) in self.executor.plan.again
 
     @property
-    def hooked(self) -> bool:
-        """Whether somebody else than autograd keeps what layers save."""
-        return self.again or (self.j, self.i) in self.executor.plan.away
-
-    @property
     def criterion(self) -> Criterion | None:
         """The loss behind the layers, if this is the last stage."""
         return self.executor.criterion if self.j == self.executor.plan.last else None

@@ -32,7 +32,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -40,11 +42,13 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks
 from torchgpipe.devices.host import HostMemory
+from torchgpipe.devices.pool import StreamPool
 from torchgpipe.devices.streams import (
     AbstractStream,
     Event,
     current_stream,
     get_device,
+    has_streams,
     record,
     record_stream,
     use_stream,
@@ -53,7 +57,6 @@ from torchgpipe.devices.streams import (
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.recompute.slots import modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
-from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
 
@@ -114,16 +117,15 @@ class Line:
         self.window = window or Window()
         self._last: Offloaded | None = None
 
-    def cell(self, run: Callable[[Batch], Batch], stream: AbstractStream, i: int) -> Offloaded:
+    def cell(self, stream: AbstractStream, i: int) -> Offloaded:
         """The next cell.
 
         Args:
-            run: runs the layers on micro-batch ``i``.
             stream: the compute stream.
             i: the number of the micro-batch.
         """
         share = self._share if i in self._leaving else 0.0
-        cell = Offloaded(run, self, stream, i, share, self._last)
+        cell = Offloaded(self, stream, i, share, self._last)
         if self.ahead:
             self._last = cell
         return cell
@@ -148,7 +150,6 @@ class Offloaded:
     It takes the place of a :class:`~torchgpipe.recompute.checkpoint.Checkpoint`.
 
     Args:
-        run: runs the layers.
         line: the line of the partition.
         stream: the compute stream.
         i: the number of the micro-batch.
@@ -158,14 +159,12 @@ class Offloaded:
 
     def __init__(
         self,
-        run: Callable[[Batch], Batch],
         line: Line,
         stream: AbstractStream,
         i: int,
         share: float,
         before: Offloaded | None,
     ) -> None:
-        self._run: Callable[[Batch], Batch] | None = run
         self._is_over = False
         self._stream, self._share, self._before = stream, share, before
         self._memory, self._ahead = line.memory, line.ahead
@@ -180,19 +179,13 @@ class Offloaded:
         #: Whether somebody has asked for them, and whether backward has come here.
         self._wanted = self._begun = False
 
-    def forward(self, batch: Batch) -> Batch:
-        """Run the layers."""
-        run, self._run = self._run, None
-        assert run is not None
-        batch = batch.take()
+    def forward(self, run: Callable[[Any], Any], value: Any) -> Any:
+        """Run layers of the cell on a value, which lets go of its own tensors, or some of them."""
         if current_hooks() is not None:
             # The caller's hooks say where the tensors are.
-            output = run(batch)
-        else:
-            with saved_tensors_hooks(self._pack, self._unpack):
-                output = run(batch.take())
-        self._is_over = True
-        return output
+            return run(value)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return run(value)
 
     @uncompiled
     def _pack(self, tensor: Tensor) -> View:
@@ -203,6 +196,7 @@ class Offloaded:
 
     def send(self) -> None:
         """Choose what leaves, and copy it."""
+        self._is_over = True
         views, self._views = self._views, {}
         views.pop(0, None)
         may_leave = [
@@ -305,6 +299,24 @@ class Offloaded:
                 wait_for(now, self._copied)
                 record_stream(storage.here, now)
         return x
+
+
+def line_of(
+    offload: Offload | None, pool: StreamPool, device: torch.device, j: int, m: int
+) -> Line | None:
+    """The line of a partition whose backward autograd orders; None if nothing leaves.
+
+    Args:
+        offload: what leaves, if anything does.
+        pool: the streams of the wrapper.
+        device: the device of the partition.
+        j: the number of the partition.
+        m: the number of micro-batches.
+    """
+    # What the CPU keeps is in the memory of the host.
+    if offload is None or not has_streams(device):
+        return None
+    return Line(pool.host(device), offload, j, range(m - STAYING))
 
 
 def _event(stream: AbstractStream) -> Event:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe import _torch
 from torchgpipe.ambient.notes import layer as current
@@ -120,8 +120,11 @@ class View:
 
 
 def is_own_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, or the like, which no graph leads to."""
-    return tensor.is_leaf and tensor.requires_grad
+    """Whether a tensor is a parameter, or the like, which no graph leads to.
+
+    Autograd itself saves those as they are: after ``parameter.data = ...`` it uses the new values.
+    """
+    return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 import pytest
 from torch import nn
 
-from torchgpipe import GPipe, MappedGPipe, Offload
+from torchgpipe import GPipe, Offload
+from torchgpipe.distributed import Pipe
 from torchgpipe.partition.keeping import (
     checked_keepings,
     keepings_of,
     offload_of,
     recomputed_by,
+    verify_none_offloaded,
     words_of,
 )
 
@@ -68,5 +70,8 @@ def test_a_wrapper_has_the_mode_that_it_was_given():
 
 
 def test_wrappers_that_do_not_offload():
-    with pytest.raises(ValueError, match=r"MappedGPipe does not keep .* \(checkpoint: \['offload'"):
-        MappedGPipe(layers(), {"0": "cpu", "1": "cpu"}, checkpoint="offload")
+    for modes in ("offload", Offload(), ("never", Offload(0.5))):
+        with pytest.raises(ValueError, match=r"Pipe does not keep .* \(checkpoint: .*; use"):
+            verify_none_offloaded(modes, "Pipe")
+    verify_none_offloaded(("never", "always"), "Pipe")
+    assert not Pipe._offloads
