@@ -60,9 +60,11 @@ class GPipe(Wrapper):
             split into its rows. The number may be changed between steps. The default is 1.
         checkpoint: which micro-batches are checkpointed: ``'always'``, ``'except_last'`` (all but
             the last) or ``'never'``; or ``'offload'``, which computes none again, but keeps what
-            they save in the memory of the host (see :class:`~torchgpipe.Offload`); or a list with
-            one of these for each partition. In eval mode and without grad cells keep nothing. It
-            may be changed between steps. The default is ``'except_last'``.
+            they save in the memory of the host (see :class:`~torchgpipe.Offload`); or a policy,
+            ``partial(create_selective_checkpoint_contexts, policy)``, that names what is not
+            computed again; or a list with one of these for each partition. In eval mode and without
+            grad cells keep nothing. It may be changed between steps. The default is
+            ``'except_last'``.
         deferred_batch_norm: whether batch normalisations update their running statistics once
             per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
             that are deferred already do so either way.
@@ -85,7 +87,7 @@ class GPipe(Wrapper):
     """
 
     _own = (*Wrapper._own, "_stages", "_plain")
-    _offloads = True
+    _chooses = True
     #: Whether batch normalisations are deferred.
     deferred_batch_norm: bool
     #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.
@@ -316,7 +318,7 @@ class GPipe(Wrapper):
         recorded = self.training and torch.is_grad_enabled()
         mini_batch = MiniBatch(self, arguments(args, kwargs), recorded)
         pipeline = Pipeline(
-            *(self._stages, mini_batch.batches, mini_batch.checkpointed, mini_batch.offloads)
+            *(self._stages, mini_batch.batches, mini_batch.checkpointed, mini_batch.modes)
         )
         mini_batch.compute(pipeline.run)
         return mini_batch.joined(pipeline.step.blocks)

@@ -108,7 +108,7 @@ class MappedGPipe(Wrapper):
         *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
         *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
     )
-    _offloads = True
+    _chooses = True
     #: The model.
     module: nn.Module
     _calls: list[Call]
@@ -284,7 +284,7 @@ class MappedGPipe(Wrapper):
         recorded = self.training and torch.is_grad_enabled()
         mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
-        (checkpointed,), (offload,) = mini_batch.checkpointed, mini_batch.offloads
+        (checkpointed,), (mode,) = mini_batch.checkpointed, mini_batch.modes
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
@@ -296,7 +296,7 @@ class MappedGPipe(Wrapper):
         step = MappedStep(
             *(self._lasting, self._attributes, devices, m, checkpointed),
             None if late else output_device,
-            offload,
+            mode,
         )
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)

@@ -15,7 +15,6 @@ from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import checked_flag, verify, verify_kind
 from torchgpipe.describe.description import Description
-from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.mini_batch import MiniBatch
 from torchgpipe.engine.stages import Stages, stages_of
 from torchgpipe.engine.wrapper import Alone
@@ -33,12 +32,7 @@ from torchgpipe.graphs.recompute import CHOICES
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.arguments import verify_loss
-from torchgpipe.partition.keeping import (
-    keepings_of,
-    offload_of,
-    recomputed_by,
-    verify_none_offloaded,
-)
+from torchgpipe.partition.keeping import keepings_of, verify_words
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.values.structure import arguments as packed
@@ -293,20 +287,11 @@ class ScheduledLoss(Alone):
         model, stages = self.model, stages_of(self.model)
         modes = keepings_of(model.checkpoint, len(model.devices))
         if self.stages == "graph":
-            verify_none_offloaded(modes, "a stage that is a graph")
+            verify_words(modes, "a stage that is a graph")
         key = id(self.schedule), id(stages), m, modes, forward
         if key not in plans:
             skips = stages.skip_layout.pairs
-            offloads = [
-                # What the CPU keeps is in the memory of the host.
-                offload_of(mode) if has_streams(device) else None
-                for mode, device in zip(modes, model.devices)
-            ]
-            made = plan(
-                *(self.schedule, model.devices, m, tuple(map(recomputed_by, modes)), skips),
-                forward=forward,
-                offloads=offloads,
-            )
+            made = plan(self.schedule, model.devices, m, modes, skips, forward=forward)
             # While these live, nothing else has their identities.
             plans[key] = made, self.schedule, stages
         found: Plan = plans[key][0]

@@ -19,6 +19,7 @@ from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.offload import Line
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.selective import Contexts, Selective
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -41,7 +42,8 @@ class Body:
     """
 
     __slots__ = (
-        *("call", "first", "in_place", "layers", "line", "lock", "order", "state", "visited"),
+        *("call", "first", "in_place", "layers", "line", "lock", "order"),
+        *("policy", "state", "visited"),
     )
 
     def __init__(
@@ -60,6 +62,8 @@ class Body:
         self.state = state
         #: The line of cells whose tensors leave for the host, if any do.
         self.line: Line | None = None
+        #: A policy of what second runs do not compute again, if there is one.
+        self.policy: Contexts | None = None
         self.first = first
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
@@ -146,6 +150,8 @@ class Body:
         assert state is not None
         if state.buffers.any:
             run = partial(run, copies=[])
+        if self.policy is not None:
+            run = Selective(run, self.policy)
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )

@@ -17,7 +17,7 @@ from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_updates
 from torchgpipe.engine.wrapper import Wrapper
 from torchgpipe.partition.arguments import checkpointed
-from torchgpipe.partition.keeping import Offload, keepings_of, offload_of, recomputed_by
+from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 
@@ -106,14 +106,13 @@ class MiniBatch:
     def checkpointed(self) -> list[int]:
         """For each partition, how many micro-batches, from the first, are checkpointed."""
         m = self.m if self.recorded else 0
-        modes = keepings_of(self.wrapper.checkpoint, self.wrapper._partition_count or 1)
-        return [checkpointed(recomputed_by(mode), m) for mode in modes]
+        return [checkpointed(recomputed_by(mode), m) for mode in self.modes]
 
     @property
-    def offloads(self) -> list[Offload | None]:
-        """For each partition, what leaves for the host, if anything does."""
-        modes = keepings_of(self.wrapper.checkpoint, self.wrapper._partition_count or 1)
-        return [offload_of(mode) if self.recorded else None for mode in modes]
+    def modes(self) -> tuple[Keeping, ...]:
+        """The checkpoint mode of each partition, in a step that trains."""
+        modes = self.wrapper._checkpoint if self.recorded else "never"
+        return keepings_of(modes, self.wrapper._partition_count or 1)
 
     def map(self, function: Callable[..., Iterable[Tensor]]) -> None:
         """Replace the tensors of each micro-batch by a function of them."""

@@ -13,7 +13,7 @@ from torchgpipe._torch.dynamo import mark_if_possible
 from torchgpipe.batchnorm import deferred_batch_norms
 from torchgpipe.engine.recorded import Holder
 from torchgpipe.partition.arguments import checked_chunks
-from torchgpipe.partition.keeping import Keeping, Keepings, checked_keepings, verify_none_offloaded
+from torchgpipe.partition.keeping import Keeping, Keepings, checked_keepings, verify_words
 from torchgpipe.partition.traps import Traps
 
 __all__: list[str] = []
@@ -47,8 +47,8 @@ class Wrapper(Alone):
     _own: ClassVar[tuple[str, ...]] = ("_process", "_norms")
     _chunks: int
     _checkpoint: Keepings
-    #: Whether cells can keep their tensors in the memory of the host.
-    _offloads: ClassVar[bool] = False
+    #: Whether cells can choose among the tensors that they save.
+    _chooses: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
@@ -148,8 +148,8 @@ class Wrapper(Alone):
     @checkpoint.setter
     def checkpoint(self, checkpoint: Keeping | Sequence[Keeping]) -> None:
         found = checked_keepings(checkpoint, self._partition_count)
-        if not self._offloads:
-            verify_none_offloaded(found, type(self).__name__)
+        if not self._chooses:
+            verify_words(found, type(self).__name__)
         self._checkpoint = found
 
     def extra_repr(self) -> str:

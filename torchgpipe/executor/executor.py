@@ -44,6 +44,7 @@ from torchgpipe.executor.hand_over import StepSums, copies_of_weights, in_place_
 from torchgpipe.executor.links import Links
 from torchgpipe.executor.plan import Plan
 from torchgpipe.executor.post import Post
+from torchgpipe.partition.keeping import policy_of
 from torchgpipe.recompute.offload import Line, Window
 from torchgpipe.schedule.program import Instruction, operations
 from torchgpipe.values.microbatch import Batch
@@ -113,6 +114,8 @@ class Executor:
         self.cells: dict[tuple[int, int], Cell] = {}
         recorder = None if recording is None else recording.recorder
         self.links = Links(plan, stages.pool, stages.groups, recorder, arriving)
+        for body, mode in zip(self.step.bodies, plan.keepings):
+            body.policy = policy_of(mode)
         #: For each worker, the cells that leave for the host.
         self.windows = [Window() for _ in plan.devices] if plan.away else []
         for j, w in enumerate(plan.schedule.placement) if plan.away else ():

@@ -11,8 +11,16 @@ import torch
 from torch.nn import Module
 
 from torchgpipe.checks import verify, verify_kind
+from torchgpipe.devices.streams import has_streams
 from torchgpipe.partition.arguments import Modes
-from torchgpipe.partition.keeping import Offload
+from torchgpipe.partition.keeping import (
+    Keeping,
+    Keepings,
+    Offload,
+    keepings_of,
+    offload_of,
+    recomputed_by,
+)
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import (
     Edge,
@@ -61,14 +69,14 @@ class Plan:
         order: all instructions in the order of their simulated starts, each with its worker and
             the edges that lead to it.
         names: the name of each worker in notes on exceptions.
-        offloads: for each stage, what leaves for the host, if anything does.
+        keepings: for each stage, the mode that says what cells keep; empty if words say all.
     """
 
     schedule: Schedule
     devices: tuple[torch.device, ...]
     order: Sequence[tuple[int, Instruction, Sequence[Edge]]]
     names: Sequence[str]
-    offloads: Sequence[Offload | None] = ()
+    keepings: Sequence[Keeping] = ()
 
     # A plan serves for many steps.
     @cached_property
@@ -78,19 +86,29 @@ class Plan:
         return frozenset((op.stage, op.microbatch) for op in found if op.kind == "R")
 
     @cached_property
+    def offloads(self) -> list[Offload | None]:
+        """For each stage, what leaves for the host, if anything does."""
+        # What the CPU keeps is in the memory of the host.
+        return [
+            offload_of(mode) if has_streams(self.devices[w]) else None
+            for mode, w in zip(self.keepings, self.schedule.placement)
+        ]
+
+    @cached_property
     def away(self) -> dict[tuple[int, int], Instruction]:
         """The cells that leave for the host, each with the instruction before which it comes back.
 
         A cell leaves while the next computation of its worker runs, and comes back during another
         one. So at least three lie between its forward and its backward.
         """
-        if not any(self.offloads):
+        offloads = self.offloads
+        if not any(offloads):
             return {}
         found = {}
         for line in self.schedule.program:
             place = {op: k for k, x in enumerate(line) for op in operations(x)}
             for op, k in place.items():
-                offload = self.offloads[op.stage]
+                offload = offloads[op.stage]
                 begin = place.get(op._replace(kind="F"))
                 if op.kind in "BI" and offload is not None and begin is not None:
                     between = sum(len(operations(x)) for x in line[begin + 1 : k])
@@ -133,11 +151,10 @@ def plan(
     choice: Choice,
     devices: Sequence[torch.device],
     m: int,
-    modes: Modes,
+    modes: Keepings,
     skips: Sequence[tuple[int, int]],
     *,
     forward: bool,
-    offloads: Sequence[Offload | None] = (),
 ) -> Plan:
     """Make the schedule of a step.
 
@@ -145,23 +162,24 @@ def plan(
         choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
         devices: the device of each stage.
         m: the number of micro-batches.
-        modes: which micro-batches are checkpointed.
+        modes: what cells keep.
         skips: the stages that each skip leads from and to.
         forward: whether only forward runs.
-        offloads: for each stage, what leaves for the host, if anything does.
 
     Raises:
         TypeError: the choice is none of these.
         ValueError: the schedule has faults, or does not fit the model.
     """
-    schedule = completed(_fitting(choice, devices, m), modes, skips, forward=forward)
+    each = keepings_of(modes, len(devices))
+    words = tuple(map(recomputed_by, each))
+    schedule = completed(_fitting(choice, devices, m), words, skips, forward=forward)
     of_worker = dict(zip(schedule.placement, devices))
     return Plan(
         schedule,
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
         [f"worker {w}" for w in range(len(schedule.program))],
-        () if forward else offloads,
+        () if forward else each,
     )
 
 

@@ -38,7 +38,7 @@ from torchgpipe.engine.weights import Weights
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.device_map import Mapped
-from torchgpipe.partition.keeping import Offload
+from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -99,7 +99,7 @@ class MappedStep:
         m: the number of micro-batches.
         checkpointed: how many micro-batches, from the first, are computed under checkpointing.
         output_device: where outputs go to; None if they stay where they are.
-        offload: what leaves for the host, if anything does.
+        mode: the mode that says what cells keep besides.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class MappedStep:
         m: int,
         checkpointed: int,
         output_device: torch.device | None = None,
-        offload: Offload | None = None,
+        mode: Keeping = "never",
     ) -> None:
-        self._offload = offload
+        self._mode = mode
         self._lasting, self._known, self.checkpointed = lasting, known, checkpointed
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
@@ -156,7 +156,7 @@ class MappedStep:
         streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
-        line = line_of(self._offload, pools[0], device, number, self.m)
+        line = line_of(offload_of(self._mode), pools[0], device, number, self.m)
         found = Stage(number, device, visit, compute, tuple(streams.values), line)
         self._stages[device, visit] = found
         # Between steps the caller changes gradients, whose memory belongs to these streams.
@@ -183,6 +183,7 @@ class MappedStep:
             if mapped.lent is not None:
                 inner = partial(self._lent(stage, mapped.lent).call, inner)
             body = MappedBody(mapped.name, module, inner, self._lasting.lock, state, attributes)
+            body.policy = policy_of(self._mode)
             bodies[stage] = body
         body.shared = len(bodies) > 1
         if body.shared:

@@ -6,8 +6,9 @@ in the memory of the host. A checkpoint mode chooses, for all cells of a partiti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.partition.arguments import CHECKPOINT_MODES, checked_modes
@@ -55,8 +56,11 @@ class Offload:
         )
 
 
+#: A policy of PyTorch's: ``partial(create_selective_checkpoint_contexts, policy)``.
+Policy: TypeAlias = Callable[[], Any]
+
 #: What the cells of a partition keep.
-Keeping: TypeAlias = str | Offload
+Keeping: TypeAlias = str | Offload | Policy
 
 #: The same for all partitions, or for each.
 Keepings: TypeAlias = Keeping | tuple[Keeping, ...]
@@ -82,14 +86,15 @@ def checked_keeping(checkpoint: object) -> Keeping:
     Raises:
         ValueError: there is no such mode.
     """
-    if isinstance(checkpoint, Offload):
-        return checkpoint
+    if isinstance(checkpoint, Offload) or is_policy(checkpoint):
+        return checkpoint  # type: ignore[return-value]
     # An enumeration's str() names the class, although its members may be strings.
     mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
     if mode not in (*CHECKPOINT_MODES, "offload"):
         raise ValueError(
-            "checkpoint must be one of 'always', 'except_last', 'never' and 'offload', or an "
-            f"Offload (checkpoint: {checkpoint!r}); 'except_last' is the default"
+            "checkpoint must be one of 'always', 'except_last', 'never' and 'offload', an Offload, "
+            "or partial(create_selective_checkpoint_contexts, policy) "
+            f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
         )
     return mode
 
@@ -101,12 +106,25 @@ def keepings_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[Keepi
 
 def words_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[str, ...]:
     """The checkpoint mode of each partition, in words."""
-    return tuple(map(str, keepings_of(modes, partitions)))
+    found = keepings_of(modes, partitions)
+    return tuple(["selective" if is_policy(mode) else str(mode) for mode in found])
+
+
+def is_policy(mode: object) -> bool:
+    """Whether a mode is a policy, which names what is not computed again."""
+    return callable(mode) and not isinstance(mode, type)
 
 
 def recomputed_by(mode: Keeping) -> str:
     """The word for the cells that a mode computes again: ``'never'`` if it offloads them."""
+    if is_policy(mode):
+        return "always"
     return "never" if offload_of(mode) else str(mode)
+
+
+def policy_of(mode: Keeping) -> Policy | None:
+    """The policy that a mode is, if it is one."""
+    return mode if is_policy(mode) else None  # type: ignore[return-value]
 
 
 def offload_of(mode: Keeping) -> Offload | None:
@@ -114,8 +132,8 @@ def offload_of(mode: Keeping) -> Offload | None:
     return Offload() if mode == "offload" else mode if isinstance(mode, Offload) else None
 
 
-def verify_none_offloaded(modes: Keepings, what: str) -> None:
-    """Refuse modes that keep tensors in the memory of the host, where nobody brings them back.
+def verify_words(modes: Keepings, what: str) -> None:
+    """Refuse modes that choose among saved tensors, for what does not see each of them.
 
     Args:
         modes: the modes.
@@ -124,11 +142,11 @@ def verify_none_offloaded(modes: Keepings, what: str) -> None:
     Raises:
         ValueError: there is such a mode.
     """
-    found = [mode for mode in keepings_of(modes, 1) if offload_of(mode)]
+    found = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
     verify(
         not found,
-        f"{what} does not keep tensors in the memory of the host",
+        f"{what} keeps, or computes again, all that a cell saves",
         "checkpoint",
-        [*map(str, found)],
-        "use checkpoint='always', or a GPipe under plain backward, which does",
+        found,
+        "use checkpoint='always', or a GPipe under plain backward, which chooses among tensors",
     )

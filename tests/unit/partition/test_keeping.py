@@ -10,7 +10,7 @@ from torchgpipe.partition.keeping import (
     keepings_of,
     offload_of,
     recomputed_by,
-    verify_none_offloaded,
+    verify_words,
     words_of,
 )
 
@@ -35,7 +35,7 @@ def test_offload_is_a_value():
         ({"ahead": True}, ValueError, r"ahead: True"),
     ],
 )
-def test_bad_offloads(options, error, match):
+def test_bad_chooses(options, error, match):
     with pytest.raises(error, match=match):
         Offload(**options)
 
@@ -50,7 +50,7 @@ def test_modes_of_partitions():
 
 @pytest.mark.parametrize("given", ["host", None, 1, ["offload", "host"]])
 def test_unknown_modes(given):
-    with pytest.raises(ValueError, match=r"'never' and 'offload', or an Offload \(checkpoint: "):
+    with pytest.raises(ValueError, match=r"'never' and 'offload', an Offload, or "):
         checked_keepings(given, 2)
 
 
@@ -71,7 +71,7 @@ def test_a_wrapper_has_the_mode_that_it_was_given():
 
 def test_wrappers_that_do_not_offload():
     for modes in ("offload", Offload(), ("never", Offload(0.5))):
-        with pytest.raises(ValueError, match=r"Pipe does not keep .* \(checkpoint: .*; use"):
-            verify_none_offloaded(modes, "Pipe")
-    verify_none_offloaded(("never", "always"), "Pipe")
-    assert not Pipe._offloads
+        with pytest.raises(ValueError, match=r"Pipe keeps, or .* \(checkpoint: .*; use"):
+            verify_words(modes, "Pipe")
+    verify_words(("never", "always"), "Pipe")
+    assert not Pipe._chooses
