@@ -24,6 +24,7 @@ OF_ALL = {
 ELSEWHERE = {
     "recompute/verification": "behaviour/test_verify_recomputation.py",
     "recompute/offload": "virtual/test_offload.py",
+    "recompute/keep": "behaviour/test_keep.py",
     "recompute/selective": "virtual/test_selective.py",
     "recompute/storage": "virtual/test_offload.py",
     "devices/host": "virtual/test_offload.py",

@@ -198,6 +198,7 @@ def test_exports():
         "arguments",
         "is_checkpointing",
         "is_recomputing",
+        "keep",
         "plan",
         "trace",
         "verify_recomputation",

@@ -112,7 +112,7 @@ def test_copies_back_that_come_two_cells_ahead(devices):
     one, peaks = step_of(devices, Offload(ahead=1), 3)
     two, higher = step_of(devices, Offload(ahead=2), 3)
     assert two < one
-    assert peaks[1] < higher[1] <= peaks[1] + 8
+    assert peaks[1] < higher[1] <= peaks[1] + 11
 
 
 @pytest.mark.parametrize("m", some([4, 8, 16], [5, 8]))
@@ -120,8 +120,8 @@ def test_the_memory_of_a_step(devices, m):
     """Two cells of eight activations are there at once, however many micro-batches there are."""
     _, peaks = step_of(devices, "offload", 1, m)
     _, never = step_of(devices, "never", 1, m)
-    # Beside them are gradients: of an output, and of an input.
-    assert peaks[1] <= 2 * 8 + 4
+    # Beside them are gradients: of outputs, of which some may be early, and of an input.
+    assert peaks[1] <= 2 * 8 + 6
     assert never[1] >= 8 * m
 
 
