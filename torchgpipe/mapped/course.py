@@ -107,8 +107,13 @@ class Course:
         """
         note = f"raised in {mapped.place}, micro-batch {self.i}"
         self._noted = True
+        changes = self.step.changes
         with paused(self.glue), noted(note):
+            if changes:
+                changes.wait(tensors_of(value))
             cell = self._enter(mapped.device, value)
+            if changes:
+                self._wait_for_state(module, cell)
             if cell.label is not None:
                 # Code behind the module belongs to the cell, too.
                 labels.put(cell.label)
@@ -119,6 +124,26 @@ class Course:
                 cell.made(output)
         self._noted, self._place = False, f"behind {mapped.place}"
         return output
+
+    def _wait_for_state(self, module: nn.Module, cell: Cell) -> None:
+        """Have a module wait for what the model's own code has changed of it."""
+        step = self.step
+        for x in (*module.parameters(), *module.buffers()):
+            home = cell.stage.compute if x.device == cell.stage.device else step.outside(x.device)
+            step.changes.wait([x], home)
+
+    def verify_alone(self, name: str) -> None:
+        """Check that no other micro-batch changes the model's state at the same time.
+
+        Raises:
+            RuntimeError: several threads compute micro-batches.
+        """
+        if self._turns:
+            raise RuntimeError(
+                "while several threads compute micro-batches, code between the modules of a "
+                f"device map must not change parameters or buffers (function: {name}); have a "
+                "module of the map change them, or pass threads=1"
+            )
 
     def _fetch(self, cell: Cell, value: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Any]]:
         """Bring the arguments of a call to a cell.
@@ -214,6 +239,7 @@ class Course:
         assert target is not None
         cell = self._goes_on(target)
         elsewhere = [x for x in own if x.device != target]
+        self.step.changes.wait(elsewhere)
         on_lanes = {x.device for x in elsewhere if has_streams(x.device) and has_streams(target)}
         return cell.fetch(elsewhere, {device: self._at(device) for device in on_lanes})
 

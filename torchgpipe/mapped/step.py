@@ -37,6 +37,7 @@ from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.weights import Weights
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
+from torchgpipe.mapped.changes import Changes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
@@ -92,6 +93,7 @@ class MappedStep:
         known: the attributes of mapped modules that earlier steps have looked at. Calls of these
             modules refer to ``lasting``, and would never be free if it held the modules.
         devices: the devices of the map.
+        model: the model.
         m: the number of micro-batches.
         checkpointed: how many micro-batches, from the first, are computed under checkpointing.
         output_device: where outputs go to; None if they stay where they are.
@@ -102,6 +104,7 @@ class MappedStep:
         lasting: Lasting,
         known: dict[nn.Module, Attributes],
         devices: Sequence[torch.device],
+        model: nn.Module,
         m: int,
         checkpointed: int,
         output_device: torch.device | None = None,
@@ -122,6 +125,8 @@ class MappedStep:
         #: Whether the code between mapped modules is watched.
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
         self._stages: dict[tuple[torch.device, int], Stage] = {}
+        #: What code between mapped modules has changed of the model's state.
+        self.changes = Changes(model, self._streams_of)
         #: The bodies of each module, one for each stage that calls the module.
         self._bodies: dict[nn.Module, dict[Stage, MappedBody]] = {}
         #: The devices of the outputs of the last micro-batch.
@@ -156,6 +161,14 @@ class MappedStep:
         if has_streams(device):
             wait_all(others, caller)
         return found
+
+    def outside(self, device: torch.device) -> AbstractStream:
+        """The caller's stream on a device."""
+        return self._outside.get(device) or current_stream(device)
+
+    def _streams_of(self, device: torch.device) -> list[AbstractStream]:
+        """The streams that compute on a device."""
+        return [x.compute for x in [*self._stages.values()] if x.device == device]
 
     def body(
         self, stage: Stage, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
@@ -251,9 +264,10 @@ class MappedStep:
         """Whether another such step gives the same if several threads compute it.
 
         The numbers that code draws behind a cell would be those of another micro-batch. And where
-        several stages change the buffers of a module, threads would take turns as they come.
+        several stages change the buffers of a module, or code between modules changes any, threads
+        would take turns as they come.
         """
-        return not self.drawn_behind and not any(
+        return not (self.drawn_behind or self.changes) and not any(
             len(bodies) > 1 and any(True for _ in module.buffers())
             for module, bodies in self._bodies.items()
         )

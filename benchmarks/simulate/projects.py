@@ -1,0 +1,147 @@
+"""Public projects' models by the device map "auto", on virtual accelerators.
+
+A model runs as it is: wrapped by ``MappedGPipe(model, "auto", sample=...)``, which measures it, in
+virtual time too. Its reference is the plain model on the CPU, one micro-batch after another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from benchmarks.models.projects import PROJECTS
+from torchgpipe import Chunk, Chunks, MappedGPipe
+from torchgpipe.mapped.device_map import place
+from torchgpipe.testing import Hardware, observe
+
+__all__ = ["M", "measure"]
+
+#: The number of micro-batches, and the rows of each.
+M, ROWS = 8, 2
+
+#: An accelerator whose arithmetic takes a tiny model some time; copies take none.
+HARDWARE = Hardware(
+    memory=2**40,
+    rates={torch.float32: 1e9},
+    bandwidth=1e10,
+    link=1e15,
+    host_link=1e15,
+    launch=1e-6,
+)
+
+
+def measure(name: str, devices: Sequence[torch.device], mode: str = "never") -> dict[str, Any]:
+    """Train a model for a step by the map that "auto" chooses.
+
+    Args:
+        name: the project.
+        devices: the accelerators.
+        mode: the checkpoint mode.
+
+    Returns:
+        The greatest difference of a gradient, over the greatest number of that gradient; and the
+        virtual milliseconds of the step, of the busiest device, and of the plain model on one.
+    """
+    project = PROJECTS[name]
+    torch.manual_seed(0)
+    plain = project.make()
+    batch = project.batch(M * ROWS)
+    parts = [divided(batch, i) for i in range(M)]
+    model = copy.deepcopy(plain)
+    for part in parts:
+        total(plain(**part)).backward()
+    expected = [x.grad for x in (*inputs_of(batch), *plain.parameters())]
+    clear(batch)
+    # Unlike Module.to(), this keeps weights tied on accelerators of this kind.
+    place(model, {"": devices[0]})
+    with observe(costs=HARDWARE) as seen:
+        for part in parts:
+            total(model(**near(part, devices[0]))).backward()
+    one = max(seen.busy.values())
+    model.zero_grad()
+    clear(batch)
+    options: dict[str, Any] = {"chunks": M, "checkpoint": mode}
+    if project.waits:
+        options["threads"] = len(devices)
+    with observe(costs=HARDWARE):
+        sample = near(project.batch(ROWS), devices[0])
+        pipe = MappedGPipe(model, "auto", sample=sample, devices=devices, **options)
+    given = Chunks.of(parts) if project.ready else batch
+    # Before the first step nobody knows whether several threads would do the same.
+    for _ in range(2 if project.waits else 1):
+        pipe.zero_grad()
+        clear(batch)
+        with observe(costs=HARDWARE) as seen:
+            total(pipe(**near(given, devices[0]))).backward()
+    own = [x.grad for x in (*inputs_of(batch), *pipe.parameters())]
+    busy: dict[int | str, float] = {}
+    for stream, time in seen.busy.items():
+        busy[stream.device] = busy.get(stream.device, 0.0) + time
+    return {
+        "model": name,
+        "n": len(devices),
+        "mode": mode,
+        "error": max(map(difference, own, expected)),
+        "races": len(seen.races),
+        "ms": seen.makespan,
+        "busiest": max(busy.values()),
+        "one": one,
+        "places": [*Counter(str(x) for x in pipe.device_map.values()).values()],
+    }
+
+
+def difference(own: Tensor | None, expected: Tensor | None) -> float:
+    """The error of a gradient, over the greatest number in it; infinite if one is missing."""
+    if own is None or expected is None:
+        return 0.0 if own is expected else float("inf")
+    scale = expected.abs().max().item()
+    return (own.cpu() - expected).abs().max().item() / (scale or 1.0)
+
+
+def divided(batch: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """Micro-batch ``i`` of arguments."""
+
+    def part(x: Any) -> Any:
+        if isinstance(x, Chunk):
+            return x.value.chunk(M, x.dim)[i]
+        return x.chunk(M)[i]
+
+    return {key: tree_map(part, x) for key, x in batch.items()}
+
+
+def near(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Arguments on a device, marked as before."""
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, Chunks):
+            return Chunks([tree_map(moved, y) for y in x.values])
+        return x.map(moved) if isinstance(x, Chunk) else x.to(device)
+
+    return {key: tree_map(moved, x) for key, x in batch.items()}
+
+
+def inputs_of(batch: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments whose gradients are wanted."""
+    found = [x for x in tree_leaves([*batch.values()]) if isinstance(x, Tensor)]
+    return [x for x in found if x.requires_grad]
+
+
+def clear(batch: Mapping[str, Any]) -> None:
+    """Forget the gradients of arguments."""
+    for x in inputs_of(batch):
+        x.grad = None
+
+
+def total(output: Any) -> Tensor:
+    """One number of all that a model returns."""
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    device = leaves[-1].device
+    # Losses of micro-batches are one tensor of a pipeline, and as many of the plain model.
+    sums = [(x.sum() if x.dim() < 2 else x.square().sum()).to(device) for x in leaves]
+    return torch.stack(sums).sum()
