@@ -255,6 +255,8 @@ class Course:
     def end(self, output: Any) -> Batch:
         """Fence the output of the model."""
         batch = Batch(output)
+        if self.step.needs_glue:
+            self.step.watch(batch)
         if self._turns:
             # guard: leaving a device with its numbers
             self._numbers.leave()

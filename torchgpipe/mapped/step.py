@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.changes import Changes
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.functions import watch
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -81,6 +82,8 @@ class Lasting:
         self.learned: Learned = WeakKeyDictionary()
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
+        #: Whether functions of the user's get tensors of several devices; None before a step.
+        self.functions: bool | None = None
         #: The figures of the last step that was traced.
         self.figures: Figures | None = None
 
@@ -134,6 +137,8 @@ class MappedStep:
         #: The stage in which each module was called last.
         self._last: dict[nn.Module, Stage] = {}
         self._weights: Weights | None = None
+        #: Whether a function of the user's got tensors of several devices.
+        self._functions = False
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -161,6 +166,14 @@ class MappedStep:
         if has_streams(device):
             wait_all(others, caller)
         return found
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Look for functions of the user's that got tensors of several devices, if there are any.
+
+        A walk through a graph takes the host long, so most steps do without.
+        """
+        if self._lasting.functions is not False and torch.is_grad_enabled():
+            self._functions |= watch(outputs)
 
     def outside(self, device: torch.device) -> AbstractStream:
         """The caller's stream on a device."""
@@ -243,6 +256,8 @@ class MappedStep:
 
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
+        if torch.is_grad_enabled():
+            self._lasting.functions = self._functions
         for bodies in self._bodies.values():
             for body in bodies.values():
                 body.settle()
