@@ -39,6 +39,7 @@ from torchgpipe.devices.streams import has_streams, make_current, use_stream, wa
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
+from torchgpipe.mapped.contents import elsewhere_in
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers
@@ -119,7 +120,18 @@ class Course:
                 labels.put(cell.label)
             body = self.step.body(cell.stage, mapped, module, inner)
             value, copies = self._fetch(cell, value)
-            output = self._compute(mapped, cell, body, value, copies, note)
+            try:
+                output = self._compute(mapped, cell, body, value, copies, note)
+            except RuntimeError as error:
+                found = elsewhere_in(module, mapped.device) if "same device" in str(error) else []
+                if not found:
+                    raise
+                raise RuntimeError(
+                    "modules of a device map must not hand tensors to modules on other devices "
+                    f"through lists, dicts or objects that they hold (module: {mapped.place}, "
+                    f"found: {', '.join(found[:5])}); call the modules with the object, whose "
+                    "tensors come along then, or map them to one device"
+                ) from error
             if cell.stage.visit:
                 cell.made(output)
         self._noted, self._place = False, f"behind {mapped.place}"
