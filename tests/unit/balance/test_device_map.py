@@ -157,9 +157,17 @@ def test_buffers_that_a_forward_replaces_or_cannot_change(propose):
     assert count == 0
 
 
-def test_tied_blocks_stay_together():
+def test_tied_blocks_may_be_apart():
     blocks = {name: nn.Linear(2, 2) for name in "abcd"}
     blocks["d"].weight = blocks["a"].weight
+    found = proposed([0, 1], blocks, dict.fromkeys("abcd", 1.0))
+    assert found == {"": 0, "a": 0, "b": 0, "c": 1, "d": 1}
+
+
+def test_blocks_that_share_a_norm_stay_together():
+    blocks = {name: nn.Sequential(nn.Linear(2, 2)) for name in "abcd"}
+    blocks["a"].append(nn.BatchNorm1d(2))
+    blocks["d"].append(blocks["a"][1])
     found = proposed([0, 1], blocks, dict.fromkeys("abcd", 1.0))
     assert found == {"": 0, "a": 0, "b": 1, "c": 1, "d": 0}
 
