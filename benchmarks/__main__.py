@@ -23,6 +23,7 @@ NAMES = (
     "one_gpu",
     "overhead",
     "parts",
+    "projects",
     "render",
     "schedules",
     "speed",

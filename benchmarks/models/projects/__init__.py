@@ -7,6 +7,7 @@ keeps in lists, which weights it shares. Its size is tiny. ``PROJECTS`` has them
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,10 @@ PROJECTS = {
     "DETR": Project(
         vision.DETR, lambda rows: {"image": images(rows)}, "all decoder layers are outputs"
     ),
-    "Perceiver": Project(vision.Perceiver, points, "blocks that are used again"),
+    "Perceiver": Project(vision.Perceiver, points, "lists within lists, a mask of the input"),
+    "Perceiver, tied": Project(
+        partial(vision.Perceiver, shared=True), points, "modules that are called again"
+    ),
     "guided-diffusion": Project(
         diffusion.GuidedDiffusion,
         lambda rows: noised(

@@ -92,13 +92,13 @@ class DINO(nn.Module):
 
 
 class Perceiver(nn.Module):
-    """Latents that look at the input again and again, with shared weights (Jaegle et al., 2021).
+    """Latents that look at the input again and again (Jaegle et al., 2021).
 
-    As perceiver-pytorch has it, all looks but the first share one block, and so do the layers in
+    As perceiver-pytorch has it, all looks but the first may be one block, and so may the layers in
     between.
     """
 
-    def __init__(self, depth: int = 4, inner: int = 2, shared: bool = True) -> None:
+    def __init__(self, depth: int = 4, inner: int = 2, shared: bool = False) -> None:
         super().__init__()
         self.latents = nn.Parameter(torch.randn(8, WIDTH))
         found: list[nn.Module] = []
