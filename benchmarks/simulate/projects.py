@@ -58,13 +58,14 @@ def measure(name: str, devices: Sequence[torch.device], mode: str = "never") -> 
         total(plain(**part)).backward()
     expected = [x.grad for x in (*inputs_of(batch), *plain.parameters())]
     clear(batch)
-    # Unlike Module.to(), this keeps weights tied on accelerators of this kind.
-    place(model, {"": devices[0]})
+    single = copy.deepcopy(model)
+    for x in (model, single):
+        # Unlike Module.to(), this keeps weights tied on accelerators of this kind.
+        place(x, {"": devices[0]})
     with observe(costs=HARDWARE) as seen:
         for part in parts:
-            total(model(**near(part, devices[0]))).backward()
+            total(single(**near(part, devices[0]))).backward()
     one = max(seen.busy.values())
-    model.zero_grad()
     clear(batch)
     options: dict[str, Any] = {"chunks": M, "checkpoint": mode}
     if project.waits:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import cycle
 from math import hypot
 from typing import Any, NamedTuple
 
@@ -161,9 +161,10 @@ def timed(
 
     def once() -> None:
         rounds.append({})
-        model(*args, **kwargs)
+        with hooked(blocks, before, behind):
+            model(*args, **kwargs)
 
-    with unchanged(model), torch.no_grad(), hooked(blocks, before, behind):
+    with unchanged(model), torch.no_grad():
         once()
         rounds.clear()
         repeat(once, timeout)
@@ -357,14 +358,24 @@ def hooked(
 ) -> Iterator[None]:
     """Call functions with the name of a block before and behind its forward.
 
-    The first one gets the block, its arguments, and its keyword arguments, too.
+    The first one gets the block, its arguments, and its keyword arguments, too. A block with
+    several names is called under one after another.
     """
+    names: dict[nn.Module, list[str]] = {}
+    for name, block in blocks.items():
+        names.setdefault(block, []).append(name)
     handles = []
     try:
-        for name, block in blocks.items():
-            pre_hook = partial(before, name)
-            handles.append(block.register_forward_pre_hook(pre_hook, with_kwargs=True))
-            handles.append(block.register_forward_hook(partial(behind, name)))
+        for block, own in names.items():
+            firsts, seconds = cycle(own), cycle(own)
+            handles += [
+                block.register_forward_pre_hook(
+                    lambda *given, names=firsts: before(next(names), *given), with_kwargs=True
+                ),
+                block.register_forward_hook(
+                    lambda *given, names=seconds: behind(next(names), *given)
+                ),
+            ]
         yield
     finally:
         for handle in handles:

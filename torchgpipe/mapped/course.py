@@ -21,6 +21,7 @@ micro-batch would wait for this one to come back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -78,6 +79,8 @@ class Course:
         #: Where code between mapped modules is.
         self._place = "in front of the first mapped module"
         self._noted = False
+        #: How often each module with names on several devices was called.
+        self._counts: Counter[Mapped] = Counter()
         #: The label of what the thread computes besides.
         self._outer = labels.current.label
         #: The cells of later visits, by device, once the model came back to one.
@@ -106,8 +109,13 @@ class Course:
             inner: calls the module's own forward, with its hooks.
             value: the positional arguments, and the keyword arguments.
         """
-        note = f"raised in {mapped.place}, micro-batch {self.i}"
         self._noted = True
+        if mapped.turns:
+            # Under the first name when it is called first, under the second one then, and so on.
+            count, places = self._counts[mapped], (mapped, *mapped.turns)
+            self._counts[mapped] += 1
+            mapped = places[count % len(places)]
+        note = f"raised in {mapped.place}, micro-batch {self.i}"
         changes = self.step.changes
         with paused(self.glue), noted(note):
             if changes:
