@@ -30,12 +30,13 @@ __all__ = ["main", "summarise"]
 
 NOTES = f"""\
 One step of {M} micro-batches, by the map that "auto" chose. *Error*: the greatest difference of a
-gradient from the plain model's, over the greatest number in that gradient, of all checkpoint modes
-that were measured. *Races*: of all steps. The ratio is the makespan over the time that the busiest
-device computes, without checkpoints: stages that are equally long have (m+n-1)/m. *Speed-up*: the
-time of the plain model on one device over the makespan; at best n divided by the ratio. A model
-whose code waits for a device (*waits*) is computed by n threads. Streams of one device do not hold
-each other up in virtual time, so where a model comes back to its devices the ratio may be less."""
+gradient from the plain model's, over the greatest number in that gradient (or a thousandth of the
+greatest in all, if that is more), of all checkpoint modes. *Races*: of all steps. The ratio is the
+makespan over the time that the busiest device computes, without checkpoints: stages that are
+equally long have (m+n-1)/m. *Speed-up*: the time of the plain model on one device over the
+makespan; at best n divided by the ratio. A model whose code waits for a device (*waits*) is
+computed by n threads. Streams of one device do not hold each other up in virtual time, so where a
+model comes back to its devices the ratio may be less."""
 
 
 def summarise(result: Result) -> Summary:
@@ -79,9 +80,10 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     # Before the first backward of the process.
     devices = testing.load(max(options.n))
-    settings = [*product(options.models, options.n, options.modes)]
+    settings = [*product(options.models, options.n)]
     rows = [
-        measure(name, devices[:n], mode)
-        for name, n, mode in progress(settings, "projects", "setting")
+        row
+        for name, n in progress(settings, "projects", "setting")
+        for row in measure(name, devices[:n], options.modes)
     ]
     publish(output(options, "projects"), head("projects", argv), rows, summarise)

@@ -72,7 +72,9 @@ def wrapped(plain, devices, n, m, mode, **options):
     return MappedGPipe(copy.deepcopy(plain), names, chunks=m, checkpoint=mode, **options)
 
 
-@pytest.mark.parametrize(("kind", "cost"), [("tied", 1), ("shared", 2), ("home behind", 1), ("again", 1)])
+@pytest.mark.parametrize(
+    ("kind", "cost"), [("tied", 1), ("shared", 2), ("home behind", 1), ("again", 1)]
+)
 def test_gradients_and_makespan(devices, kind, cost, mode):
     n, m = 4, 8
     torch.manual_seed(0)
