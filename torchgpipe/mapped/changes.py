@@ -33,13 +33,10 @@ class Changes:
 
     Args:
         model: the model. It is not held, since the graph of a step may hold this.
-        streams: returns the streams that compute on a device.
     """
 
-    def __init__(
-        self, model: nn.Module, streams: Callable[[torch.device], Iterable[AbstractStream]]
-    ) -> None:
-        self._model, self._streams = weakref.ref(model), streams
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._own: set[int] | None = None
         #: The last change of each storage.
         self._events: dict[int, Any] = {}
@@ -71,11 +68,20 @@ class Changes:
                 # guard: changes of state
                 wait_for(stream or current_stream(x.device), event)
 
-    def begin(self, state: Iterable[Tensor]) -> None:
-        """Make the streams that change state next wait for all that may use it."""
+    def begin(
+        self,
+        state: Iterable[Tensor],
+        streams: Callable[[torch.device], Iterable[AbstractStream]],
+    ) -> None:
+        """Make the streams that change state next wait for all that may use it.
+
+        Args:
+            state: the state.
+            streams: returns the streams that compute on a device.
+        """
         for device in {x.device for x in state}:
             own = current_stream(device)
-            for other in self._streams(device):
+            for other in streams(device):
                 if other != own:
                     # guard: state in use
                     wait_stream(own, other)

@@ -61,7 +61,14 @@ class Glue(TorchFunctionMode):
         if not (changed and (state := changes.of(changed))):
             return self._together(func, name, args, kwargs, changed)
         versions = [*map(version_of, state)]
-        result = self._together(func, name, args, kwargs, changed, partial(changes.begin, state))
+        result = self._together(
+            func,
+            name,
+            args,
+            kwargs,
+            changed,
+            partial(changes.begin, state, self._course.step.streams_of),
+        )
         # Statistics are not changed in evaluation.
         if versions != [*map(version_of, state)]:
             self._course.verify_alone(name)

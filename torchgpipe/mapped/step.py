@@ -129,7 +129,7 @@ class MappedStep:
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
         self._stages: dict[tuple[torch.device, int], Stage] = {}
         #: What code between mapped modules has changed of the model's state.
-        self.changes = Changes(model, self._streams_of)
+        self.changes = Changes(model)
         #: The bodies of each module, one for each stage that calls the module.
         self._bodies: dict[nn.Module, dict[Stage, MappedBody]] = {}
         #: The devices of the outputs of the last micro-batch.
@@ -179,7 +179,7 @@ class MappedStep:
         """The caller's stream on a device."""
         return self._outside.get(device) or current_stream(device)
 
-    def _streams_of(self, device: torch.device) -> list[AbstractStream]:
+    def streams_of(self, device: torch.device) -> list[AbstractStream]:
         """The streams that compute on a device."""
         return [x.compute for x in [*self._stages.values()] if x.device == device]
 

@@ -19,7 +19,7 @@ class Course:
     def __init__(self):
         self.moved = []
         self.later = {}
-        self.step = SimpleNamespace(changes=Changes(nn.Module(), lambda device: []))
+        self.step = SimpleNamespace(changes=Changes(nn.Module()))
 
     def move(self, tensor, device):
         self.moved.append((tensor, device))
