@@ -29,14 +29,14 @@ from torchgpipe import testing
 __all__ = ["main", "summarise"]
 
 NOTES = f"""\
-One step of {M} micro-batches, by the map that "auto" chose. *Error*: the greatest difference of a
-gradient from the plain model's, over the greatest number in that gradient (or a thousandth of the
-greatest in all, if that is more), of all checkpoint modes. *Races*: of all steps. The ratio is the
-makespan over the time that the busiest device computes, without checkpoints: stages that are
-equally long have (m+n-1)/m. *Speed-up*: the time of the plain model on one device over the
-makespan; at best n divided by the ratio. A model whose code waits for a device (*waits*) is
-computed by n threads. Streams of one device do not hold each other up in virtual time, so where a
-model comes back to its devices the ratio may be less."""
+One step of {M} micro-batches, by the map that "auto" chose. *Modules*: how many modules of the map
+each device has. *Error*: the greatest difference of a gradient from the plain model's, over the
+greatest number in that gradient (or a thousandth of the greatest in all, if that is more), of all
+checkpoint modes. *Races*: of all steps. The ratio is the makespan over the time that the busiest
+device computes, without checkpoints: stages that are equally long have (m+n-1)/m. *Speed-up*: the
+time of the plain model on one device over the makespan; at best n divided by the ratio. A model
+whose code waits for a device (*waits*) is computed by n threads. Streams of one device do not hold
+each other up in virtual time, so where a model comes back to its devices the ratio may be less."""
 
 
 def summarise(result: Result) -> Summary:
@@ -57,14 +57,27 @@ def summarise(result: Result) -> Summary:
             shown += [f"{ratio:.3f}", f"{row['one'] / row['ms']:.2f}"]
         about = PROJECTS[name].about + ", waits" * PROJECTS[name].waits
         error, races = max(x["error"] for x in own), sum(x["races"] for x in own)
-        lines.append([name, about, "yes", f"{error:.0e}", str(races), *shown])
+        placed = " ".join(map(str, row["places"]))
+        lines.append([name, about, placed, f"{error:.0e}", str(races), *shown])
     columns = [f"{what}, n={n}" for n in counts for what in ("ratio", "speed-up")]
     limits = [x for n in counts for x in (f"{even[n]:.3f}", f"{n / even[n]:.2f}")]
     lines.append(["stages that are equally long", "", "", "", "", *limits])
     title = 'Public projects\' models by the device map "auto"'
     return Summary(
         title,
-        [Table(["model", "what is special", '"auto"', "error", "races", *columns], lines)],
+        [
+            Table(
+                [
+                    "model",
+                    "what is special",
+                    f"modules, n={counts[-1]}",
+                    "error",
+                    "races",
+                    *columns,
+                ],
+                lines,
+            )
+        ],
         [Chart(title, "makespan over the busiest device", names, ratios)],
         NOTES.replace("\n", " "),
     )

@@ -30,5 +30,7 @@ def test_gradients_and_makespan(devices, monkeypatch, name, n):
         assert found["error"] < 1e-4
         assert len(found["places"]) == n
         if found["mode"] == "never":
-            assert found["ms"] <= SLACK * (M + n - 1) / M * found["busiest"]
+            # With several threads the host's timing plays a part.
+            slack = SLACK + 0.25 * PROJECTS[name].waits
+            assert found["ms"] <= slack * (M + n - 1) / M * found["busiest"]
             assert found["one"] > 1.5 * found["ms"]
