@@ -169,6 +169,8 @@ NAMES: dict[str, Name] = {
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without it, second runs of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
+    # Without it, memory is taken for shared.
+    "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: object()),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
     # Without it, what others hold is copied to the host, too.
     "count_uses": Name(_C + "_storage_Use_Count", "what leaves for the host", lambda _: 0),
