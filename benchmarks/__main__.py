@@ -17,6 +17,7 @@ NAMES = (
     "graphs",
     "host_bound",
     "instructions",
+    "large",
     "links",
     "mapped",
     "memory",

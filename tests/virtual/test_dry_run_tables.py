@@ -21,8 +21,7 @@ def test_page(run, devices, capsys):
     assert names["measured"] > names["predicted"].time
 
 
-def test_tables(devices, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dry_run, "load", lambda number: devices[:number])
+def test_tables(devices, tmp_path, capsys):
     path = tmp_path / "dry_run.json"
     few = ["--kinds", "speed", "--models", "unet", "--most", "1"]
     assert main(["dry_run", *few, "--output", str(path)]) == 0
