@@ -268,6 +268,6 @@ def summarise(result: Result) -> Summary:
         [],
         "Predicted and not measured, by data sheets: no kernel reaches these rates. `stays` is "
         "what a device has between steps. The mode `own` is the model's own gradient "
-        "checkpointing, layer by layer. The first two steps of a row take two micro-batches, and the third one, "
-        "which counts, all. The last columns are what a row took of this machine.",
+        "checkpointing, layer by layer. The first two steps of a row take two micro-batches, and "
+        "the third one, which counts, all. The last columns are what a row took of this machine.",
     )
