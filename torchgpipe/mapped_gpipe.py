@@ -294,15 +294,20 @@ class MappedGPipe(Wrapper):
             *(self._lasting, self._attributes, devices, m, checkpointed),
             None if late else output_device,
         )
+        # Mode "except_last" keeps all of a micro-batch.
+        step.omits = m == checkpointed
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
+        omitted = step.omitted
+        omitted.take(mini_batch.batches)
         output = mini_batch.joined(order.blocks)
         if late:
             output = trees.map_leaves(
-                lambda x: x.to(output_device) if isinstance(x, Tensor) else x, output
+                lambda x: x.to(output_device) if isinstance(x, Tensor) and not x.is_meta else x,
+                output,
             )
-        return output
+        return omitted.put(output, output_device)
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:

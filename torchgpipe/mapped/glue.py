@@ -29,6 +29,7 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device, has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.mapped.course import Course
+from torchgpipe.mapped.in_place import STATISTICS, is_in_place
 
 __all__: list[str] = []
 
@@ -105,7 +106,8 @@ class Glue(TorchFunctionMode):
         wanted = TARGETS.get(func)
         if wanted is not None:
             args = wanted(self, *args, **kwargs)
-        return func(*args, **kwargs)
+        tail = self._course.tail
+        return func(*args, **kwargs) if tail is None else tail.call(func, args, kwargs)
 
     def _later(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -171,10 +173,6 @@ ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_s
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 
-
-#: Functions that change statistics, which are the second argument.
-STATISTICS = frozenset({"batch_norm", "instance_norm"})
-
 #: Functions that look at no values of their arguments, or take tensors each for itself.
 APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
@@ -192,13 +190,6 @@ def _apart(name: str, tensors: Iterable[Tensor], what: str) -> RuntimeError:
         f"together, and here it {what} (function: {name}, line: {line}, devices: {devices}); move "
         "them there by .to(), or put the code into a module of the map (docs/device_map.rst)"
     )
-
-
-def is_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
-    return name.endswith("_")
 
 
 def _to(glue: Glue, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ class Course:
 
     def __init__(self):
         self.moved = []
-        self.later = {}
+        self.later, self.tail = {}, None
 
     def move(self, tensor, device):
         self.moved.append((tensor, device))
