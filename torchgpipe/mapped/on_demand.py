@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.autograd.fork_join import alias
 from torchgpipe.devices.streams import current_stream, record_stream, wait_stream
 from torchgpipe.mapped.tail import Tail
@@ -138,6 +139,7 @@ class Omitted:
         object.__setattr__(output, "__class__", on_demand(own))
         return output
 
+    @uncompiled
     def _made(self, numbers: range, device: torch.device | None) -> list[Tensor]:
         """Compute the tensors that are not there, those of some micro-batches joined."""
         columns: list[list[Tensor]] = [[] for _ in self._places]
