@@ -17,7 +17,7 @@ from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.balance.device_map import unchanged
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe.description import Description, Part
+from torchgpipe.describe.description import DescribedPart, Description
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch, compute
 from torchgpipe.engine.wrapper import Wrapper
@@ -37,6 +37,7 @@ from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
+from torchgpipe.partition.keeping import Keeping, recomputed_by
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.map_choice import chosen_map
@@ -80,7 +81,7 @@ class MappedGPipe(Wrapper):
             split into its rows. The number may be changed between steps.
         checkpoint: which micro-batches are checkpointed, as in :class:`GPipe`, by one word for all
             modules. Each module of the map keeps its arguments then, and is computed again in
-            backward.
+            backward; or, with ``'offload'``, it keeps what it saves in the memory of the host.
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
@@ -112,6 +113,7 @@ class MappedGPipe(Wrapper):
         *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
         *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
     )
+    _chooses = True
     #: The model.
     module: nn.Module
     _calls: list[Call]
@@ -122,7 +124,7 @@ class MappedGPipe(Wrapper):
         device_map: Mapping[str, Device] | str | None = None,
         *,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: Keeping = "except_last",
         threads: int = 1,
         deferred_batch_norm: bool = False,
         output_device: Device | None = None,
@@ -143,7 +145,8 @@ class MappedGPipe(Wrapper):
             *(module, device_map, sample, devices),
             memory=memory,
             chunks=self.chunks,
-            checkpoint=str(self.checkpoint),
+            # Less memory is needed if something is offloaded.
+            checkpoint=recomputed_by(checkpoint),
             rehearse=self._rehearse,
         )
         self._place(chosen)
@@ -232,7 +235,9 @@ class MappedGPipe(Wrapper):
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
         for _, module, device in placed(self.module, self._map):
             held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
-        parts = [Part(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held]
+        parts = [
+            DescribedPart(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held
+        ]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
@@ -294,7 +299,7 @@ class MappedGPipe(Wrapper):
         recorded = self.training and torch.is_grad_enabled()
         mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
-        (checkpointed,) = mini_batch.checkpointed
+        (checkpointed,), (mode,) = mini_batch.checkpointed, mini_batch.modes
         if recorded:
             verify_trainer()
         if all(x.device.type == "cpu" for batch in batches for x in batch):
@@ -308,9 +313,10 @@ class MappedGPipe(Wrapper):
         step = MappedStep(
             *(self._lasting, self._attributes, devices, m, checkpointed),
             None if late else output_device,
+            mode,
         )
-        # Mode "except_last" keeps all of a micro-batch.
-        step.omits = m == checkpointed
+        # Mode "except_last" keeps all of a micro-batch, and policies serve one second run.
+        step.omits = mode == "always"
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from torchgpipe.executor.plan import Choice, chosen, completed
+from torchgpipe.partition.arguments import CHECKPOINT_MODES
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
 
@@ -37,7 +38,12 @@ class Setting:
     threads: int = 0
 
     def made(self) -> Schedule | None:
-        """The schedule of a step, with its recomputations; None if the choice has none."""
+        """The schedule of a step, with its recomputations; None if the choice has none.
+
+        Copies to the host, and back, have no instructions that could be replayed.
+        """
+        if not {*self.modes} <= {*CHECKPOINT_MODES}:
+            return None
         schedule = self._chosen()
         if schedule is None or schedule.chunks != self.chunks:
             return None

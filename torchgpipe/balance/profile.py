@@ -23,7 +23,6 @@ from torchgpipe.balance.progress import Progress
 from torchgpipe.balance.rounds import LEAST, repeat, spread, undisturbed, verify_timed
 from torchgpipe.balance.sandbox import Sandbox, Sandboxes, copied, leaves
 from torchgpipe.checks import checked_flag, verify_kind
-from torchgpipe.describe.tables import aligned, in_bytes
 from torchgpipe.devices.streams import (
     Device,
     accelerators,
@@ -32,6 +31,7 @@ from torchgpipe.devices.streams import (
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
 from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.timeline.tables import aligned, in_bytes
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
 from torchgpipe.values.structure import arguments
 

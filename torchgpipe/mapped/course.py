@@ -117,12 +117,14 @@ class Course:
             self.tail.keep()
             self.tail = None
         with paused(self.glue), noted(note):
-            cell = self._enter(mapped.device, value)
+            before, cell = self._cell, self._enter(mapped.device, value)
             if cell.label is not None:
                 # Code behind the module belongs to the cell, too.
                 labels.put(cell.label)
             body = self.step.body(cell.stage, mapped, module, inner)
             value, copies = self._fetch(cell, value)
+            if before is not None and before is not cell:
+                before.leave()
             output = self._compute(mapped, cell, body, value, copies, note)
             if cell.stage.visit:
                 cell.made(output)
@@ -193,6 +195,8 @@ class Course:
                     self.tail = Tail(checkpoint, found)
                 output = found.value
             else:
+                if stage.line is not None:
+                    run = partial(cell.away(stage.line).forward, run)
                 with unfilled(mapped.name, copies) if copies else NOTHING:
                     output = run(value)
             if body.attributes and given:
@@ -250,6 +254,8 @@ class Course:
         batch = Batch(output)
         self.step.last = self._latest
         omitted = self._end_tail(output, batch)
+        if self._cell:
+            self._cell.leave()
         if self._turns:
             # guard: leaving a device with its numbers
             self._numbers.leave()
@@ -322,6 +328,7 @@ class Course:
             self._at(source).send(tuple([x for x in leaving if x.device == source]))
         self._numbers.leave()
         if self._cell:
+            self._cell.leave()
             self._turns.leave(self.i)
         visit = found.stage.visit + found.entered if found else 0
         self._turns.come(self.i, (device, visit))

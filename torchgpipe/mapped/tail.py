@@ -194,7 +194,8 @@ class Tail:
         maker = None
         if wanted:
             maker = copy.copy(checkpoint)
-            maker.places = []
+            # A second run uses up both.
+            maker.places, maker.values = [], checkpoint.values.copied()
             maker.function = partial(_repeated, function, calls, wanted)
         if self._slots:
             checkpoint.places += self._slots

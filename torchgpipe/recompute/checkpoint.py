@@ -46,7 +46,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_autocast, own_casts
-from torchgpipe.ambient.context import Context, Hooks, Snapshot, current_hooks
+from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_hooks
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.ambient.random_numbers import FirstNumbers
@@ -61,6 +61,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.recompute.filling import Enough, Filling, Saved
 from torchgpipe.recompute.input import StoredInput
+from torchgpipe.recompute.keep import Values
 from torchgpipe.recompute.kept import Kept
 from torchgpipe.recompute.phase import checkpointing, recomputing
 from torchgpipe.recompute.slots import Slot, modified
@@ -104,6 +105,8 @@ class Checkpoint:
         self.places: list[Saved] = []
         #: The tensors among them that exist anyway.
         self.kept = Kept()
+        #: The values that layers keep of the first run.
+        self.values = Values()
         #: How a slot is made for a tensor that is dropped.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
         self.shapes = {} if shapes is None else shapes
@@ -134,7 +137,7 @@ class Checkpoint:
             self.dropped, function = dropped, filling_memory(function)
         outer, current.then = current.then, stored.look
         try:
-            with checkpointing(), saved_tensors_hooks(self._drop, self.unpack):
+            with checkpointing(self.values), saved_tensors_hooks(self._drop, self.unpack):
                 output = function((batch if given is None else given).copy())
         finally:
             current.then = outer
@@ -159,7 +162,7 @@ class Checkpoint:
         if not self._has_dropped():
             self.places, self.stored = [], None
             self.kept.let_go()
-            del self.function, self.lasting, self.context
+            del self.function, self.lasting, self.context, self.values
 
     def recompute(self) -> None:
         """Fill the slots, unless that was done, and let go of the input.
@@ -188,14 +191,14 @@ class Checkpoint:
             finally:
                 self.kept.let_go()
                 # The graph lives on, and layers or hooks may refer to it.
-                del self.function, self.lasting, self.context
+                del self.function, self.lasting, self.context, self.values
 
     def compute(self) -> Batch:
         """Run the function once more for what it returns, and keep the input."""
         output: list[Batch] = []
 
         def run(numbers: FirstNumbers, again: Batch) -> None:
-            with numbers.restored(), recomputing():
+            with numbers.restored(), recomputing(self.values.copied()):
                 output.append(self.context.run(self.function, again))
 
         self._again(run, let_go=False)
@@ -211,7 +214,7 @@ class Checkpoint:
         """Do a second run, as the first one was done."""
         assert self.stored is not None
         device = get_device(self.stream)
-        found = Snapshot([device], self.context.modes)
+        found = SavedSettings([device], self.context.modes)
         within = is_within_autocast(found.modes)
         # guard: stream of recomputation
         with found, use_stream(self.stream), self.within:
@@ -238,7 +241,7 @@ class Checkpoint:
         function = filling_memory(self.function) if compared else self.function
         try:
             # guard: random numbers
-            with numbers.restored(), recomputing(), hooks:
+            with numbers.restored(), recomputing(self.values), hooks:
                 # guard: context variables
                 self.context.run(function, again)
         except Enough:

@@ -1,6 +1,7 @@
 """Outputs on demand: whatever stands beside a loss is computed when somebody looks at it."""
 
 import copy
+import itertools
 import pickle
 from dataclasses import fields
 
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.mapping import tokens
-from torchgpipe import Chunks, MappedGPipe
+from torchgpipe import Chunks, MappedGPipe, keep
 
 
 class Model(nn.Module):
@@ -164,6 +165,27 @@ def test_micro_batches_that_the_caller_has_divided():
         assert [type(out) is CausalLMOutput for out in outs] == [mode == "never", True]
         found.append([*grads(pipe, loss), outs[0].logits, outs[1].logits])
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class Drawing(nn.Dropout):
+    """Drop out what another generator says, and keep that for the second run."""
+
+    def forward(self, x):
+        return x * keep(torch.rand(x.shape, generator=torch.Generator().manual_seed(next(COUNT))))
+
+
+COUNT = itertools.count()
+
+
+def test_a_head_that_keeps_values():
+    pipe, _ = piped()
+    pipe.module.head[0] = Drawing()
+    ids = tokens(4)
+    out = pipe(ids, labels=ids)
+    out.loss.mean().backward()
+    # The loss was computed from what is computed now.
+    expected = F.cross_entropy(out.logits[:2].flatten(0, 1), ids[:2].flatten())
+    torch.testing.assert_close(out.loss[0], expected)
 
 
 def test_a_head_that_changes_its_buffers():

@@ -102,6 +102,7 @@ inline void report(const char* kind, int device, int64_t bytes, const Access& fi
 
 // PyTorch allocates outputs before it calls the operator that writes them, which is to be told.
 inline void name_places(const Block* block, const std::string& op) {
+  if (block->device == kHost) return;
   auto& m = memory();
   auto& it = m.accounts[block->device];
   if (it.peak_block == block) it.at_peak.op = op, it.peak_block = nullptr;
@@ -190,11 +191,16 @@ inline void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   {
     VIRTUAL_LOCK;
-    auto& clock = stream_state(block->stream).clock;
+    // The memory is used again when each stream that was announced has done what it was given by now.
+    block->recorded.insert(block->stream);
+    auto is_waited_for = [&](const Access& a) {
+      for (int s : block->recorded)
+        if (stream_state(s).clock[a.stream] >= a.clock) return true;
+      return false;
+    };
     Freed freed{block->device, block->bytes, {}};
     for (auto& a : block->accesses)
-      if (a.stream != block->stream && !block->recorded.count(a.stream) && clock[a.stream] < a.clock)
-        freed.accesses.push_back(a);
+      if (!is_waited_for(a)) freed.accesses.push_back(a);
     if (!freed.accesses.empty()) memory().freed[block->stream].push_back(std::move(freed));
     give(*block);
   }
@@ -275,19 +281,24 @@ inline Allocator* allocator() {
   return it;
 }
 
-// Pinned memory: the host need not wait for copies from and to it.
+// Pinned memory: the host need not wait for copies from and to it. So it is watched as a device's is,
+// as far as devices access it.
 struct PinnedAllocator final : public c10::Allocator {
-  static std::map<char*, size_t>& blocks() {
-    static auto* it = new std::map<char*, size_t>;
+  static std::map<char*, Block>& blocks() {
+    static auto* it = new std::map<char*, Block>;
     return *it;
+  }
+  // The block that begins at an address, or that an address is in; null for other memory.
+  static Block* find(const void* pointer) {
+    auto* p = static_cast<char*>(const_cast<void*>(pointer));
+    auto after = blocks().upper_bound(p);
+    if (after == blocks().begin()) return nullptr;
+    --after;
+    return p < after->first + std::max<int64_t>(after->second.bytes, 1) ? &after->second : nullptr;
   }
   static bool contains(const void* pointer) {
     VIRTUAL_LOCK;
-    auto* p = static_cast<char*>(const_cast<void*>(pointer));
-    auto after = blocks().upper_bound(p);
-    if (after == blocks().begin()) return false;
-    --after;
-    return p < after->first + std::max<size_t>(after->second, 1);
+    return find(pointer);
   }
   static void release(void* data) {
     VIRTUAL_LOCK;
@@ -298,7 +309,7 @@ struct PinnedAllocator final : public c10::Allocator {
     VIRTUAL_LOCK;
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 64, std::max<size_t>(bytes, 1)) == 0, "out of memory (bytes: ", bytes, ")");
-    blocks()[static_cast<char*>(data)] = bytes;
+    blocks()[static_cast<char*>(data)] = Block{kHost, int64_t(bytes), -1, {}, {}, {}};
     return c10::DataPtr(data, data, &release, c10::Device(c10::kCPU));
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
