@@ -122,6 +122,14 @@ class Device:
     def __init__(self, footprint: Footprint, blocks: Collection[str | None]) -> None:
         self._all = footprint.found.sections
         self._chunks, self._again = footprint.chunks, footprint.again
+        #: The sections that are computed again: calls, and the code behind the last one.
+        self._repeated = [x.is_call for x in self._all[:-1]] + [True]
+        #: Whether what the model returns beside its loss is not there.
+        self._omits = (
+            footprint.found.has_loss
+            and footprint.found.fills_itself
+            and self._again == self._chunks
+        )
         own = sorted(k for x in blocks for k in footprint.own.get(x, ()))
         self._own, self._numbers = own, {*own}
         self._firsts = {x: footprint.own[x][0] for x in blocks if x in footprint.own}
@@ -139,7 +147,7 @@ class Device:
         #: What the caller has here for the whole of a step.
         given = footprint.chunks * footprint.found.given
         self._base = footprint.least(blocks) + (given if is_first else 0)
-        outputs = [x for x in values if x.output and x.made in self._numbers]
+        outputs = [x for x in values if x.output and x.made in self._numbers and not self._omits]
         #: What the caller gets of a micro-batch, and what of it nobody keeps anyway.
         self._output = sum(x.output for x in outputs)
         self._loose = sum(x.size for x in outputs if not x.savers & self._numbers)
@@ -155,10 +163,10 @@ class Device:
         if not (used or is_here):
             return None
         savers = value.savers & self._numbers
-        is_called = is_here and self._all[value.made].is_call
+        is_called = is_here and self._repeated[value.made]
         # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
         stored = any(self._all[k].is_call and self._all[k].alone for k in used)
-        stored = stored or any(not self._all[k].is_call for k in savers)
+        stored = stored or any(not self._repeated[k] for k in savers)
         slot = is_called and value.made in savers
         return Share(
             value.size if is_here else max(value.users[k] for k in used),
@@ -171,7 +179,7 @@ class Device:
             slot=slot,
             release=min(savers or used or [value.made]),
             gradient=value.gradient,
-            output=value.output if is_here else 0,
+            output=value.output if is_here and not self._omits else 0,
         )
 
     def peak(self) -> float:
@@ -201,7 +209,8 @@ class Device:
         return held + sum(self._kept(self._all[k], is_again=is_again) for k in self._own)
 
     def _kept(self, section: Section, *, is_again: bool) -> int:
-        return 0 if is_again and section.is_call else section.kept
+        is_repeated = section.is_call or section is self._all[-1]
+        return 0 if is_again and is_repeated else section.kept
 
     def _early(self, others: int, backwards: int) -> float:
         """The gradients that other devices send before they are due, for other micro-batches.
@@ -300,11 +309,11 @@ class Device:
 
     def _again_of(self, k: int) -> int:
         """The most memory of a second run of a section."""
-        return self._all[k].forward if self._all[k].is_call else 0
+        return self._all[k].forward if self._repeated[k] else 0
 
     def _second(self, k: int) -> int:
         """The memory that a second run of a section leaves behind."""
-        if not self._all[k].is_call:
+        if not self._repeated[k]:
             return 0
         return self._all[k].kept + sum(x.size for x in self._made.get(k, ()) if x.slot)
 

@@ -24,6 +24,7 @@ from torchgpipe.balance.device_map import hooked, kind_of, unchanged
 from torchgpipe.balance.sandbox import copied
 from torchgpipe.balance.storages import watching
 from torchgpipe.devices.streams import CPU, has_streams, use_device
+from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.backward import Root
 from torchgpipe.values import trees
@@ -97,12 +98,14 @@ class Sections:
         values: what several of them use.
         given: the bytes that the caller gives.
         has_loss: whether the model returns a loss.
+        fills_itself: whether an output is of a kind that is computed when somebody looks at it.
     """
 
     sections: Sequence[Section]
     values: Sequence[Value]
     given: int
     has_loss: bool
+    fills_itself: bool = False
 
 
 def recorded(
@@ -230,7 +233,9 @@ class Recorder:
                 hooked(blocks, self._enter, self._leave),
                 saved_tensors_hooks(self._save, lambda x: x),
             ):
-                outputs = [*Batch(model(*args, **kwargs))]
+                output = model(*args, **kwargs)
+                outputs, fills_itself = [*Batch(output)], can_fill_itself(output)
+                del output
             self._begin(Section(None, False, next_number()))
             self.sections.pop()
             # From here on no section uses anything.
@@ -242,7 +247,7 @@ class Recorder:
                 root = Root.apply(list, *(losses or roots))
                 del outputs, roots
                 self._sweep(self._backward(root, weights, inputs))
-        return Sections(self.sections, [*self._values()], given, bool(losses))
+        return Sections(self.sections, [*self._values()], given, bool(losses), fills_itself)
 
     def _values(self) -> Iterator[Value]:
         for piece in self._pieces.values():
