@@ -95,6 +95,26 @@ def step_of(devices, mode, ratio, m=M, layers=8, n=4):
     return seen.makespan, [(peak - old) / ACTIVATION for peak, old in zip(peaks, before)]
 
 
+def test_copies_are_in_the_timeline_beside_the_cells(devices):
+    model = attention(devices[:2], "offload")
+    links = {link: 1e5 for k in range(2) for link in ((k, "cpu"), ("cpu", k))}
+    _, seen = trained(model, devices, costs={"addmm": 1.0, "mm": 1.0}, bandwidth=links)
+    assert_no_races(seen)
+    found = {}
+    for span in seen.timeline.spans:
+        found.setdefault((span.stream.device, span.kind), []).append(span)
+    for k in range(2):
+        (out,), (back,) = ({x.stream for x in found[k, kind]} for kind in ("out", "back"))
+        assert len({out, back, found[k, "F"][0].stream}) == 3
+        # Each cell but the last two, in order, and the other way round.
+        names = [list(dict.fromkeys(x.name for x in found[k, kind])) for kind in ("out", "back")]
+        assert names[0] == [f"{k} out {i}" for i in range(M - 2)]
+        assert names[1] == [f"{k} back {i}" for i in reversed(range(M - 2))]
+        first = {x.microbatch: x.start for x in reversed(found[k, "out"])}
+        ends = {x.microbatch: x.end for x in found[k, "F"]}
+        assert all(start >= ends[i] for i, start in first.items())
+
+
 @pytest.mark.parametrize("ratio", some([0.5, 1, 1.5, 2, 3], [1, 3]))
 def test_the_time_of_a_step(devices, ratio):
     """Copies are hidden while that of a cell takes no longer than its forward."""
