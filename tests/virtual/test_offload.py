@@ -16,12 +16,12 @@ from torchgpipe import Offload
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.testing import observe
 
-M = 8
+M = 6
 
 
 def attention(devices, mode, **options):
     torch.manual_seed(0)
-    return wrap([Attention() for _ in range(8)], devices, mode, M, **options)
+    return wrap([Attention() for _ in range(4)], devices, mode, M, **options)
 
 
 def trained(model, devices, *, steps=2, jitter=None, **options):
@@ -65,8 +65,8 @@ def test_gradients_are_the_same_bit_by_bit(devices, kind, n):
 @pytest.mark.parametrize("n", some([2, 3, 4], [2, 4]))
 def test_partitions_that_share_a_device(devices, n):
     places = [devices[k // 2] for k in range(n)]
-    expected, _ = trained(attention(places, "never", balance=[8 // n] * n), places)
-    model = attention(places, "offload", balance=[8 // n] * n)
+    expected, _ = trained(attention(places, "never", balance=[4 // n] * n), places)
+    model = attention(places, "offload", balance=[4 // n] * n)
     for own in (False, True):
         with own_streams(devices[:n], own):
             found, seen = trained(model, places, jitter=0)
@@ -236,7 +236,7 @@ def test_buffers_are_used_again(devices):
     trained(model, devices, steps=2)
     made = [x.bytes for x in memories(model).values()]
     assert min(made) > 0
-    for jitter in (None, 0, 1):
+    for jitter in (None, 0):
         trained(model, devices, jitter=jitter)
     assert [x.bytes for x in memories(model).values()] == made
     assert [x.free for x in memories(model).values()] == made
@@ -280,7 +280,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("where", ["forward", "backward", "no backward"])
 def test_a_step_that_fails_leaves_no_buffer_lost(devices, where):
     failing = Failing()
-    layers = [*[Attention() for _ in range(6)], failing, Attention()]
+    layers = [Attention(), Attention(), failing, Attention()]
     model = wrap(layers, devices[:2], "offload", M)
     trained(model, devices)
     made = [x.free for x in memories(model).values()]
