@@ -12,7 +12,7 @@ TESTS = {
         "leaves": ("unit.graphs.test_trace_leaves", "trace_that_fails_anywhere", {}),
         "layout": ("unit.graphs.test_strides", "strides_that_no_kernel_returns", {}),
         "layout of outputs": ("unit.graphs.test_strides", "outputs", {}),
-        "in place": ("unit.graphs.test_halves", "changes_in_place_are_in_one_half", {}),
+        "in place": ("unit.graphs.test_cut", "changes_in_place_are_in_one_half", {}),
         "norm": ("unit.graphs.test_masks", "norm_stays_whole", {}),
         "order": ("unit.graphs.test_parts", "random_numbers_stay_in_order", {}),
         "buffers": ("behaviour.test_graph_stages", "buffers_that_are_read_and_changed", {}),
