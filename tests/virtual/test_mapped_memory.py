@@ -15,8 +15,7 @@ from torchgpipe.balance.device_map import Times, Units, blocks_of
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.planner import maps
 from torchgpipe.planner.given import USABLE
-from torchgpipe.planner.map_memory import Footprint
-from torchgpipe.planner.sections import recorded
+from torchgpipe.planner.map_memory import Footprint, recorded
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -277,6 +276,6 @@ def test_a_block_too_large_for_the_first_device(devices, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("torchgpipe.planner.sections.copied", full)
+    monkeypatch.setattr("torchgpipe.planner.map_memory.copied", full)
     _, found = predicted(GPT(), [4, 5], devices[:2], (tokens(ROWS),), 4, "never")
     assert all(x > 0 for x in found)

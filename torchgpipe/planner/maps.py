@@ -24,8 +24,8 @@ from torchgpipe.devices.streams import CPU, Device, has_streams
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.planner.cuts import cut
 from torchgpipe.planner.given import state_of
-from torchgpipe.planner.map_memory import Footprint, Weights
-from torchgpipe.planner.sections import recorded
+from torchgpipe.planner.map_memory import Footprint, recorded
+from torchgpipe.planner.stages import Weights
 
 __all__ = ["fitting_map", "fitting_maps"]
 

@@ -29,7 +29,6 @@ from torchgpipe.planner.given import (
     with_loss,
 )
 from torchgpipe.planner.layers import measured
-from torchgpipe.planner.lines import Line
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.room import Room
 from torchgpipe.planner.search import Problem, Trial, search
@@ -160,13 +159,14 @@ def ranked(
     module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
     others = smaller_of(input, have, rows)
     least = dict([[*sizes.items()][-1]])
-    found = measured(module, sizes, others, places[0], timeout=timeout, progress=progress)
+    found, memory_of = measured(
+        module, sizes, others, places[0], timeout=timeout, progress=progress
+    )
     if loss is not None:
         # The targets are counted by themselves.
         own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
-        # Nothing leaves the last partition: a step takes note of a loss, and lets go of its memory.
-        kept = replace(found[-1].memory, output=Line(), parameters=sum(x.nbytes for x in own))
-        found[-1] = replace(found[-1], memory=kept)
+        weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
+        found[-1] = replace(found[-1], weights=weights)
     verify_timed(
         [x.time(rows) for x in found],
         places[0],
@@ -175,14 +175,15 @@ def ranked(
     )
 
     def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, sizes, least, place, timeout=0))
+        return sum(x.time(rows) for x in measured(module, sizes, least, place, timeout=0)[0])
 
     scale = rows / have
     problem = Problem(
         found,
+        memory_of,
         loss is not None,
         rows,
-        limits_of(memory, places, has_skips=any(x.memory.stashed for x in found)),
+        limits_of(memory, places, has_skips=memory_of.has_skips),
         slowness_of(places, time_on),
         {
             (places.index(a), places.index(b)): line
