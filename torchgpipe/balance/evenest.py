@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from math import isfinite, lcm
 
 from torchgpipe.balance.blockpartition import solve
+from torchgpipe.planner.cuts import cut
 
 __all__ = ["evenest"]
 
@@ -78,30 +79,10 @@ def evenest(
     cuts = [0, *accumulate(map(len, best))]
     bound = max(sums[stop] - sums[start] for start, stop in pairwise(cuts))
 
-    def exceeds(start: int, stop: int) -> bool:
-        excess = sums[stop] - sums[start] - bound
-        return excess > 0 and excess**2 > squares[stop] - squares[start]
-
-    # For each layer, where a block that starts with it stops at the latest, and how many blocks
-    # it takes from there to the end at least.
-    latest: list[int] = []
-    for start in range(n):
-        stop = latest[-1] if latest else 1
-        while stop < n and not exceeds(start, stop + 1):
-            stop += 1
-        latest.append(stop)
-    needed = [0] * (n + 1)
-    for start in reversed(range(n)):
-        needed[start] = 1 + needed[latest[start]]
-
-    # For each place to cut, the least sum of squares of the blocks before it, and their sizes.
-    ways: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for left in reversed(range(partitions)):
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for start, (before, sizes) in ways.items():
-            for stop in range(start + 1, min(latest[start], n - left) + 1):
-                total = before + (sums[stop] - sums[start]) ** 2
-                if needed[stop] <= left and (stop not in found or total < found[stop][0]):
-                    found[stop] = total, (*sizes, stop - start)
-        ways = found
-    return [*ways[n][1]]
+    return cut(
+        n,
+        partitions,
+        lambda _, start, stop: sums[stop] - sums[start],
+        lambda excess, start, stop: excess**2 <= squares[stop] - squares[start],
+        bound,
+    )

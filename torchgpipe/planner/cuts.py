@@ -16,37 +16,61 @@ __all__ = ["cut", "others"]
 FEW = 100
 
 
-def cut(n: int, blocks: int, cost: Callable[[int, int, int], float]) -> list[int]:
+def cut(
+    n: int,
+    blocks: int,
+    cost: Callable[[int, int, int], float],
+    excuses: Callable[[float, int, int], bool] = lambda excess, start, stop: False,
+    bound: float | None = None,
+) -> list[int]:
     """Cut layers into blocks, of which the largest one costs as little as possible.
 
-    Of equal solutions it is an even one: the squares of its costs have a small sum.
+    Of such cuts it is the evenest one: the squares of its costs have the least sum. All cuts are
+    compared, by dynamic programming.
 
     Args:
         n: the number of layers.
         blocks: the number of blocks, none of which is empty.
         cost: the cost of layers ``start`` to ``stop`` as block ``j``: ``cost(j, start, stop)``. It
             is infinite for what does not fit.
+        excuses: whether a block may cost so much more than the largest one of the best cut, since
+            nobody can tell one from the other: ``excuses(excess, start, stop)``.
+        bound: the cost of that block, if it is known.
 
     Returns:
         The sizes of the blocks.
     """
-    # best[stop] is the best way to cut the first `stop` layers: the largest cost, the sum of the
-    # squares, and the sizes.
-    best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
-    best += [(inf, inf, ())] * n
+    if bound is None:
+        bound = _best(n, blocks, lambda largest, own, *_: max(largest, own), cost)[0]
+    if bound == inf:
+        # Nothing fits, and any cut is as good.
+        return [*_best(n, blocks, lambda *_: 0.0, cost)[1]]
+
+    def squares(before: float, own: float, start: int, stop: int) -> float | None:
+        fits = own <= bound or excuses(own - bound, start, stop)
+        return before + own * own if fits else None
+
+    return [*_best(n, blocks, squares, cost)[1]]
+
+
+def _best(
+    n: int,
+    blocks: int,
+    add: Callable[[float, float, int, int], float | None],
+    cost: Callable[[int, int, int], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The least total of blocks, and their sizes; ``add`` is None for a block that may not be."""
+    # best[stop] is the best way to cut the first `stop` layers.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for j in range(blocks):
-        now: list[tuple[float, float, tuple[int, ...]]] = [(inf, inf, ())] * (n + 1)
-        for stop in range(j + 1, n - (blocks - j - 1) + 1):
-            for start in range(j, stop):
-                largest, squares, sizes = best[start]
-                if len(sizes) != j:
-                    continue
-                own = cost(j, start, stop)
-                found = max(largest, own), squares + own * own, (*sizes, stop - start)
-                if found[:2] < now[stop][:2] or not now[stop][2]:
-                    now[stop] = found
+        now: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start, (before, sizes) in best.items():
+            for stop in range(start + 1, n - (blocks - j - 1) + 1):
+                total = add(before, cost(j, start, stop), start, stop)
+                if total is not None and (stop not in now or total < now[stop][0]):
+                    now[stop] = total, (*sizes, stop - start)
         best = now
-    return list(best[n][2])
+    return best[n]
 
 
 def others(sizes: Sequence[int]) -> Iterator[list[int]]:
