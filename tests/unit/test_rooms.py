@@ -26,10 +26,10 @@ LAYERS = [
     {"partition"},
     {"skip", "recompute"},
     {"batchnorm"},
-    {"engine", "balance"},
+    {"engine"},
     {"executor", "mapped"},
     {"graphs", "planner"},
-    {"gpipe", "mapped_gpipe", "stream"},
+    {"balance", "gpipe", "mapped_gpipe", "stream"},
     {"scheduled", "distributed", "transformers"},
     {"plans", "advice"},
     {"tracing"},
@@ -40,7 +40,7 @@ LAYERS = [
 APART = {"testing": {"_torch", "checks", "timeline", "ambient"}}
 
 #: Modules that do without torch.
-PLAIN = {"balance.blockpartition", "checks", "schedule"}
+PLAIN = {"balance.blockpartition", "planner.cuts", "checks", "schedule"}
 PLAIN |= {"timeline", *(f"timeline.{x.stem}" for x in (PACKAGE / "timeline").glob("[!_]*.py"))}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 

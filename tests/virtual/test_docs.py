@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.size import some
-from torchgpipe.balance.device_map import timed
+from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.plan import ranked
 from torchgpipe.testing import observe
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
 from tests.support.size import some
 from torchgpipe import MappedGPipe
-from torchgpipe.balance.device_map import Times, Units, blocks_of
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import Times, Units, blocks_of
 from torchgpipe.planner.given import USABLE
 from torchgpipe.planner.map_memory import Footprint, recorded
 

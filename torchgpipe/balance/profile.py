@@ -18,10 +18,6 @@ from torch import nn
 
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
-from torchgpipe.balance.alike import pooled
-from torchgpipe.balance.progress import Progress
-from torchgpipe.balance.rounds import LEAST, repeat, spread, undisturbed, verify_timed
-from torchgpipe.balance.sandbox import Sandbox, Sandboxes, copied, leaves
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.describe.tables import aligned, in_bytes
 from torchgpipe.devices.streams import (
@@ -31,6 +27,9 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.progress import Progress
+from torchgpipe.planner.rounds import LEAST, pooled, repeat, spread, undisturbed, verify_timed
+from torchgpipe.planner.sandbox import Sandbox, Sandboxes, copied, leaves
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
 from torchgpipe.values.structure import arguments

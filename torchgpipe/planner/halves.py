@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchgpipe.autograd.entrance import Enter
 from torchgpipe.autograd.halves import Halves
 from torchgpipe.autograd.phony import get_phony
-from torchgpipe.balance.sandbox import Sandbox
-from torchgpipe.balance.storages import LiveStorages
+from torchgpipe.planner.sandbox import Sandbox
+from torchgpipe.planner.storages import LiveStorages
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__ = ["Halved", "Root", "halved"]

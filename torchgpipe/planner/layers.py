@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.outcome import LARGE
-from torchgpipe.balance.progress import Progress
-from torchgpipe.balance.rounds import LEAST, repeat, undisturbed
-from torchgpipe.balance.sandbox import Sandbox, Sandboxes, leaves
 from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.halves import own_outputs
 from torchgpipe.planner.lines import Line, Sizes, through
+from torchgpipe.planner.progress import Progress
 from torchgpipe.planner.recorder import Recorder
+from torchgpipe.planner.rounds import LEAST, repeat, undisturbed
+from torchgpipe.planner.sandbox import Sandbox, Sandboxes, leaves
 from torchgpipe.planner.stages import Weights
 from torchgpipe.values.microbatch import VALUE, Batch
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.sandbox import copied
 from torchgpipe.devices.streams import CPU, has_streams, use_device
 from torchgpipe.planner.memory import Issued, Loss, peaks
 from torchgpipe.planner.record import Record, Section
 from torchgpipe.planner.recorder import Recorder
+from torchgpipe.planner.sandbox import copied
 from torchgpipe.planner.stages import Stage, Weights, stage_of
 from torchgpipe.values import trees
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.balance.device_map import Times, Units, refined, timed
-from torchgpipe.balance.evenest import evenest
-from torchgpipe.balance.wholes import Wholes
 from torchgpipe.devices.streams import CPU, Device, has_streams
+from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.partition.arguments import checkpointed
-from torchgpipe.planner.cuts import cut
+from torchgpipe.planner.blocks import Times, Units, refined, timed
+from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import state_of
 from torchgpipe.planner.map_memory import Footprint, recorded
 from torchgpipe.planner.stages import Weights

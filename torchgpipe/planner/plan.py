@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.rounds import verify_timed
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.devices.streams import Device
@@ -31,6 +30,7 @@ from torchgpipe.planner.given import (
 from torchgpipe.planner.layers import measured
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.room import Room
+from torchgpipe.planner.rounds import verify_timed
 from torchgpipe.planner.search import Problem, Trial, search
 from torchgpipe.planner.ties import tied_apart, ties_of
 from torchgpipe.skip.layout import verify_skippables

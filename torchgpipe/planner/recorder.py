@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchgpipe import _torch
 from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.autograd.sequence import next_number, number_of
-from torchgpipe.balance.device_map import hooked, kind_of, unchanged
-from torchgpipe.balance.sandbox import Sandbox
-from torchgpipe.balance.storages import watching
 from torchgpipe.partition.placement import tensors
+from torchgpipe.planner.blocks import hooked, kind_of, unchanged
 from torchgpipe.planner.halves import Halved, Root, halved, own_outputs
 from torchgpipe.planner.record import GIVEN, Peaks, Record, Section, Value
+from torchgpipe.planner.sandbox import Sandbox
+from torchgpipe.planner.storages import watching
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 

@@ -393,8 +393,14 @@ class Search:
                 forward, back = (self.problem.links.get(x, Line()) for x in ((w, v), (v, w)))
                 copy[j, k] = max(copy.get((j, k), 0.0), forward.at(x.size))
                 copy[k, j] = max(copy.get((k, j), 0.0), back.at(x.gradient) if x.gradient else 0.0)
-        forward, input, weight, again = zip(*[[x * s for x in own] for s, own in zip(slow, times)])
-        return Costs(forward, input, weight, again, copy)
+        each = [Times(*[x * s for x in own]) for s, own in zip(slow, times)]
+        return Costs(
+            F=[x.F for x in each],
+            I=[x.I for x in each],
+            W=[x.W for x in each],
+            R=[x.R for x in each],
+            copy=copy,
+        )
 
 
 def _skips(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:

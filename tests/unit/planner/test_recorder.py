@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from torchgpipe.balance.device_map import blocks_of
+from torchgpipe.planner.blocks import blocks_of
 from torchgpipe.planner.map_memory import recorded
 from torchgpipe.planner.record import GIVEN
 

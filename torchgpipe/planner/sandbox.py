@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from torchgpipe.ambient.notes import noted
-from torchgpipe.balance.storages import LiveStorages
 from torchgpipe.devices.measures import Stopwatch, memory_allocated, memory_free
 from torchgpipe.partition.placement import place, tensors
+from torchgpipe.planner.storages import LiveStorages
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import Batch
 

@@ -1,0 +1,277 @@
+"""Blocks of any model: what each takes of time and memory, and those that stay together.
+
+A block is a module that a device map keeps whole: see :mod:`torchgpipe.mapped.wholes`. The model's
+own forward runs on a sample, and each of its blocks is measured there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import hypot
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchgpipe.ambient.defaults import generator_of
+from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.devices.measures import Stopwatch
+from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.planner.cuts import evenest
+from torchgpipe.planner.rounds import pooled, repeat, spread, undisturbed, verify_timed
+
+__all__: list[str] = []
+
+
+class Times(NamedTuple):
+    """Times of the blocks of a model.
+
+    Attributes:
+        blocks: the blocks by name.
+        costs: the seconds of each forward, by name, in the order of the calls. A block that is not
+            called is left out.
+        spreads: how far these may be off.
+    """
+
+    blocks: dict[str, nn.Module]
+    costs: dict[str, float]
+    spreads: dict[str, float]
+
+
+def refined(measure: Callable[[dict[str, nn.Module]], Times], wholes: Wholes, count: int) -> Times:
+    """Measure the blocks of a model, and divide those that would hold up all devices.
+
+    Args:
+        measure: measures blocks.
+        wholes: how to divide the model.
+        count: the number of devices.
+    """
+    times = measure(wholes.blocks())
+    while (finer := wholes.finer(times.blocks, times.costs, count)) is not None:
+        times = measure(finer)
+    return times
+
+
+def timed(
+    model: nn.Module,
+    *args: Any,
+    blocks: Mapping[str, nn.Module],
+    timeout: float = 1.0,
+    **kwargs: Any,
+) -> Times:
+    """Measure the time that each block takes, as :func:`map_by_time` says.
+
+    Raises:
+        ValueError: no block takes any time.
+    """
+    home = next((x.device for x in model.parameters()), CPU)
+    watches = {
+        name: Stopwatch(next((x.device for x in block.parameters()), home))
+        for name, block in blocks.items()
+    }
+    #: For each round, how long each block took; a block may be called several times.
+    rounds: list[dict[str, float]] = []
+
+    def before(name: str, *_: Any) -> None:
+        watches[name].start()
+
+    def behind(name: str, *_: Any) -> None:
+        rounds[-1][name] = rounds[-1].get(name, 0.0) + watches[name].stop()
+
+    def once() -> None:
+        rounds.append({})
+        model(*args, **kwargs)
+
+    with unchanged(model), torch.no_grad(), hooked(blocks, before, behind):
+        once()
+        rounds.clear()
+        repeat(once, timeout)
+    # A model may call its blocks in one round and not in another, but the order stays.
+    names = [*dict.fromkeys(name for found in rounds for name in found)]
+    samples = [[found.get(name, 0.0) for found in rounds] for name in names]
+    kinds = [kind_of(blocks[name]) for name in names]
+    times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
+    verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
+    return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
+
+
+def sizes_of(
+    model: nn.Module, blocks: Mapping[str, nn.Module], scale: float, args: Any, kwargs: Any
+) -> dict[str, float]:
+    """The memory that each block takes in training, as :func:`map_by_size` says."""
+    costs: dict[str, float] = {}
+    within: list[str] = []
+    known = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if within and tensor.data_ptr() not in known:
+            known.add(tensor.data_ptr())
+            costs[within[-1]] += tensor.nbytes
+        return tensor
+
+    def before(name: str, *_: Any) -> None:
+        if name not in costs:
+            costs[name] = scale * sum(x.nbytes for x in blocks[name].parameters())
+        within.append(name)
+
+    def behind(name: str, *_: Any) -> None:
+        within.pop()
+
+    with (
+        unchanged(model),
+        torch.enable_grad(),
+        hooked(blocks, before, behind),
+        saved_tensors_hooks(pack, lambda x: x),
+    ):
+        # The output holds what was saved, so that no address comes twice.
+        output = model(*args, **kwargs)
+        del output
+    return costs
+
+
+def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:
+    """The blocks of a model by name."""
+    return Wholes.of(model, no_split).blocks()
+
+
+class Units:
+    """The blocks of a model in the order of their calls, those that share a parameter together.
+
+    A block without parameters goes with the one before it.
+
+    Args:
+        blocks: the blocks by name.
+        costs: what each costs, in the order of the calls.
+        spreads: how far these may be off.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        costs: Mapping[str, float],
+        spreads: Mapping[str, float] | None = None,
+    ) -> None:
+        self._order = order = [*costs, *[name for name in blocks if name not in costs]]
+        leaders: dict[Tensor, str] = {}
+        #: For each block, the first one that it shares a parameter with.
+        leader = {
+            name: min(
+                (leaders.setdefault(x, name) for x in blocks[name].parameters()),
+                key=order.index,
+                default=name,
+            )
+            for name in order
+        }
+        bare = {name for name, block in blocks.items() if not any(True for _ in block.parameters())}
+        home = next((name for name in order if name not in bare), "")
+        for name in order:
+            # An activation goes with the layer before it.
+            if name in bare and name in costs:
+                leader[name] = leader.get(home, name)
+            home = name
+        #: The names of the blocks of each unit, by the first one.
+        self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
+        home = next(iter(self.members), "")
+        for name in blocks:
+            if leader[name] in self.members:
+                home = leader[name]
+            # What was not called may have a weight that the code around uses, as a table of
+            # positions has. It goes with the block that was made before it.
+            elif leader[name] != name:
+                home = next(x for x, own in self.members.items() if leader[name] in own)
+            self.members.setdefault(home, []).append(name)
+        own = self.members.values()
+        #: What each unit costs, and how far that may be off.
+        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in own]
+        spreads = spreads or {}
+        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in own]
+
+    def verify(self, devices: Sequence[Device]) -> None:
+        """Check that each device can have a unit.
+
+        Raises:
+            ValueError: there are fewer units than devices.
+        """
+        if len(self.costs) < len(devices):
+            raise ValueError(
+                "there must be at least one block for each device (blocks: "
+                f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
+                "modules with a device map of your own"
+            )
+
+    def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
+        """The device map that gives each device so many units, in order."""
+        places = [device for device, size in zip(devices, sizes) for _ in range(size)]
+        found = {
+            name: place for place, names in zip(places, self.members.values()) for name in names
+        }
+        # Parameters of modules that have blocks themselves are on the first device.
+        return {"": devices[0], **{name: found[name] for name in self._order}}
+
+
+def proposed(
+    devices: Sequence[Device],
+    blocks: Mapping[str, nn.Module],
+    costs: Mapping[str, float],
+    spreads: Mapping[str, float] | None = None,
+) -> dict[str, Device]:
+    """Spread blocks over devices in the order of their costs, and keep tied ones together."""
+    units = Units(blocks, costs, spreads)
+    units.verify(devices)
+    return units.placed(devices, evenest(units.costs, len(devices), units.spreads))
+
+
+def kind_of(block: nn.Module) -> tuple[object, ...]:
+    """The class of a block and the sizes of its parameters, by which blocks are alike."""
+    sizes = [(x.shape, x.dtype) for x in block.parameters()]
+    # Without parameters nothing tells how much there is to do.
+    return (type(block), *sizes) if sizes else (block,)
+
+
+@contextmanager
+def hooked(
+    blocks: Mapping[str, nn.Module], before: Callable[..., None], behind: Callable[..., None]
+) -> Iterator[None]:
+    """Call functions with the name of a block before and behind its forward.
+
+    The first one gets the block, its arguments, and its keyword arguments, too.
+    """
+    handles = []
+    try:
+        for name, block in blocks.items():
+            pre_hook = partial(before, name)
+            handles.append(block.register_forward_pre_hook(pre_hook, with_kwargs=True))
+            handles.append(block.register_forward_hook(partial(behind, name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Run a model in train mode; leave its buffers, its mode and random numbers as they were."""
+    buffers = {x: x.clone() for x in model.buffers()}
+    # A forward may also put other tensors in the place of its buffers.
+    tables = [(module._buffers, {**module._buffers}) for module in model.modules()]
+    modes = {module: module.training for module in model.modules()}
+    generators = {generator_of(x.device) for x in model.parameters()} | {CPU}
+    states = {generator: get_state(generator) for generator in generators}
+    try:
+        model.train()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for table, before in tables:
+            table.update(before)
+        with torch.no_grad():
+            for x, values in buffers.items():
+                if not x.equal(values):
+                    x.copy_(values)
+        for generator, state in states.items():
+            set_state(generator, state)
