@@ -7,7 +7,7 @@ installed := $(venv)/.all
 
 .PHONY: demo test docs soak matrix coverage check lint format types hooks dist clean
 
-demo: $(venv)/.demo  ## Train two models on handwritten digits, wrapped and unwrapped, and draw timelines.
+demo: $(venv)/.virtual  ## Train two models on handwritten digits, wrapped and unwrapped, and draw timelines.
 	$(python) -m examples.digits
 	$(python) -m examples.pictures
 
@@ -39,6 +39,8 @@ types: $(installed)
 	$(venv)/bin/mypy
 
 docs: $(venv)/.docs  ## Build the documentation site in build/docs, and check its links.
+	$(python) docs/draw.py
+	$(python) -m benchmarks render > /dev/null
 	$(python) -m sphinx -q -W --keep-going -b html docs build/docs
 	$(python) tools/check_site.py build/docs
 
@@ -54,6 +56,11 @@ dist: $(venv)/.dist  ## Make the sdist and the wheel, and try the wheel in a fre
 clean:
 	rm -rf $(venv) .matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	rm -rf .coverage .coverage.* htmlcov build dist
+
+# Compile the virtual accelerators, which takes half a minute. Where that fails, the demo says why.
+$(venv)/.virtual: $(venv)/.demo
+	@$(python) -c "from torchgpipe.testing import load; load(1)" 2> /dev/null || true
+	touch $@
 
 # Install the extra of setup.py that has the name of the stamp, such as .all. torch is installed first,
 # at its pinned version, so that pip takes it from an index that has that version.

@@ -22,7 +22,7 @@ dist = ["build", "twine"]
 # Neither are those of `make docs`.
 transformers = ["accelerate", "transformers"]
 # The documentation of torchgpipe.transformers is read from the module, which needs them.
-docs = [*transformers, "furo", "myst-parser", "sphinx"]
+docs = [*transformers, *benchmarks, "furo", "myst-parser", "sphinx"]
 
 setup(
     name="torchgpipe",

@@ -13,7 +13,9 @@ NAMES = (
     "across",
     "ablation",
     "bubbles",
+    "controllable_memory",
     "dry_run",
+    "dualpipe",
     "graphs",
     "host_bound",
     "instructions",
@@ -29,6 +31,7 @@ NAMES = (
     "tracing",
     "transparency",
     "varying",
+    "zero_bubble",
 )
 
 
@@ -46,7 +49,7 @@ def summary(name: str) -> str:
 
 def usage() -> str:
     """Text of ``python -m benchmarks --help``."""
-    lines = [f"  {name:12} {summary(name)}" for name in NAMES]
+    lines = [f"  {name:19} {summary(name)}" for name in NAMES]
     return "\n".join(["usage: python -m benchmarks NAME [options]", "", *lines, ""]) + (
         "\n`python -m benchmarks NAME --help` lists the options of a command."
     )

@@ -1,4 +1,4 @@
-"""Render results again, and the tables of RESULTS.md, without measuring anything."""
+"""Render results again, and the tables of the pages, without measuring anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.report.files import PAGE, RESULTS, Result, render, render_page
+from benchmarks.report.files import PAGES, RESULTS, Result, render, render_page
 from benchmarks.report.summary import Summary
 
 
@@ -18,7 +18,7 @@ def summarise(result: Result) -> Summary:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Render the files in ``argv``, or all results and the page."""
+    """Render the files in ``argv``, or all results and the pages."""
     parser = argparse.ArgumentParser("python -m benchmarks render", description=__doc__)
     parser.add_argument(
         "files", type=Path, nargs="*", help="JSON (default: all in benchmarks/results)"
@@ -27,6 +27,6 @@ def main(argv: Sequence[str]) -> None:
     for path in files or sorted(RESULTS.glob("*.json")):
         render(path, summarise)
         print(path.with_suffix(".md"))
-    if not files:
-        render_page(PAGE, summarise)
-        print(PAGE)
+    for page in [] if files else PAGES:
+        render_page(page, summarise)
+        print(page)

@@ -39,7 +39,7 @@ napoleon_numpy_docstring = False
 #: Class attributes are described where the class is.
 napoleon_use_ivar = True
 #: The pages that have files of the repository in them.
-PAGES = {"benchmarks/RESULTS.md": "benchmarks"}
+PAGES = {"benchmarks/RESULTS.md": "benchmarks", "docs/reproduce.md": "reproduce"}
 PAGES |= {f"examples/{x.name}": f"examples#{x.stem}" for x in (ROOT / "examples").glob("*.py")}
 
 

@@ -214,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train two models on digits, with and without GPipe."
     )
-    parser.add_argument("--epochs", type=at_least(1), default=12)
+    parser.add_argument("--epochs", type=at_least(1), default=8)
     parser.add_argument("--lr", type=float, default=0.003, help="the highest learning rate")
     parser.add_argument("--chunks", type=at_least(1), default=4, help="micro-batches")
     parser.add_argument("--checkpoint", choices=CHECKPOINT, default="except_last")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +52,25 @@ def samples(chunks: int) -> tuple[Tensor, Tensor]:
     return torch.rand(rows, TOKENS, WIDTH), torch.rand(rows, TOKENS, WIDTH)
 
 
+class Step(NamedTuple):
+    """A step on virtual accelerators."""
+
+    seen: Observation
+    """All that they did, with its virtual time."""
+    bubble: float
+    """The longest time in which one of them computes nothing, as a share of the step."""
+    mib: float
+    """The most memory that one of them holds beyond the weights."""
+
+
 def step(
     name: str,
     layers: nn.Sequential,
     batch: tuple[Tensor, Tensor],
     chunks: int,
     checkpoint: str,
-) -> tuple[float, float, float]:
-    """Run a step; return its virtual time, its bubble as a share, and its memory in MiB."""
+) -> Step:
+    """Run a step under a schedule."""
     devices = load(WORKERS)
     places = [devices[w] for w in PLACES[name]]
     balance = [BLOCKS // len(places)] * len(places)
@@ -77,21 +89,7 @@ def step(
     peaks = [torch.accelerator.max_memory_allocated(device) for device in devices]
     memory = max(peak - old for peak, old in zip(peaks, before)) / 2**20
     loss.backward()
-    return seen.makespan, idle(seen, devices) / seen.makespan, memory
-
-
-def idle(seen: Observation, devices: list[torch.device]) -> float:
-    """The longest time in which one of the devices computes nothing, on whichever stream."""
-    spans = sorted(seen.spans, key=lambda span: span.start)
-    longest = 0.0
-    for device in devices:
-        idle = end = 0.0
-        for span in spans:
-            if span.stream.device == device.index:
-                idle += max(0.0, span.start - end)
-                end = max(end, span.end)
-        longest = max(longest, idle + seen.makespan - end)
-    return longest
+    return Step(seen, max(share.bubble for share in seen.timeline.shares), memory)
 
 
 def simulated(name: str, chunks: int) -> float:
@@ -120,9 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
     print("schedule          ms  bubble  simulated    MiB")
     for name in PLACES:
         layers = copy.deepcopy(blocks())
-        time, bubble, memory = step(name, layers, batch, options.chunks, options.checkpoint)
+        seen, bubble, memory = step(name, layers, batch, options.chunks, options.checkpoint)
         known = f"{simulated(name, options.chunks):9.1%}" if options.checkpoint == "never" else ""
-        print(f"{name:14} {time:5.0f} {bubble:7.1%}  {known:9} {memory:6.1f}")
+        print(f"{name:14} {seen.makespan:5.0f} {bubble:7.1%}  {known:9} {memory:6.1f}")
         for own, other in zip(layers.parameters(), plain.parameters()):
             assert own.grad is not None
             assert other.grad is not None

@@ -16,7 +16,7 @@ from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
-from torchgpipe.describe.description import Description, Part
+from torchgpipe.describe.description import DescribedPart, Description
 from torchgpipe.devices.streams import Device, has_streams
 from torchgpipe.engine.mini_batch import MiniBatch, compute
 from torchgpipe.engine.wrapper import Wrapper
@@ -227,7 +227,9 @@ class MappedGPipe(Wrapper):
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
         for _, module, device in placed(self.module, self._map):
             held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
-        parts = [Part(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held]
+        parts = [
+            DescribedPart(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held
+        ]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:

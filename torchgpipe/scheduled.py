@@ -25,10 +25,10 @@ from torchgpipe.executor.plan import Choice, Plan, plan, text_of, title_of, veri
 from torchgpipe.executor.targets import arguments_of, explaining
 from torchgpipe.gpipe import GPipe
 from torchgpipe.graphs.cell import GraphCells
+from torchgpipe.graphs.choice import CHOICES
 from torchgpipe.graphs.compiled import compiler
-from torchgpipe.graphs.costs import costs_of, traced_all
+from torchgpipe.graphs.estimates import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
-from torchgpipe.graphs.recompute import CHOICES
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
 from torchgpipe.partition.arguments import modes_of, verify_loss

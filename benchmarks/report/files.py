@@ -17,11 +17,11 @@ from benchmarks.report.machine import ROOT, describe
 from benchmarks.report.markdown import body
 from benchmarks.report.summary import Chart, Summary
 
-__all__ = ["PAGE", "RESULTS", "Result", "head", "publish", "render", "render_page"]
+__all__ = ["PAGES", "RESULTS", "Result", "head", "publish", "render", "render_page"]
 
-#: The folder of the results that are kept, and the page that shows their tables.
+#: The folder of the results that are kept, and the pages that show their tables.
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "benchmarks" / "RESULTS.md"
+PAGES = [ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "reproduce.md"]
 
 Result = dict[str, Any]
 Summarise: TypeAlias = Callable[[Result], Summary]

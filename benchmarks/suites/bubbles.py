@@ -51,8 +51,9 @@ def main(argv: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
     settings = [(m, name) for m in chosen.m for name in example.PLACES]
     for m, name in progress(settings, "bubbles", "setting"):
-        time, bubble, memory = example.step(name, example.blocks(), example.samples(m), m, "never")
-        rows.append({"m": m, "schedule": name, "ms": time, "bubble": bubble, "mib": memory})
+        step = example.step(name, example.blocks(), example.samples(m), m, "never")
+        time = step.seen.makespan
+        rows.append({"m": m, "schedule": name, "ms": time, "bubble": step.bubble, "mib": step.mib})
         rows[-1]["simulated"] = example.simulated(name, m)
         rows[-1]["published"] = IDLE[name] * FORWARD / time
     publish(output(chosen, "bubbles"), result, rows, summarise)

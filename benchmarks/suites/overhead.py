@@ -97,7 +97,7 @@ def measure(
 
 
 def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Microseconds per cell over all rounds, and the figures of each round."""
+    """Microseconds per cell over all rounds."""
     least = {name: min(x[name]["min"] for x in rounds) for name in ("plain", "pipeline")}
     middle = [x["pipeline"]["median"] - x["plain"]["median"] for x in rounds]
     return {
@@ -105,7 +105,6 @@ def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
         "plain_median": round(median(x["plain"]["median"] for x in rounds), 3),
         "overhead_min": round(least["pipeline"] - least["plain"], 3),
         "overhead_median": round(median(middle), 3),
-        "rounds": rounds,
     }
 
 

@@ -9,9 +9,9 @@ from tests.support.graphs import traced
 from tests.support.size import some
 from tests.support.writes import Writes
 from torchgpipe.graphs.cell import _as_traced, _of_its_own
+from torchgpipe.graphs.choice import CHOICES
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import UntraceableError
-from torchgpipe.graphs.recompute import CHOICES
 
 
 def copies(tensors):

@@ -16,7 +16,7 @@ from torchgpipe.distributed.messages import pack, unpack
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.skip import pop, skippable, stash
 from torchgpipe.skip.layout import SkipLayout
-from torchgpipe.values.microbatch import VALUE, Batch, Part
+from torchgpipe.values.microbatch import VALUE, Batch, PackedSkip
 from torchgpipe.values.structure import flatten
 
 leaves = st.one_of(
@@ -42,7 +42,7 @@ values = st.recursive(
 
 def batch_of(value, *skips):
     """A micro-batch with skips."""
-    parts = {("ns", f"skip {k}"): Part(*flatten(skip)) for k, skip in enumerate(skips)}
+    parts = {("ns", f"skip {k}"): PackedSkip(*flatten(skip)) for k, skip in enumerate(skips)}
     return Batch(value).with_skips(parts)
 
 

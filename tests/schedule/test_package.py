@@ -2,7 +2,6 @@
 
 import ast
 import re
-import runpy
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -55,17 +54,3 @@ def test_the_guide_prints_what_it_says(capsys):
         assert capsys.readouterr().out.strip() == dedent(expected).strip()
     first = [line for line in found[0][0].splitlines() if line.strip()]
     assert len(first) <= 20
-
-
-@pytest.mark.parametrize(("folder", "page"), [("schedules", "schedule"), ("timelines", "see")])
-def test_the_pictures_of_the_guide_are_up_to_date(folder, page, tmp_path, monkeypatch):
-    docs = ROOT / "docs"
-    file = docs / folder / "draw.py"
-    runpy.run_path(str(file))["draw"](tmp_path)
-    made = {path.name for path in tmp_path.iterdir()}
-    assert made == {path.name for path in (docs / folder).glob("*.svg")}
-    text = (docs / f"{page}.rst").read_text("utf-8")
-    assert made == {*re.findall(rf"\.\. image:: {folder}/(\S+)", text)}
-    for name in made:
-        kept = (docs / folder / name).read_text("utf-8")
-        assert (tmp_path / name).read_text("utf-8") == kept, f"run docs/{folder}/draw.py"

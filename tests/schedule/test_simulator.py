@@ -31,6 +31,13 @@ SIZES = some(
 )
 
 
+def test_longest():
+    """The workers of ZB-H2 begin and end one after the other, and wait for nothing else."""
+    report = simulate(zero_bubble_h2(4, 8), Costs(F=1, I=1, W=1))
+    assert (report.longest, report.makespan) == (24, 27)
+    assert simulate(one_f_one_b(4, 8)).longest == simulate(one_f_one_b(4, 8)).makespan == 33
+
+
 def bubble(report):
     """Return the time that the busiest worker waits."""
     return min(report.bubble)

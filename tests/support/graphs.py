@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from torchgpipe.graphs.choice import CHOICES
 from torchgpipe.graphs.overlap import communicates
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import Places
-from torchgpipe.graphs.recompute import CHOICES
 from torchgpipe.graphs.trace import chosen, trace
 from torchgpipe.testing.busy import _spend
 from torchgpipe.values.microbatch import Batch

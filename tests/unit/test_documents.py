@@ -1,6 +1,7 @@
 """Documents name files and objects that exist."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ def test_guards_exist(page):
 def test_files_exist(page):
     named = [x for x in literals(page) if PATH.fullmatch(x)]
     assert [x for x in named if not (ROOT / x).exists()] == []
+
+
+def test_pictures_are_drawn(tmp_path):
+    runpy.run_path(str(DOCS / "draw.py"))["draw"](tmp_path)
+    shown = re.findall(r"image:: (\S+)", "".join(x.read_text("utf-8") for x in DOCS.glob("*.rst")))
+    assert {str(x.relative_to(tmp_path)) for x in tmp_path.glob("*/*")} == {*shown}
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,26 +16,15 @@ from torchgpipe._torch.names import ATTRIBUTES, NAMES
 PACKAGE = Path(torchgpipe.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-#: The rooms from the lowest to the highest. A room imports itself and what is below it.
-LAYERS = [
-    {"checks"},
-    {"_torch", "timeline"},
-    {"schedule", "describe"},
-    {"devices"},
-    {"values"},
-    {"autograd", "ambient"},
-    {"partition"},
-    {"skip", "recompute"},
-    {"batchnorm"},
-    {"engine"},
-    {"executor", "mapped"},
-    {"graphs", "planner"},
-    {"balance", "gpipe", "mapped_gpipe", "stream"},
-    {"scheduled", "distributed", "transformers"},
-    {"plans", "advice"},
-    {"tracing"},
-    {""},
-]
+#: The map of ``CONTRIBUTING.rst``: each room with the number of its layer.
+ROOMS = {
+    room: int(layer)
+    for layer, room in re.findall(
+        r"^(\d+) +(\w+) ", (PACKAGE.parent / "CONTRIBUTING.rst").read_text("utf-8"), re.MULTILINE
+    )
+}
+#: The module that users import has no name of its own within the package.
+ROOMS[""] = ROOMS.pop("torchgpipe")
 
 #: Rooms that stand apart: what each of them imports besides itself.
 APART = {"testing": {"_torch", "checks", "timeline", "ambient"}}
@@ -109,7 +99,7 @@ def test_files_are_short(folder):
 
 
 def test_every_room_has_a_layer():
-    assert {room(name) for name in TREES} == set.union(*LAYERS, APART)
+    assert {room(name) for name in TREES} == {*ROOMS, *APART}
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
@@ -117,8 +107,7 @@ def test_nothing_imports_what_is_above_it(name):
     if room(name) in APART:
         allowed = APART[room(name)]
     else:
-        height = next(k for k, layer in enumerate(LAYERS) if room(name) in layer)
-        allowed = set().union(*LAYERS[:height])
+        allowed = {x for x in ROOMS if ROOMS[x] < ROOMS[room(name)]}
     assert {room(x) for x in ours(name)} <= allowed | {room(name)}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchgpipe.advice.figures import Layer
 from torchgpipe.advice.strays import Stray, Strays
-from torchgpipe.devices.recorder import Recorder, Times
+from torchgpipe.devices.recorder import Recorder, WorkTimes
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.trees import leaves_of
@@ -39,7 +39,7 @@ class Layers:
     ) -> None:
         self._recorder = recorder
         self._found = layers
-        self._times: dict[int, list[Times]] = {}
+        self._times: dict[int, list[WorkTimes]] = {}
         self._bytes: dict[int, int] = {}
         #: The rows of a micro-batch; 0 if no tensor has any.
         self.rows = 0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchgpipe.devices.recorder import Recorder, Times
+from torchgpipe.devices.recorder import Recorder, WorkTimes
 from torchgpipe.devices.streams import current_stream
 
 __all__: list[str] = []
@@ -53,7 +53,7 @@ class Strays:
         self._recorder = recorder
         self._devices = [*dict.fromkeys(devices)]
         #: For each layer, the times of each other device, and that of the host at its end.
-        self._seen: dict[int, list[list[Times]]] = {}
+        self._seen: dict[int, list[list[WorkTimes]]] = {}
         self._threads: set[int] = set()
 
     def clear(self) -> None:

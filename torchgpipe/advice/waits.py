@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.recorder import Mark, Recorder, Times
+from torchgpipe.devices.recorder import Mark, Recorder, WorkTimes
 from torchgpipe.devices.streams import current_stream
 
 __all__: list[str] = []
@@ -32,7 +32,7 @@ NAMES |= {"tolist", "unique", "unique_consecutive"}
 
 #: The time of the host before a call, when the device is done with what it was given, and the time
 #: of the host behind the call.
-Sample: TypeAlias = tuple[Times, Times, Times]
+Sample: TypeAlias = tuple[WorkTimes, WorkTimes, WorkTimes]
 
 
 @dataclass(frozen=True)

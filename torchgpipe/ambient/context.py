@@ -8,9 +8,10 @@ threads of its own. Neither has any of the caller's modes. So a step captures it
 Modes that call Python for each operator, and hooks that are called for each saved tensor, may rely
 on being called in order and in one thread: with such modes the caller computes alone.
 
-A :class:`Snapshot` is for Ctrl-C. A context manager puts back what it has set, but only once it is
-entered, and it is Python like anything else: interrupted just before or just after that, it would
-leave layers of other models in a mode of ours, or make hooks of ours see what those layers save.
+:class:`SavedSettings` are for Ctrl-C. A context manager puts back what it has set, but only once it
+is entered, and it is Python like anything else: interrupted just before or just after that, it
+would leave layers of other models in a mode of ours, or make hooks of ours see what those layers
+save.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Context:
             or not all(isinstance(mode, _torch.DeviceContext) for mode in self.modes.functions)
         )
 
-    def entered(self, found: Snapshot) -> EnteredModes:
+    def entered(self, found: SavedSettings) -> EnteredModes:
         """Context manager that sets the modes in this thread.
 
         Args:
@@ -169,7 +170,7 @@ class EnteredModes:
         found: a snapshot of what this thread has set.
     """
 
-    def __init__(self, modes: Modes, nested: bool, found: Snapshot) -> None:
+    def __init__(self, modes: Modes, nested: bool, found: SavedSettings) -> None:
         self.modes = modes
         # guard: nesting of autocast
         self.nested = nested
@@ -209,7 +210,7 @@ class EnteredModes:
             _push(self.found.modes)
 
 
-class Snapshot:
+class SavedSettings:
     """The settings of this thread that this package changes, put back if a block raises.
 
     Args:

@@ -37,13 +37,13 @@ class Label(NamedTuple):
     layer_type: str = ""
 
 
-class Current(threading.local):
+class CurrentLabel(threading.local):
     """The label of a thread."""
 
     label: Label | None = None
 
 
-current = registered(Current())
+current = registered(CurrentLabel())
 
 #: A function that is called with each new label, in the thread that has it, while somebody
 #: observes. It is the same for all threads, since autograd and workers have threads of their own.

@@ -16,7 +16,7 @@ from torchgpipe.ambient.thread import registered
 __all__: list[str] = []
 
 
-class Layer(threading.local):
+class CurrentLayer(threading.local):
     """The layer that a thread runs; after the layer has failed, too."""
 
     #: The layer's name in the module; None between layers.
@@ -29,7 +29,7 @@ class Layer(threading.local):
     visit: Callable[[Any], None] | None = None
 
 
-layer = registered(Layer())
+layer = registered(CurrentLayer())
 
 
 class noted:

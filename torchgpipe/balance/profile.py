@@ -19,7 +19,6 @@ from torch import nn
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.checks import checked_flag, verify_kind
-from torchgpipe.describe.tables import aligned, in_bytes
 from torchgpipe.devices.streams import (
     Device,
     accelerators,
@@ -31,6 +30,7 @@ from torchgpipe.planner.progress import Progress
 from torchgpipe.planner.rounds import LEAST, pooled, repeat, spread, undisturbed, verify_timed
 from torchgpipe.planner.sandbox import Sandbox, Sandboxes, copied, leaves
 from torchgpipe.skip.layout import verify_skippables
+from torchgpipe.timeline.tables import aligned, in_bytes
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
 from torchgpipe.values.structure import arguments
 

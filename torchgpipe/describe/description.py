@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.describe.figures import Figures, Prediction, Times
-from torchgpipe.describe.tables import aligned, in_bytes
+from torchgpipe.describe.figures import CellTimes, Figures, Prediction
+from torchgpipe.timeline.tables import aligned, in_bytes
 
 __all__ = ["Description", "Row"]
 
@@ -47,7 +47,7 @@ class Row:
     """Bytes of the device at its peak, as a plan had predicted."""
 
 
-class Part(NamedTuple):
+class DescribedPart(NamedTuple):
     """A partition to be described.
 
     Args:
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 def part_of(
     j: int, layers: nn.Module, device: torch.device, checkpoint: str, loss: Any = None
-) -> Part:
+) -> DescribedPart:
     """A partition to be described.
 
     Args:
@@ -80,7 +80,9 @@ def part_of(
     behind = [loss] if isinstance(loss, nn.Module) else []
     modules = nn.ModuleList([layers, *behind])
     names = [*layers._modules, *["loss" for _ in behind]]
-    return Part(str(j), names, [*modules.parameters(), *modules.buffers()], device, checkpoint)
+    return DescribedPart(
+        str(j), names, [*modules.parameters(), *modules.buffers()], device, checkpoint
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Description:
     @classmethod
     def of(
         cls,
-        parts: Iterable[Part],
+        parts: Iterable[DescribedPart],
         chunks: int,
         title: str = "partition",
         schedule: str | None = None,
@@ -197,7 +199,7 @@ def _with(row: Row, figures: Figures | None, prediction: Prediction | None) -> R
     times = (
         figures.places.get(row.device) if row.name is None else figures.stages.get(int(row.name))
     )
-    found = times or Times()
+    found = times or CellTimes()
     forward, recompute, backward = (
         None if x is None else x / 1000 for x in (found.forward, found.recompute, found.backward)
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline
 
-__all__ = ["Figures", "Prediction", "Times"]
+__all__ = ["CellTimes", "Figures", "Prediction"]
 
 
 @dataclass(frozen=True)
-class Times:
+class CellTimes:
     """The mean times of a micro-batch, in milliseconds; None for what was not computed."""
 
     forward: float | None = None
@@ -32,8 +32,8 @@ class Figures:
     """
 
     time: float
-    stages: Mapping[int, Times] = field(default_factory=dict)
-    places: Mapping[str, Times] = field(default_factory=dict)
+    stages: Mapping[int, CellTimes] = field(default_factory=dict)
+    places: Mapping[str, CellTimes] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -57,7 +57,7 @@ class Figures:
         )
 
 
-def _times(spans: Iterable[Span]) -> Times:
+def _times(spans: Iterable[Span]) -> CellTimes:
     """The mean times of the micro-batches, of which each may have several spans of a kind."""
     total: dict[str, float] = {}
     cells: dict[str, set[int | None]] = {}
@@ -66,7 +66,7 @@ def _times(spans: Iterable[Span]) -> Times:
         total[kind] = total.get(kind, 0.0) + span.time
         cells.setdefault(kind, set()).add(span.microbatch)
     mean = {kind: float(total[kind]) / len(cells[kind]) for kind in total}
-    return Times(mean.get("F"), mean.get("R"), mean.get("B"))
+    return CellTimes(mean.get("F"), mean.get("R"), mean.get("B"))
 
 
 @dataclass(frozen=True)

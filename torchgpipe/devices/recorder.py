@@ -75,7 +75,7 @@ class Mark:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-class Times:
+class WorkTimes:
     """The times around a piece of work that is no cell, on one stream.
 
     Args:
@@ -161,15 +161,15 @@ class Recorder:
                 found[key] = found.get(key, 0) + mark.kept
         return found
 
-    def before(self, stream: AbstractStream) -> Times:
+    def before(self, stream: AbstractStream) -> WorkTimes:
         """Take the time before a piece of work that is no cell."""
-        return Times(stream)
+        return WorkTimes(stream)
 
-    def issued(self, device: torch.device) -> Times:
+    def issued(self, device: torch.device) -> WorkTimes:
         """Take the time of the host, as an accelerator sees it on a stream without work."""
-        return Times(self._beside[device])
+        return WorkTimes(self._beside[device])
 
-    def bounds(self, times: Times) -> tuple[float, float]:
+    def bounds(self, times: WorkTimes) -> tuple[float, float]:
         """When such a piece of work started and ended, once the devices are done."""
         return self._time(times.stream, times.start), self._time(times.stream, times.stop)
 

@@ -48,7 +48,7 @@ class Agreed(NamedTuple):
     with_numbers: bool
 
 
-class Loss(NamedTuple):
+class StepLoss(NamedTuple):
     """The loss of a step, and what the sum of gradients has to be divided by."""
 
     value: Tensor
@@ -192,7 +192,7 @@ class Agreement:
         division = Division(divided(first[2], abs(first[1])), first[1] < 0)
         return Agreed(division, digest(repr([x[3] for x in found])), with_numbers)
 
-    def end(self, mail: Mail, total: Tensor | None, divisor: Tensor | None) -> Loss | None:
+    def end(self, mail: Mail, total: Tensor | None, divisor: Tensor | None) -> StepLoss | None:
         """Agree on the loss of a step, and on the state of the generators after it.
 
         As after a step in one process, generators are where the first micro-batch has left them.
@@ -233,7 +233,7 @@ class Agreement:
                     both[1] = divisor
             self._peers.fill(both, last)
         value, divisor = both
-        return Loss(value / divisor, divisor) if weighted else Loss(value.clone(), None)
+        return StepLoss(value / divisor, divisor) if weighted else StepLoss(value.clone(), None)
 
 
 def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:

@@ -19,7 +19,7 @@ from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description
 from torchgpipe.devices.streams import Device, current_device
-from torchgpipe.distributed.agreement import Agreed, Agreement, Loss, flags_of
+from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.given import NOTHING, Given, Reader
 from torchgpipe.distributed.gradients import (
@@ -407,7 +407,7 @@ class Pipe(Wrapper):
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 
-    def _hand_over(self, executor: Executor, loss: Loss) -> None:
+    def _hand_over(self, executor: Executor, loss: StepLoss) -> None:
         """Add the gradients of a step to those of the weights and of the input."""
         (sums,) = executor.sums.by_worker
         # guard: gradients of tied weights

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe._torch.dynamo import watch
-from torchgpipe.ambient.context import Snapshot
+from torchgpipe.ambient.context import SavedSettings
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
 from torchgpipe.autograd.versions import unchanged
@@ -53,7 +53,7 @@ def compute(step: Callable[[], Result], wrapper: Wrapper, whole: Sequence[Tensor
     """
     _, devices = wrapper._traced()
     # guard: what is interrupted
-    with Snapshot(devices), deferred_updates(wrapper._norms), unchanged(whole):
+    with SavedSettings(devices), deferred_updates(wrapper._norms), unchanged(whole):
         found = step()
     # The first layer to be compiled in this process may have been compiled here.
     watch(wrapper, is_within_cell)

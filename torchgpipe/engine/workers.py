@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchgpipe.ambient.context import Context, Snapshot
+from torchgpipe.ambient.context import Context, SavedSettings
 from torchgpipe.ambient.nesting import nesting, seeing_draws
 from torchgpipe.devices.streams import has_streams
 
@@ -171,7 +171,7 @@ class Round:
             torch.autocast_increment_nesting()
         try:
             self.context.lend_threads()
-            with self.context.entered(Snapshot([worker[0]])), seeing_draws(self.sees):
+            with self.context.entered(SavedSettings([worker[0]])), seeing_draws(self.sees):
                 while remaining:
                     for name in remaining[-1].needs:
                         with self.gates[name]:

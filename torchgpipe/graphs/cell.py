@@ -24,10 +24,10 @@ from torchgpipe.executor.computation import Computation, Forward
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.interleaving import Interleaving
 from torchgpipe.graphs.parts import Given, Part, Parts
-from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.stage import StageGraphs, StageInStep
 from torchgpipe.graphs.state import Entry
 from torchgpipe.graphs.strides import copied, laid_out
+from torchgpipe.graphs.surroundings import current_settings
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.values.microbatch import Batch
 
@@ -55,7 +55,7 @@ class GraphCell(Cell):
         super().__init__(run)
         self._stage, self._traced, self._more = stage, traced, more
         #: What was begun, and not ended so far.
-        self._begun: Work | None = None
+        self._begun: PartCall | None = None
         #: W, and its arguments.
         self._late: tuple[Part, list[Any]] | None = None
         #: What the next part is given, by roles.
@@ -80,7 +80,7 @@ class GraphCell(Cell):
     def backward_weight(self) -> Any:
         return self._end(self._begun or self._backward_weight())
 
-    def begin(self, kind: str, given: Any) -> Work | None:
+    def begin(self, kind: str, given: Any) -> PartCall | None:
         """Begin what the next call of a method ends.
 
         Args:
@@ -90,7 +90,7 @@ class GraphCell(Cell):
         Returns:
             What is to be computed; None if the method begins it.
         """
-        begin: dict[str, Callable[[Any], Work]] = {
+        begin: dict[str, Callable[[Any], PartCall]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_input,
@@ -100,11 +100,11 @@ class GraphCell(Cell):
             self._begun = begin[kind](given)
         return self._begun
 
-    def _end(self, work: Work) -> Any:
+    def _end(self, work: PartCall) -> Any:
         self._begun = None
         return work.finish(self, work.compute() if work.found is None else work.found)
 
-    def _forward(self, batch: Batch) -> Work:
+    def _forward(self, batch: Batch) -> PartCall:
         stage, parts, recorded = self._stage, self._traced.parts, torch.is_grad_enabled()
         given = {"state": stage.tensors, "input": [*batch], "more": self._more}
         self._more = ()
@@ -121,7 +121,7 @@ class GraphCell(Cell):
         values = _of_its_own(parts, part, given)
         # From here on the list alone has the input, if it is not needed again.
         batch.take()
-        return Work(stage, part, values, GraphCell._forwarded)
+        return PartCall(stage, part, values, GraphCell._forwarded)
 
     def _forwarded(self, found: Sequence[Any]) -> Batch:
         count = len(self._traced.form.needs_grad)
@@ -179,7 +179,7 @@ class GraphCell(Cell):
         values = _of_its_own(parts, parts.again, {**self._given, "state": state})
         self._given = {}
         del state
-        work = Work(self._stage, parts.again, values, GraphCell._keep)
+        work = PartCall(self._stage, parts.again, values, GraphCell._keep)
         if numbers is None:
             self._end(work)
             return
@@ -191,16 +191,16 @@ class GraphCell(Cell):
 
         holding(numbers.locks, again)
 
-    def _backward(self, grads: Gradients) -> Work:
+    def _backward(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
         count = len(parts.joint.input_grads)
 
         def finish(cell: GraphCell, found: Sequence[Any]) -> Any:
             return cell._by_part(found), cell.weights, found[count:]
 
-        return Work(self._stage, parts.backward, self._taken(parts.backward), finish)
+        return PartCall(self._stage, parts.backward, self._taken(parts.backward), finish)
 
-    def _backward_input(self, grads: Gradients) -> Work:
+    def _backward_input(self, grads: Gradients) -> PartCall:
         parts = self._begin_backward(grads)
         late, given = parts.weight, self._given
         # What only the input needs must be free once it was used.
@@ -214,12 +214,12 @@ class GraphCell(Cell):
             cell._late = late, rest
             return cell._by_part(found)
 
-        return Work(self._stage, parts.input, self._taken(parts.input), finish)
+        return PartCall(self._stage, parts.input, self._taken(parts.input), finish)
 
-    def _backward_weight(self, _: None = None) -> Work:
+    def _backward_weight(self, _: None = None) -> PartCall:
         assert self._late is not None
         (part, values), self._late = self._late, None
-        return Work(self._stage, part, values, lambda cell, found: (cell.weights, found))
+        return PartCall(self._stage, part, values, lambda cell, found: (cell.weights, found))
 
     def _taken(self, part: Part) -> list[Any]:
         """The arguments of a part, which the list alone has from here on."""
@@ -255,7 +255,7 @@ class GraphCell(Cell):
         return {key: [grads[k] for k in places] for key, places in self._places.items()}
 
 
-class Work:
+class PartCall:
     """A part of a graph with its arguments.
 
     Args:
@@ -281,7 +281,7 @@ class Work:
         with torch.no_grad(), self._without_casts():
             return self.part.function(self.values)
 
-    def compute_beside(self, other: Work, streams: Interleaving) -> None:
+    def compute_beside(self, other: PartCall, streams: Interleaving) -> None:
         """Compute it and another one, interleaved, if there is something to be gained."""
         # Each would draw from a generator that was set for the other one.
         # guard: random numbers of an overlap
@@ -329,7 +329,7 @@ class GraphCells(Cells):
         super().beside(one, other)
 
 
-def _begun(run: Computation) -> Work | None:
+def _begun(run: Computation) -> PartCall | None:
     """Begin a computation if a graph computes it."""
     with run.numbers():
         cell = run.cell

@@ -19,7 +19,7 @@ from torchgpipe.graphs.parts import Part, Parts
 __all__: list[str] = []
 
 
-class Kept(NamedTuple):
+class CellMemory(NamedTuple):
     """The memory that one cell keeps, in bytes.
 
     Args:
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     checkpoint: int
 
 
-def kept(parts: Parts) -> Kept:
+def kept(parts: Parts) -> CellMemory:
     """The memory that a cell keeps; parameters and buffers are not among it."""
     state = {x for node in parts.joint.state for x in _storages([node])}
     late = parts.weight.slice.inputs
@@ -42,7 +42,7 @@ def kept(parts: Parts) -> Kept:
     def count(nodes: Iterable[Node]) -> int:
         return sum(size for x, size in _storages(nodes).items() if x not in state)
 
-    return Kept(
+    return CellMemory(
         count(parts.saved), count(late), count(parts.kept) + sum(_storages(changed).values())
     )
 

@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from torchgpipe.checks import verify
-from torchgpipe.graphs.calls import call_directly
+from torchgpipe.graphs.direct import call_directly
 from torchgpipe.graphs.effects import is_view
 from torchgpipe.graphs.interleaving import Interleaving
 from torchgpipe.graphs.joint import tensors_of

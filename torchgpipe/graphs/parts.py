@@ -22,11 +22,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from torchgpipe.graphs.choice import Again, Choice, everything
+from torchgpipe.graphs.cut import backward, halves
 from torchgpipe.graphs.effects import Effects, is_random, is_void
-from torchgpipe.graphs.halves import backward, halves
 from torchgpipe.graphs.joint import Joint
 from torchgpipe.graphs.masks import split_masks
-from torchgpipe.graphs.recompute import Again, Choice, everything
 from torchgpipe.graphs.slices import Function, Slice, function_of, sliced
 from torchgpipe.graphs.strides import settle_strides
 from torchgpipe.graphs.tidy import tidy

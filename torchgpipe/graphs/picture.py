@@ -16,6 +16,7 @@ from html import escape
 from itertools import pairwise
 from os import PathLike
 from statistics import median_low
+from textwrap import indent
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,8 @@ from torchgpipe.checks import checked_path
 from torchgpipe.graphs.effects import bytes_of
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Part, Parts
+from torchgpipe.timeline import svg
+from torchgpipe.timeline.tables import aligned, in_bytes
 
 __all__ = ["text", "write_svg"]
 
@@ -63,11 +66,8 @@ def text(parts: Parts, split: bool = True, stage: int | None = None) -> str:
                 maker = {"saved": "from F", "live": "from I"}.get(name.partition("[")[0], "")
                 call = [maker, first.get(node, node.name) if maker else ""]
             rows.append([name, call[0], _result(node), ", ".join(marks.get(node, ())), call[1]])
-        widths = [max(map(len, column)) for column in zip(*rows)]
         lines += ["", f"{kind}, {_KINDS[kind][0]}: {_summary(parts, part)}"]
-        for row in rows:
-            line = "  ".join(x.ljust(width) for x, width in zip(row, widths) if width)
-            lines.append(f"  {line}".rstrip())
+        lines += [indent(aligned(rows, left=range(5)), "  ")] if rows else []
     return "\n".join(lines)
 
 
@@ -79,12 +79,12 @@ def _parts(parts: Parts, split: bool) -> list[tuple[str, Part]]:
 def _title(parts: Parts, split: bool, stage: int | None) -> str:
     count = sum(len(part.slice.nodes) for _, part in _parts(parts, split))
     name = "a stage" if stage is None else f"stage {stage}"
-    late = f", {_size(_bytes(parts, parts.weight.slice.inputs))} kept for W" if split else ""
-    return f"{name}: {_count(count)}, {_size(_bytes(parts, parts.saved))} saved from F{late}"
+    late = f", {in_bytes(_bytes(parts, parts.weight.slice.inputs))} kept for W" if split else ""
+    return f"{name}: {_count(count)}, {in_bytes(_bytes(parts, parts.saved))} saved from F{late}"
 
 
 def _summary(parts: Parts, part: Part) -> str:
-    size = _size(_bytes(parts, [x for x in part.slice.outputs if x is not None]))
+    size = in_bytes(_bytes(parts, [x for x in part.slice.outputs if x is not None]))
     return f"{_count(len(part.slice.nodes))}, hands on {size}"
 
 
@@ -96,14 +96,6 @@ def _bytes(parts: Parts, nodes: Iterable[Node]) -> int:
     """The memory of some values; parameters, buffers and their views are not among it."""
     state = {storage_of(x) for node in parts.joint.state for x in tensors_of(node)}
     return bytes_of(x for node in nodes for x in tensors_of(node) if storage_of(x) not in state)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
 
 
 def _names(part: Part) -> dict[Node, str]:
@@ -171,9 +163,10 @@ def _word(value: Any, names: Mapping[Node, str]) -> str:
 #: two lines, and the least width of a column. The longest name in a box, in characters.
 _TALL, _THIN, _GAP, _CHAR, _SMALL, _LANE, _LEAST, _LONGEST = 22, 13, 9, 6.1, 5.2, 6, 210, 30
 _SHAPES = """\
-text{font:11px sans-serif}.title{font-size:13px;font-weight:bold}.end{text-anchor:end}
-.name{font:10px monospace}.small{font-size:8.5px}.line,.halo{fill:none}.halo{stroke-width:4}
-.result{stroke-width:2.5}.cross .line{stroke-width:2.2}.net:hover .line{stroke-width:4.5}"""
+rect:not(.page){rx:3px}text{font:11px sans-serif}.title{font-size:13px;font-weight:bold}
+.end{text-anchor:end}.name{font:10px monospace}.small{font-size:8.5px}.line,.halo{fill:none}
+.halo{stroke-width:4}.result{stroke-width:2.5}.cross .line{stroke-width:2.2}
+.net:hover .line{stroke-width:4.5}"""
 
 
 def write_svg(
@@ -262,12 +255,12 @@ def _svg(parts: Parts, split: bool, stage: int | None) -> str:
         right = lefts[-1] + width
         for box in column:
             box.width = width if box.kind == "operator" else box.width
-    body = [_text(12, 20, _title(parts, split, stage), "title")]
+    body = [svg.text(12, 20, _title(parts, split, stage), kind="title")]
     for wire in sorted(wires, key=lambda x: x.crosses):
         body += _lines(wire, columns[wire.source.column][0], lefts)
     for (kind, part), column, x in zip(columns, boxes, lefts):
-        body.append(_text(x, 46, f"{kind}  {_KINDS[kind][0]}", "title"))
-        body.append(_text(x, 61, _summary(parts, part)))
+        body.append(svg.text(x, 46, f"{kind}  {_KINDS[kind][0]}", kind="title"))
+        body.append(svg.text(x, 61, _summary(parts, part)))
         for above, box in pairwise(column):
             if box.takes(above):
                 body.append(f'<path class="line" d="M{x + 30:.1f} {above.bottom}V{box.top}"/>')
@@ -275,11 +268,7 @@ def _svg(parts: Parts, split: bool, stage: int | None) -> str:
             body += _drawn(box, kind, x, parts)
     ends = [x.bottom for column in boxes for x in column] + [y for x in wires for y in x.heights]
     legend, bottom = _legend([kind for kind, _ in columns], right, max([80, *ends]) + 28)
-    size = f'width="{right + 12:.0f}" height="{bottom + 14:.0f}"'
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', "<style>", _scheme(0)]
-    head += ["@media (prefers-color-scheme: dark) {", _scheme(1), "}", "</style>"]
-    head += ['<rect class="back" width="100%" height="100%"/>']
-    return "\n".join([*head, *body, *legend, "</svg>\n"])
+    return svg.document(right + 12, bottom + 14, _scheme(0), _scheme(1), [*body, *legend])
 
 
 def _boxes(parts: Parts, columns: Sequence[tuple[str, Part]]) -> list[list[_Box]]:
@@ -396,12 +385,12 @@ def _drawn(box: _Box, kind: str, x: float, parts: Parts) -> list[str]:
     y, small = (box.bottom - 7, "") if box.kind == "operator" else (box.bottom - 3.5, " small")
     result = " result" if box.node in parts.joint.results else ""
     found = [
-        _rect(x, box.top, box.width, box.height, f"{box.kind} {kind}{result}", box.tip),
-        _text(x + 8, y, box.label, f"name{small}"),
-        _text(x + box.width - 8, y, box.shape, f"name end{small}"),
+        svg.rect(x, box.top, box.width, box.height, f"{box.kind} {kind}{result}", tip=box.tip),
+        svg.text(x + 8, y, box.label, kind=f"name{small}"),
+        svg.text(x + box.width - 8, y, box.shape, kind=f"name end{small}"),
     ]
     if {*parts.joint.state} & {*box.node.all_input_nodes}:
-        found.append(_rect(x + box.width - 6, box.top + 2, 4, 4, "state"))
+        found.append(svg.rect(x + box.width - 6, box.top + 2, 4, 4, "state"))
     return found
 
 
@@ -409,10 +398,10 @@ def _legend(kinds: Sequence[str], width: float, y: float) -> tuple[list[str], fl
     """Tell what boxes and lines mean, in some rows; return the height of the last one, too."""
     line, result = '<path class="line" d="M0 -4h26"/>', f"operator {kinds[-1]} result"
     samples = {
-        "input, or gradient of an output": _rect(0, -8, 26, 8, "given"),
-        "view, or one of several results": _rect(0, -8, 26, 8, "view F"),
-        "output, or gradient of input or weight": _rect(0, -11, 26, 14, result),
-        "takes parameters or buffers": _rect(11, -6, 4, 4, "state"),
+        "input, or gradient of an output": svg.rect(0, -8, 26, 8, "given"),
+        "view, or one of several results": svg.rect(0, -8, 26, 8, "view F"),
+        "output, or gradient of input or weight": svg.rect(0, -11, 26, 14, result),
+        "takes parameters or buffers": svg.rect(11, -6, 4, 4, "state"),
         "within a part": line,
         "saved from F": f'<g class="net cross F">{line}</g>',
         "live from I to W": f'<g class="net cross I">{line}</g>',
@@ -422,7 +411,7 @@ def _legend(kinds: Sequence[str], width: float, y: float) -> tuple[list[str], fl
         if x > 12 and x + 36 + 6.6 * len(words) > width:
             x, y = 12, y + 20
         place = f'transform="translate({x:.1f} {y:.1f})"'
-        found.append(f"<g {place}>{sample}{_text(32, 0, words)}</g>")
+        found.append(f"<g {place}>{sample}{svg.text(32, 0, words)}</g>")
         x += 52 + 6.6 * len(words)
     return found, y
 
@@ -431,19 +420,10 @@ def _scheme(dark: int) -> str:
     """The style: all of it for white, and the colors for black."""
     back, ink, line = [("white", "#111", "#777"), ("#14181f", "#eee", "#999")][dark]
     rules = [] if dark else [_SHAPES]
-    rules += [f".back{{fill:{back}}}.halo{{stroke:{back}}}text{{fill:{ink}}}.line{{stroke:{line}}}"]
+    rules += [f".page{{fill:{back}}}.halo{{stroke:{back}}}text{{fill:{ink}}}.line{{stroke:{line}}}"]
     rules += [f".head,.state{{fill:{line}}}.given{{fill:{back};stroke:{line}}}"]
     for kind, (_, *colors) in _KINDS.items():
         strong, weak = colors[dark]
         rules += [f".operator.{kind},.view.{kind}{{fill:{weak};stroke:{strong}}}"]
         rules += [f".net.{kind} .line{{stroke:{strong}}}.net.{kind} .head{{fill:{strong}}}"]
     return "\n".join(rules)
-
-
-def _text(x: float, y: float, words: str, style: str = "words") -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
-
-
-def _rect(x: float, y: float, width: float, height: float, style: str, tip: str = "") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3"'
-    return f'<rect class="{style}" {place}>{f"<title>{escape(tip)}</title>" if tip else ""}</rect>'

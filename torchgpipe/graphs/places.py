@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe._torch.graphs import has_global_hooks
+from torchgpipe.graphs.globals import Sources, Variables
 from torchgpipe.graphs.snapshot import Elements, Slots, Snapshot, attributes_of
-from torchgpipe.graphs.sources import Sources, Variables
 from torchgpipe.values.structure import ATOMS, MISSING, equal
 
 __all__: list[str] = []
@@ -67,9 +67,9 @@ class Places:
         """The tensors that are in the places now, each once."""
         return [*{id(x): x for x in (table[key] for table, key in self._found)}.values()]
 
-    def put(self, tensors: Sequence[Tensor]) -> Replaced:
+    def put(self, tensors: Sequence[Tensor]) -> Substitution:
         """Put other tensors in the places, in the order of :meth:`read`, in a ``with`` block."""
-        return Replaced(self._found, dict(zip(map(id, self.read()), tensors)))
+        return Substitution(self._found, dict(zip(map(id, self.read()), tensors)))
 
     @property
     def fault(self) -> str:
@@ -139,7 +139,7 @@ def _objects(module: nn.Module) -> Iterable[tuple[str, Any]]:
             yield f"{type(module).__name__}.{key}", x
 
 
-class Replaced:
+class Substitution:
     """Other tensors in some places, within a ``with`` block.
 
     Args:
@@ -157,7 +157,7 @@ class Replaced:
         #: Whether somebody has set an attribute of a tensor.
         self.is_marked = False
 
-    def __enter__(self) -> Replaced:
+    def __enter__(self) -> Substitution:
         for table, key, tensor in self._places:
             other = table[key] = self._others[id(tensor)]
             for name, x in attributes_of(tensor).items():

@@ -100,7 +100,7 @@ class ReadingNothing(TorchFunctionMode):
 def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:
     """Have all operators looked at, where composite ones have become basic ones."""
 
-    class Mode(_torch.DispatchMode):  # type: ignore[misc]
+    class Reading(_torch.DispatchMode):  # type: ignore[misc]
         # It leaves them as they are.
         supports_higher_order_operators = True
 
@@ -116,5 +116,5 @@ def _operators(reads: ReadingNothing) -> AbstractContextManager[Any]:
                 reads.verify(args, kwargs)
             return function(*args, **(kwargs or {}))
 
-    mode: AbstractContextManager[Any] = Mode()
+    mode: AbstractContextManager[Any] = Reading()
     return mode

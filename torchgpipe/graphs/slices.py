@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Node
 
-from torchgpipe.graphs.calls import call_directly
+from torchgpipe.graphs.direct import call_directly
 from torchgpipe.graphs.effects import Effects
 from torchgpipe.graphs.joint import Joint
 from torchgpipe.graphs.masks import as_one

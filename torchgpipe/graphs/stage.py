@@ -24,16 +24,16 @@ from torchgpipe.ambient.notes import warn
 from torchgpipe.engine.body import Body
 from torchgpipe.executor.computation import Forward
 from torchgpipe.executor.criterion import Criterion
+from torchgpipe.graphs.choice import Choice, everything
 from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.parts import Maker, Parts
 from torchgpipe.graphs.picture import text, write_svg
 from torchgpipe.graphs.places import UntraceableError, kinds
-from torchgpipe.graphs.recompute import Choice, everything
-from torchgpipe.graphs.settings import Settings
 from torchgpipe.graphs.slices import function_of
-from torchgpipe.graphs.state import KINDS, Entry, State
-from torchgpipe.graphs.trace import Form, chosen, trace
+from torchgpipe.graphs.state import KINDS, Entry, StageState
+from torchgpipe.graphs.surroundings import Settings
+from torchgpipe.graphs.trace import OutputForm, chosen, trace
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.recompute.phase import checkpointing
 from torchgpipe.values.division import Division
@@ -70,7 +70,7 @@ class StageGraphs:
         self._others = others
         self.j, self._modules, self.overlaps = j, modules, overlaps
         self._make, self._recompute = make, recompute
-        self.states: list[State] = []
+        self.states: list[StageState] = []
         self._lock = threading.Lock()
         #: Why cells of this stage are eager ones, each reason once.
         self.reasons: list[str] = []
@@ -84,12 +84,12 @@ class StageGraphs:
             state.steps += 1
             return StageInStep(self, state, settings)
 
-    def _current_state(self) -> State:
+    def _current_state(self) -> StageState:
         for state in self.states:
             if state.is_current():
                 break
         else:
-            state = State(self._modules, self._others)
+            state = StageState(self._modules, self._others)
             if len(self.states) == STATES and all(x.steps == 1 for x in self.states):
                 name = state.places.difference(self.states[0].places)
                 self.say(f"its attributes are others in each step ({name or 'an object'})")
@@ -122,7 +122,7 @@ class StageGraphs:
         places, casts, recorded = now.state.places, now.settings.casts, torch.is_grad_enabled()
         make, recompute = self._make, self._recompute
 
-        def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, Form]:
+        def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, OutputForm]:
             # Backward has no casts.
             with body.lock, with_autocast(casts):
                 joint, form = trace(
@@ -192,7 +192,7 @@ class StageInStep:
         settings: what is set in this step.
     """
 
-    def __init__(self, graphs: StageGraphs, state: State, settings: Settings) -> None:
+    def __init__(self, graphs: StageGraphs, state: StageState, settings: Settings) -> None:
         self.graphs, self.state, self.settings = graphs, state, settings
         #: The parameters and buffers.
         self.tensors = state.places.read()

@@ -61,7 +61,7 @@ def _objects(structures: Sequence[Structure]) -> Snapshot | None:
     return Snapshot([("an argument", x) for x in found]) if found else None
 
 
-class State:
+class StageState:
     """The layers of a stage in one state.
 
     Args:

@@ -33,7 +33,7 @@ __all__: list[str] = []
 
 
 @dataclass
-class Form:
+class OutputForm:
     """The output of a stage without its tensors.
 
     Args:
@@ -71,7 +71,7 @@ def trace(
     *,
     recorded: bool,
     roots: Sequence[bool] | None = None,
-) -> tuple[Joint, Form]:
+) -> tuple[Joint, OutputForm]:
     """Trace a stage.
 
     Args:
@@ -91,7 +91,7 @@ def trace(
         verify_plain([*tensors, *batch, *more])
     if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
         raise UntraceableError("it has a tensor that requires a gradient, and is no parameter")
-    forms: list[Form] = []
+    forms: list[OutputForm] = []
     counts: list[int] = []
 
     def joint(state: list[Tensor], inputs: list[Tensor], more: list[Tensor]) -> list[Tensor | None]:
@@ -184,11 +184,11 @@ def _entered(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _formed(
     output: Batch, rest: Sequence[Tensor], structure: Structure
-) -> tuple[Form, list[Tensor]]:
+) -> tuple[OutputForm, list[Tensor]]:
     distinct = {id(x): x for x in [*output, *rest]}
     place = {x: k for k, x in enumerate(distinct)}
     given = {id(x) for x in output}
-    form = Form(
+    form = OutputForm(
         {key: tuple([place[id(x)] for x in part]) for key, part in output.parts.items()},
         dict(output.structures),
         output.shared,
@@ -209,7 +209,7 @@ def _grad(
 
 
 def _with_roles(
-    module: GraphModule, given: Sequence[int], counts: Sequence[int], form: Form
+    module: GraphModule, given: Sequence[int], counts: Sequence[int], form: OutputForm
 ) -> Joint:
     """Tell the roles of the nodes, and make the gradients of outputs arguments."""
     graph = module.graph

@@ -11,7 +11,7 @@ from torchgpipe.graphs.gate import gate
 from torchgpipe.graphs.joint import tensors_of
 from torchgpipe.graphs.parts import Parts
 from torchgpipe.graphs.places import UntraceableError
-from torchgpipe.graphs.trace import Form
+from torchgpipe.graphs.trace import OutputForm
 
 __all__: list[str] = []
 
@@ -29,7 +29,7 @@ class Traced:
     def __init__(
         self,
         parts: Parts,
-        form: Form,
+        form: OutputForm,
         tensors: Sequence[Tensor],
         trace: Callable[[Sequence[bool]], Parts],
     ) -> None:

@@ -19,10 +19,10 @@ from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.halves import own_outputs
+from torchgpipe.planner.halved import own_outputs
 from torchgpipe.planner.lines import Line, Sizes, through
+from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.planner.progress import Progress
-from torchgpipe.planner.recorder import Recorder
 from torchgpipe.planner.rounds import LEAST, repeat, undisturbed
 from torchgpipe.planner.sandbox import Sandbox, Sandboxes, leaves
 from torchgpipe.planner.stages import Weights
@@ -106,7 +106,7 @@ def _measured(
         return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
 
     sizes = [Sandboxes(module, brought(x), device) for x in batches.values()]
-    looks = {count: (Recorder(), brought(x)) for count, x in others.items()}
+    looks = {count: (MemoryTracker(), brought(x)) for count, x in others.items()}
     times: list[dict[str, list[tuple[float, ...]]]] = [{} for _ in sizes]
     weights: dict[str, Weights] = {}
     count = len(sizes) * len(module)
@@ -133,22 +133,24 @@ def _measured(
     for title in times[0]:
         best = [[undisturbed(x) for x in zip(*times[k][title])] for k in range(len(sizes))]
         found.append(_layer(title, [*batches], weights[title], best))
-    return found, Sizes({rows: recorder.layers() for rows, (recorder, _) in looks.items()})
+    return found, Sizes({rows: tracker.layers() for rows, (tracker, _) in looks.items()})
 
 
-def _look(looks: dict[int, tuple[Recorder, Batch]], layer: nn.Module, device: torch.device) -> None:
+def _look(
+    looks: dict[int, tuple[MemoryTracker, Batch]], layer: nn.Module, device: torch.device
+) -> None:
     """Look at the next layer, which is on the device, with several sizes of micro-batch."""
-    for rows, (recorder, batch) in [*looks.items()]:
+    for rows, (tracker, batch) in [*looks.items()]:
         try:
             sandbox = Sandbox(layer, batch, device)
-            recorder.layer(sandbox)
+            tracker.layer(sandbox)
         except torch.OutOfMemoryError:
             # A plan with fewer rows may fit all the same.
             del looks[rows]
             if not looks:
                 raise
             continue
-        looks[rows] = recorder, sandbox.output
+        looks[rows] = tracker, sandbox.output
 
 
 def _weights_of(layer: nn.Module) -> Weights:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.streams import CPU, has_streams, use_device
-from torchgpipe.planner.memory import Issued, Loss, peaks
+from torchgpipe.planner.memory import Issued, LossMemory, peaks
+from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.planner.record import Record, Section
-from torchgpipe.planner.recorder import Recorder
 from torchgpipe.planner.sandbox import copied
 from torchgpipe.planner.stages import Stage, Weights, stage_of
 from torchgpipe.values import trees
@@ -27,7 +27,7 @@ __all__ = ["Footprint", "recorded"]
 
 
 #: A cross entropy: logarithms, and two gradients at a time, of which one stays.
-LOSS = Loss(3, 1)
+LOSS = LossMemory(3, 1)
 
 
 @dataclass(frozen=True)
@@ -161,21 +161,21 @@ def recorded(
             those of accelerators. So if the model is on the CPU, a copy of one block of each kind
             runs there, too.
     """
-    recorder = Recorder()
+    tracker = MemoryTracker()
     # The model may change its arguments in place.
-    found = recorder.record(model, blocks, *trees.map_leaves(cloned, (args, kwargs)))
+    found = tracker.record(model, blocks, *trees.map_leaves(cloned, (args, kwargs)))
     if not has_streams(device):
         return found
     there: dict[object, Section | None] = {}
     for k, section in enumerate(found.sections):
         if section.block is None or not section.is_call:
             continue
-        block, kind = blocks[section.block], recorder.kinds[k]
+        block, kind = blocks[section.block], tracker.kinds[k]
         if next((x.device for x in chain(block.parameters(), model.parameters())), CPU) == CPU:
             # Blocks that look alike may be frozen, or have settings that do less.
             key = kind, section.kept, section.forward, section.free
             if key not in there:
-                there[key] = _on(device, block, *recorder.calls[kind])
+                there[key] = _on(device, block, *tracker.calls[kind])
             other = there[key]
             if other is not None:
                 section.kept, section.forward = other.kept, other.forward
@@ -193,7 +193,7 @@ def _on(device: torch.device, block: nn.Module, args: Any, kwargs: Any) -> Secti
         try:
             copy = copied(block, device)
             args, kwargs = trees.map_leaves(brought, (args, kwargs))
-            return Recorder().record(copy, {"": copy}, args, kwargs).sections[1]
+            return MemoryTracker().record(copy, {"": copy}, args, kwargs).sections[1]
         except torch.OutOfMemoryError:
             return None
 

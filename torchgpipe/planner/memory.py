@@ -15,7 +15,7 @@ from torchgpipe.planner.stages import Arrival, Stage
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 
-__all__ = ["Issued", "Loss", "issued", "peaks", "ways"]
+__all__ = ["Issued", "LossMemory", "issued", "peaks", "ways"]
 
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
@@ -29,7 +29,7 @@ EARLY_AT_FIRST, EARLY = 2, 1
 EARLY_SKIPS = 0.5
 
 
-class Loss(NamedTuple):
+class LossMemory(NamedTuple):
     """The memory of a loss outside, as multiples of the joined outputs.
 
     Attributes:
@@ -78,7 +78,7 @@ def peaks(
     given: float,
     targets: float = 0.0,
     is_summed: bool,
-    loss: Loss | None,
+    loss: LossMemory | None,
 ) -> list[float]:
     """Find the most memory of each worker.
 
@@ -114,7 +114,7 @@ class _Walk:
         placement: Sequence[int],
         stages: Sequence[Stage],
         is_summed: bool,
-        loss: Loss | None,
+        loss: LossMemory | None,
     ) -> None:
         self._again, self._m = order.again, order.microbatches
         self._placement, self._stages, self._is_summed = placement, stages, is_summed

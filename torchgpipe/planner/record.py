@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchgpipe.planner.halves import Halved
+from torchgpipe.planner.halved import Halved
 
 __all__ = ["GIVEN", "Hop", "Peaks", "Record", "Section", "Value"]
 

@@ -19,7 +19,7 @@ from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.lines import Line, Sizes
-from torchgpipe.planner.memory import Issued, Loss, issued, peaks, ways
+from torchgpipe.planner.memory import Issued, LossMemory, issued, peaks, ways
 from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.planner.ties import are_together
 from torchgpipe.schedule.costs import Costs, Table
@@ -43,7 +43,7 @@ COUNTING, REHEARSING = 3, 45
 HOPE = 1.5
 
 #: A loss that is not known keeps as much as its input, as differences, and a gradient.
-LOSS = Loss(2, 2)
+LOSS = LossMemory(2, 2)
 
 #: How many schedules with their modes of checkpointing are kept, with what waits for what in them.
 REHEARSALS = 256
@@ -154,7 +154,7 @@ def settings(
                 yield Setting(name, schedule)
 
 
-class Times(NamedTuple):
+class Durations(NamedTuple):
     """The milliseconds of each kind of computation of a partition."""
 
     F: float
@@ -182,7 +182,7 @@ class Search:
         weights = [x.weights for x in self.problem.layers]
         return stage_of(self.problem.sizes.at(self._rows(m)), weights, range(start, stop))
 
-    def _times(self, start: int, stop: int, m: int) -> Times:
+    def _times(self, start: int, stop: int, m: int) -> Durations:
         layers, rows, stage = self.problem.layers, self._rows(m), self.stage(start, stop, m)
         own = layers[start:stop]
         input, weight = (
@@ -195,13 +195,13 @@ class Search:
             again += layers[stage.saver].again.at(rows)
         if not any(x.gradient for x in stage.arrivals):
             input, weight = 0.0, weight + input
-        return Times(sum(x.forward.at(rows) for x in own), input, weight, again)
+        return Durations(sum(x.forward.at(rows) for x in own), input, weight, again)
 
     def _rows(self, m: int) -> int:
         """The rows of the largest micro-batch."""
         return -(-self.problem.batch // m)
 
-    def _each(self, balance: Sequence[int], m: int) -> tuple[list[Stage], list[Times]]:
+    def _each(self, balance: Sequence[int], m: int) -> tuple[list[Stage], list[Durations]]:
         """The memory and the times of each partition."""
         ends = [sum(balance[:k]) for k in range(len(balance) + 1)]
         ends[-1] += self.problem.has_loss
@@ -271,7 +271,7 @@ class Search:
         return (modes,) * count if isinstance(modes, str) else modes or ()
 
     def _chosen(
-        self, trial: Trial, stages: Sequence[Stage], times: Sequence[Times], count: int
+        self, trial: Trial, stages: Sequence[Stage], times: Sequence[Durations], count: int
     ) -> list[int]:
         """The partitions to compute again next: some of each worker that has too little memory."""
         found: dict[int, list[tuple[float, int]]] = {}
@@ -378,7 +378,7 @@ class Search:
         )
 
     def _costs(
-        self, stages: Sequence[Stage], times: Sequence[Times], placement: Sequence[int]
+        self, stages: Sequence[Stage], times: Sequence[Durations], placement: Sequence[int]
     ) -> Costs:
         slow = [self.problem.slowness[w] for w in placement]
         copy = dict.fromkeys(
@@ -393,7 +393,7 @@ class Search:
                 forward, back = (self.problem.links.get(x, Line()) for x in ((w, v), (v, w)))
                 copy[j, k] = max(copy.get((j, k), 0.0), forward.at(x.size))
                 copy[k, j] = max(copy.get((k, j), 0.0), back.at(x.gradient) if x.gradient else 0.0)
-        each = [Times(*[x * s for x in own]) for s, own in zip(slow, times)]
+        each = [Durations(*[x * s for x in own]) for s, own in zip(slow, times)]
         return Costs(
             F=[x.F for x in each],
             I=[x.I for x in each],

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.describe.tables import in_bytes
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.planner.layers import Layer
@@ -17,6 +16,7 @@ from torchgpipe.planner.plan import too_large
 from torchgpipe.planner.room import Room
 from torchgpipe.schedule.simulator import Report
 from torchgpipe.scheduled import ScheduledLoss
+from torchgpipe.timeline.tables import aligned, in_bytes
 
 __all__ = ["Candidate", "Plans"]
 
@@ -152,8 +152,7 @@ class Plans:
         titles = ["schedule", "chunks", "balance", "checkpoint", "ms", "MiB", "bubble", "gap", ""]
         shown = [*self.candidates[:10], *self.misfits[:3]]
         rows = [titles, *(x._row() for x in shown)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(x.ljust(w) for x, w in zip(row, widths)).rstrip() for row in rows]
+        lines = [aligned(rows, left=range(len(titles)))]
         hidden = len(self.candidates) + len(self.misfits) - len(shown)
         if any(not isinstance(x.checkpoint, str) for x in shown):
             lines.append("checkpoint of each partition: a always, e except_last, n never")

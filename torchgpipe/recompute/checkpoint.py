@@ -46,7 +46,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchgpipe import _torch
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.autocast import is_within_autocast, own_casts
-from torchgpipe.ambient.context import Context, Hooks, Snapshot, current_hooks
+from torchgpipe.ambient.context import Context, Hooks, SavedSettings, current_hooks
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import layer as current
 from torchgpipe.ambient.random_numbers import FirstNumbers
@@ -188,7 +188,7 @@ class Checkpoint:
         if has_streams(device) and _torch.is_multithreading_enabled():
             # This is a thread of autograd's own.
             self.context.lend_threads()
-        found = Snapshot([device], self.context.modes)
+        found = SavedSettings([device], self.context.modes)
         within = is_within_autocast(found.modes)
         # guard: stream of recomputation
         with found, use_stream(self.stream), self.within:

@@ -48,6 +48,16 @@ class Report:
         return "\n".join([head, *rows, f"makespan {float(self.makespan):g}"])
 
     @property
+    def longest(self) -> float:
+        """The longest span of a worker, from the start of its first computation to its last end.
+
+        Papers on zero bubbles divide by this time, as if a worker that begins late waited for
+        nothing: with an optimizer that does not wait, steps then follow each other without a gap.
+        """
+        lines = [[op for x in line for op in operations(x)] for line in self.schedule.program]
+        return max(max(self.end[x] for x in ops) - self.start[ops[0]] for ops in lines)
+
+    @property
     def timeline(self) -> Timeline:
         """The computations and copies, to be drawn beside those of a step that was measured."""
         schedule = self.schedule

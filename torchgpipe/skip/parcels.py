@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchgpipe.skip.tracker import not_stashed
-from torchgpipe.values.microbatch import Batch, Part
+from torchgpipe.values.microbatch import Batch, PackedSkip
 
 __all__: list[str] = []
 
@@ -15,7 +15,7 @@ class Parcels:
     """The skips of one micro-batch that were stashed and not popped yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Any, Part] = {}
+        self._waiting: dict[Any, PackedSkip] = {}
         #: Those that share memory with another part of the micro-batch.
         self._shared: set[Any] = set()
 

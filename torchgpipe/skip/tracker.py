@@ -10,7 +10,7 @@ from typing import Any
 from torchgpipe._torch.dynamo import uncompiled_before_2_13
 from torchgpipe.ambient.thread import registered
 from torchgpipe.skip.namespace import Skip, describe
-from torchgpipe.values.microbatch import Batch, Part
+from torchgpipe.values.microbatch import Batch, PackedSkip
 from torchgpipe.values.structure import flatten
 
 __all__: list[str] = []
@@ -36,13 +36,13 @@ class SkipTracker:
         skips = batch.skips.items() if len(batch.parts) > 1 else ()
         return cls({key: x.structure.unflatten(x.tensors) for key, x in skips})
 
-    def parts(self) -> dict[Skip, Part]:
+    def parts(self) -> dict[Skip, PackedSkip]:
         """The values, taken apart; they stay so until they are popped.
 
         Raises:
             TypeError: a value holds tensors in something that is no known container.
         """
-        return {skip: Part(*flatten(value)) for skip, value in self.values.items()}
+        return {skip: PackedSkip(*flatten(value)) for skip, value in self.values.items()}
 
     @uncompiled_before_2_13
     def save(self, skip: Skip, value: Any) -> None:

@@ -88,6 +88,7 @@ class Observation:
             Race(
                 **{
                     **race,
+                    "device": name_of(race["device"]),
                     "first": self._access(race["first"]),
                     "second": self._access(race["second"]),
                 }

@@ -48,7 +48,7 @@ class Race:
         kind: ``read after write``, ``write after read``, ``write after write``, ``reuse of freed
             memory`` (allocated again while a stream that was not announced by ``record_stream``
             may still use it) or ``memory freed in use`` (the same, and not allocated again yet).
-        device: the index of the device whose memory it is.
+        device: the index of the device whose memory it is, or ``"cpu"`` for pinned memory.
         bytes: the size of the memory.
         first: the access that was issued first.
         second: the access that was not ordered after it; for freed memory, the next allocation.
@@ -57,15 +57,16 @@ class Race:
     """
 
     kind: str
-    device: int
+    device: int | str
     bytes: int
     first: Access
     second: Access
     count: int = 1
 
     def __str__(self) -> str:
+        where = f"virtual:{self.device}" if isinstance(self.device, int) else "pinned memory"
         return (
-            f"{self.kind} ({self.bytes} bytes of virtual:{self.device}, {self.count} times)\n"
+            f"{self.kind} ({self.bytes} bytes of {where}, {self.count} times)\n"
             f"  first:  {self.first}\n  second: {self.second}"
         )
 

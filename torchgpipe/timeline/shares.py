@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchgpipe.timeline.span import Span, Stream, order
+from torchgpipe.timeline.tables import aligned
 
 __all__ = ["Shares", "by_stream", "shares", "table"]
 
@@ -122,11 +123,7 @@ def table(found: Sequence[Shares], memory: Mapping[str, int]) -> str:
             size = memory.get(x.device)
             row.append("-" if size is None else f"{size / 2**20:.1f}")
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *[x.rjust(w) for x, w in zip(row[1:], widths[1:])]])
-        for row in rows
-    )
+    return aligned(rows)
 
 
 def labels(streams: Sequence[Stream]) -> dict[Stream, str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torchgpipe.checks import verify_number
 
-__all__ = ["KINDS", "Bar", "Panel", "Row", "svg"]
+__all__ = ["KINDS", "Bar", "Panel", "Row", "document", "rect", "svg", "text"]
 
 #: The color of each kind of bar, and its name in the legend.
 KINDS = {
@@ -27,6 +27,10 @@ KINDS = {
 #: Pixels: the average bar, a row, the margin for names, a line of text, between two ticks, and the
 #: height of a copy at the lower edge of its row.
 _BAR, _ROW, _MARGIN, _LINE, _TICK, _COPY = 26, 26, 66, 20, 100, 5
+_LIGHT = """.page { fill: white } .words { fill: black } .waits { fill: #e8e8e8 }
+.on-bar { fill: black } rect.bar { stroke: white; stroke-width: 0.5 }"""
+_DARK = """.page { fill: #16181d } .words { fill: #e8e8e8 } .waits { fill: #33363d }
+rect.bar { stroke: #16181d }"""
 #: Pixels of a digit, and the widest picture whose scale is chosen.
 _DIGIT, _WIDEST = 7, 2400
 
@@ -100,7 +104,7 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
     y = 0.0
     for panel in panels:
         if panel.title:
-            body.append(_text(4, y + 14, panel.title, weight="bold"))
+            body.append(text(4, y + 14, panel.title, weight="bold"))
             y += _LINE
         body += _panel(panel, y, margin, scale)
         y += _LINE + len(panel.rows) * _ROW + 6
@@ -109,25 +113,27 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
     y += 10
     for note in [note for panel in panels for note in panel.notes]:
         y += _LINE
-        body.append(_text(margin, y, note))
-    size = f'width="{max(right, margin + stop * scale + 8):.0f}" height="{y + 10:.0f}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-            "<style>",
-            ".page { fill: white } .words { fill: black } .waits { fill: #e8e8e8 }",
-            ".on-bar { fill: black } rect.bar { stroke: white; stroke-width: 0.5 }",
-            "@media (prefers-color-scheme: dark) {",
-            ".page { fill: #16181d } .words { fill: #e8e8e8 } .waits { fill: #33363d }",
-            "rect.bar { stroke: #16181d } }",
-            "</style>",
-            '<rect class="page" width="100%" height="100%"/>',
-            '<g font-family="sans-serif" font-size="11">',
-            *body,
-            "</g>",
-            "</svg>\n",
-        ]
+        body.append(text(margin, y, note))
+    words = '<g font-family="sans-serif" font-size="11">'
+    return document(
+        max(right, margin + stop * scale + 8), y + 10, _LIGHT, _DARK, [words, *body, "</g>"]
     )
+
+
+def document(width: float, height: float, light: str, dark: str, body: Sequence[str]) -> str:
+    """Write a whole picture.
+
+    Args:
+        width: pixels from left to right.
+        height: pixels from top to bottom.
+        light: the style, with a color for ``.page``.
+        dark: the rules of it that are others where the page around it is dark.
+        body: its elements.
+    """
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}">'
+    style = ["<style>", light, f"@media (prefers-color-scheme: dark) {{\n{dark} }}", "</style>"]
+    page = '<rect class="page" width="100%" height="100%"/>'
+    return "\n".join([head, *style, page, *body, "</svg>\n"])
 
 
 def _panel(panel: Panel, top: float, margin: float, scale: float) -> list[str]:
@@ -135,25 +141,25 @@ def _panel(panel: Panel, top: float, margin: float, scale: float) -> list[str]:
     body: list[str] = []
     for k, row in enumerate(panel.rows):
         y = top + _LINE + k * _ROW
-        body += [_text(4, y + 17, row.name), _rect(margin, y + 1, stop * scale, _ROW - 2, "waits")]
+        body += [text(4, y + 17, row.name), rect(margin, y + 1, stop * scale, _ROW - 2, "waits")]
         for bar in row.bars:
             x, width = margin + float(bar.start) * scale, float(bar.end - bar.start) * scale
             color = lighter(KINDS[bar.kind][0], bar.tone)
             if bar.kind == "copy":
                 low = y + _ROW - 1 - _COPY
-                body.append(_rect(x, low, width, _COPY, "bar", color, bar.tip))
+                body.append(rect(x, low, width, _COPY, "bar", color, bar.tip))
                 continue
             number, of = bar.part
             height = (_ROW - 2) / of
-            body.append(_rect(x, y + 1 + number * height, width, height, "bar", color, bar.tip))
+            body.append(rect(x, y + 1 + number * height, width, height, "bar", color, bar.tip))
             if width >= _DIGIT * len(bar.label):
                 middle = y + 1 + (number + 0.5) * height + 4
-                body.append(_text(x + width / 2, middle, bar.label, "middle", "on-bar"))
+                body.append(text(x + width / 2, middle, bar.label, "middle", "on-bar"))
     step = _step(_TICK / scale)
     ticks = [k * step for k in range(int(stop / step) + 1)]
     above = top + 14
-    body += [_text(margin + t * scale, above, f"{t:g}") for t in ticks if stop - t >= step / 2]
-    body.append(_text(margin + stop * scale, above, f"{stop:.6g}", "end"))
+    body += [text(margin + t * scale, above, f"{t:g}") for t in ticks if stop - t >= step / 2]
+    body.append(text(margin + stop * scale, above, f"{stop:.6g}", "end"))
     return body
 
 
@@ -166,12 +172,12 @@ def _legend(
     for kind, (color, name) in KINDS.items():
         if any(bar.kind == kind for bar in bars):
             words = f"{kind} {name}".rstrip()
-            body += [_rect(right, y - 10, 12, 12, "bar", color), _text(right + 16, y, words)]
+            body += [rect(right, y - 10, 12, 12, "bar", color), text(right + 16, y, words)]
             right += 32 + 6 * len(words)
-    body += [_rect(right, y - 10, 12, 12, "waits"), _text(right + 16, y, "waits")]
+    body += [rect(right, y - 10, 12, 12, "waits"), text(right + 16, y, "waits")]
     right += 62
     if is_toned:
-        body.append(_text(right, y, "lighter: later stages of a worker"))
+        body.append(text(right, y, "lighter: later stages of a worker"))
         right += 200
     return body, right
 
@@ -182,7 +188,7 @@ def _step(least: float) -> float:
     return next(x * power for x in (1, 2, 5, 10) if x * power >= least)
 
 
-def _text(
+def text(
     x: float,
     y: float,
     words: str,
@@ -190,14 +196,16 @@ def _text(
     kind: str = "words",
     weight: str = "normal",
 ) -> str:
+    """Write words; ``kind`` is their class in the style."""
     bold = f' font-weight="{weight}"' if weight != "normal" else ""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{bold}'
     return f'<text class="{kind}" {place}>{escape(words)}</text>'
 
 
-def _rect(
+def rect(
     x: float, y: float, width: float, height: float, kind: str, color: str = "", tip: str = ""
 ) -> str:
+    """Write a rectangle; ``kind`` is its class in the style, and ``tip`` its tooltip."""
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     title = f"<title>{escape(tip)}</title>" if tip else ""
     fill = f' fill="{color}"' if color else ""

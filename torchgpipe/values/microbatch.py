@@ -36,7 +36,7 @@ __all__: list[str] = []
 VALUE = None
 
 
-class Part(NamedTuple):
+class PackedSkip(NamedTuple):
     """A skip on its way, taken apart."""
 
     tensors: Tensors
@@ -109,10 +109,10 @@ class Batch:
         return [x.shape for x in self.parts[VALUE]]
 
     @property
-    def skips(self) -> dict[Any, Part]:
+    def skips(self) -> dict[Any, PackedSkip]:
         """All parts but the value."""
         return {
-            key: Part(tensors, self.structures[key])
+            key: PackedSkip(tensors, self.structures[key])
             for key, tensors in self.parts.items()
             if key is not VALUE
         }
@@ -136,7 +136,7 @@ class Batch:
             return Batch(function(value))
         return Batch(function(*value.args, **value.kwargs))
 
-    def with_skips(self, skips: Mapping[Any, Part], shared: Iterable[Any] = ()) -> Batch:
+    def with_skips(self, skips: Mapping[Any, PackedSkip], shared: Iterable[Any] = ()) -> Batch:
         """The same value beside other skips.
 
         Args:

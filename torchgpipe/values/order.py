@@ -65,7 +65,7 @@ class Order:
         #: Whether the layers have returned more rows than they were given; None before they have
         #: computed the first micro-batch.
         self._grows: bool | None = None
-        self._watch: Watch | None = None
+        self._watch: BlockWatch | None = None
         self.blocks: frozenset[int] = frozenset()
         self.known = False
 
@@ -81,7 +81,7 @@ class Order:
         rows = rows_of(given)
         # Compiled code would be compiled anew for the mode.
         if rows and (self._grows or entering) and not any(map(is_compiled, self._layers.modules())):
-            self._watch = Watch(rows, given, entering)
+            self._watch = BlockWatch(rows, given, entering)
             return self._watch
         return NOTHING
 
@@ -108,7 +108,7 @@ class Order:
         self.known = True
 
 
-class Watch(TorchFunctionMode):
+class BlockWatch(TorchFunctionMode):
     """Find tensors whose rows are block by block, within a ``with`` block.
 
     Args:

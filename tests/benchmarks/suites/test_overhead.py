@@ -39,7 +39,6 @@ def test_overhead(measured, tmp_path, others):
     for row in result["rows"]:
         for found in row["rivals"].values():
             assert found["plain_min"] <= found["plain_median"]
-            assert len(found["rounds"]) == 2
     lines = [line.strip("| ").split() for line in printed.splitlines()]
     (head,) = [k for k, line in enumerate(lines) if line[:3] == ["n", "|", "m"]]
     for row, line in zip(result["rows"], lines[head + 2 :]):

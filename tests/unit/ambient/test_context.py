@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchgpipe.ambient.context import Context, Modes, Snapshot
+from torchgpipe.ambient.context import Context, Modes, SavedSettings
 
 
 class FunctionMode(TorchFunctionMode):
@@ -87,7 +87,7 @@ def test_carried_into_any_other(inner, outer):
         context = Context()
     with entered(outer):
         before = Modes.current()
-        with context.entered(Snapshot([])):
+        with context.entered(SavedSettings([])):
             assert Modes.current() == context.modes
         assert Modes.current() == before
 
@@ -97,7 +97,7 @@ def test_carried_to_another_thread(name):
     found = []
 
     def run():
-        with context.entered(Snapshot([])):
+        with context.entered(SavedSettings([])):
             found.append(Modes.current())
 
     with entered(name):
@@ -113,7 +113,7 @@ def test_a_thread_keeps_the_number_of_threads_that_it_was_lent():
 
     def run():
         context.lend_threads()
-        with context.entered(Snapshot([])):
+        with context.entered(SavedSettings([])):
             pass
         found.append(torch.get_num_threads())
 
@@ -138,7 +138,7 @@ def test_casts_of_weights_are_forgotten():
         context = Context()
     for value in (1.0, 2.0):
         weight.data.fill_(value)
-        with context.entered(Snapshot([])):
+        with context.entered(SavedSettings([])):
             assert (x @ weight)[0, 0] == 2 * value
 
 
@@ -149,7 +149,7 @@ def test_left_by_an_exception(name, error):
         context = Context()
     before = Modes.current()
     raised = error("x")
-    with pytest.raises(error) as caught, context.entered(Snapshot([])):
+    with pytest.raises(error) as caught, context.entered(SavedSettings([])):
         raise raised
     assert caught.value is raised
     assert Modes.current() == before

@@ -41,12 +41,19 @@ def test_one_thread_at_a_time_turns_the_cpu_generator_back():
 @pytest.fixture
 def timeout():
     """Seconds after which a thread that should end counts as waiting."""
-    return 10
+    yield 10
+    # One that has waited goes on once the test lets go: not into what the next test replaces.
+    while THREADS:
+        THREADS.pop().join(10)
+
+
+THREADS = []
 
 
 def in_a_thread(function, timeout):
     """Whether a function ends when a new thread calls it."""
     thread = threading.Thread(target=function, daemon=True)
+    THREADS.append(thread)
     thread.start()
     thread.join(timeout)
     return not thread.is_alive()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchgpipe.describe.figures import Figures, Prediction, Times
+from torchgpipe.describe.figures import CellTimes, Figures, Prediction
 from torchgpipe.timeline.span import Stream, computation, copy
 from torchgpipe.timeline.timeline import Timeline
 
@@ -31,7 +31,7 @@ def test_means_of_micro_batches():
         )
     )
     assert found.time == 9
-    assert found.stages == {0: Times(2, 1, 4), 1: Times(1, None, 3)}
+    assert found.stages == {0: CellTimes(2, 1, 4), 1: CellTimes(1, None, 3)}
     assert found.places == {"a": found.stages[0], "b": found.stages[1]}
     assert found.memory == {"a": 5}
 
@@ -39,15 +39,15 @@ def test_means_of_micro_batches():
 def test_partitions_of_a_device_add_up():
     spans = [computation(A, j + i, j + i + 1, (j, "F", i)) for j in (0, 2) for i in (0, 1)]
     found = Figures.of(timeline(*spans))
-    assert found.stages == {0: Times(1), 2: Times(1)}
-    assert found.places == {"a": Times(2)}
+    assert found.stages == {0: CellTimes(1), 2: CellTimes(1)}
+    assert found.places == {"a": CellTimes(2)}
 
 
 def test_last_step():
     first = computation(A, 0, 1, (0, "F", 0))
     found = Figures.of(timeline(first, replace(first, start=3, end=6, step=1)))
     assert found.time == pytest.approx(3)
-    assert found.stages == {0: Times(3)}
+    assert found.stages == {0: CellTimes(3)}
 
 
 def test_no_spans():

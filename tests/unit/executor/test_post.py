@@ -10,7 +10,7 @@ from torchgpipe.executor.links import Links
 from torchgpipe.executor.plan import plan
 from torchgpipe.executor.post import Post
 from torchgpipe.skip import pop, skippable, stash
-from torchgpipe.values.microbatch import VALUE, Batch, Part
+from torchgpipe.values.microbatch import VALUE, Batch, PackedSkip
 from torchgpipe.values.structure import flatten
 
 
@@ -45,7 +45,7 @@ def test_values_and_skips():
     assert batches == []
     assert [post.receive(0, i)[0] for i in (0, 1)] == inputs
     value, other = torch.rand(2, 2, requires_grad=True).exp()
-    post.send(0, 1, Batch(value).with_skips({skip: Part(*flatten(other))}))
+    post.send(0, 1, Batch(value).with_skips({skip: PackedSkip(*flatten(other))}))
     (found,) = post.receive(1, 1)
     assert torch.equal(found, value)
     assert found.requires_grad

@@ -6,7 +6,7 @@ from torch import nn
 
 from torchgpipe.planner import layers
 from torchgpipe.planner.layers import measured
-from torchgpipe.planner.recorder import Recorder
+from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.values.microbatch import scatter
 
 CPU = torch.device("cpu")
@@ -38,13 +38,13 @@ def test_memory_of_each_size():
 
 
 def test_sizes_that_are_too_large_are_left_out(monkeypatch):
-    class Small(Recorder):
+    class Small(MemoryTracker):
         def layer(self, sandbox):
             if len(next(iter(sandbox.batch))) > 16:
                 raise torch.OutOfMemoryError("too large")
             super().layer(sandbox)
 
-    monkeypatch.setattr(layers, "Recorder", Small)
+    monkeypatch.setattr(layers, "MemoryTracker", Small)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     _, sizes = measure(module, 1, 2, 4, 8)
     for rows in (8, 16, 64):

@@ -1,18 +1,13 @@
 """The rows and bars of a step, and the picture as PNG."""
 
-import re
-import runpy
 import struct
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.unit.timeline.cases import A, step
 from torchgpipe.timeline.picture import panel, png
 from torchgpipe.timeline.span import computation
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_rows():
@@ -43,15 +38,3 @@ def test_png_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         png(tmp_path / "step.png", [])
-
-
-def test_the_pictures_of_the_guide_are_up_to_date(tmp_path):
-    folder = ROOT / "docs/timelines"
-    runpy.run_path(str(folder / "draw.py"))["draw"](tmp_path)
-    made = {path.name for path in tmp_path.iterdir()}
-    assert made == {path.name for path in folder.glob("*.svg")}
-    page = (ROOT / "docs/see.rst").read_text("utf-8")
-    assert made == {*re.findall(r"\.\. image:: timelines/(\S+)", page)}
-    for name in made:
-        kept = (folder / name).read_text("utf-8")
-        assert (tmp_path / name).read_text("utf-8") == kept, "run docs/timelines/draw.py"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchgpipe.values.marks import NoChunk
-from torchgpipe.values.microbatch import Batch, Part, gather, scatter
+from torchgpipe.values.microbatch import Batch, PackedSkip, gather, scatter
 from torchgpipe.values.structure import Arguments, flatten
 
 rows = st.integers(0, 40)
@@ -18,7 +18,9 @@ chunks = st.integers(1, 12)
 
 def beside(value, skips, shared=()):
     """A micro-batch with skips."""
-    return Batch(value).with_skips({key: Part(*flatten(x)) for key, x in skips.items()}, shared)
+    return Batch(value).with_skips(
+        {key: PackedSkip(*flatten(x)) for key, x in skips.items()}, shared
+    )
 
 
 def skips_of(batch):

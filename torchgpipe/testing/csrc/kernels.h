@@ -76,7 +76,11 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     }
     if (crosses) wait_for(other, stream_state(s).clock, stream_state(s).time);
     auto& host = from == kHost ? source : target;
-    bool pinned = host.has_storage() && PinnedAllocator::contains(host.storage().data());
+    auto* pinned = is_virtual(host) || !host.has_storage() ? nullptr : PinnedAllocator::find(host.storage().data());
+    if (pinned) {
+      auto [low, high] = extent(host);
+      touch(pinned, s, low, high, to == kHost, op, stack);
+    }
     if ((from == kHost || to == kHost) && !(non_blocking && pinned)) host_wait(s);
   }
   if (state().hollow) {

@@ -102,6 +102,7 @@ inline void report(const char* kind, int device, int64_t bytes, const Access& fi
 
 // PyTorch allocates outputs before it calls the operator that writes them, which is to be told.
 inline void name_places(const Block* block, const std::string& op) {
+  if (block->device == kHost) return;
   auto& m = memory();
   auto& it = m.accounts[block->device];
   if (it.peak_block == block) it.at_peak.op = op, it.peak_block = nullptr;
@@ -275,19 +276,24 @@ inline Allocator* allocator() {
   return it;
 }
 
-// Pinned memory: the host need not wait for copies from and to it.
+// Pinned memory: the host need not wait for copies from and to it. So it is watched as a device's is,
+// as far as devices access it.
 struct PinnedAllocator final : public c10::Allocator {
-  static std::map<char*, size_t>& blocks() {
-    static auto* it = new std::map<char*, size_t>;
+  static std::map<char*, Block>& blocks() {
+    static auto* it = new std::map<char*, Block>;
     return *it;
+  }
+  // The block that begins at an address, or that an address is in; null for other memory.
+  static Block* find(const void* pointer) {
+    auto* p = static_cast<char*>(const_cast<void*>(pointer));
+    auto after = blocks().upper_bound(p);
+    if (after == blocks().begin()) return nullptr;
+    --after;
+    return p < after->first + std::max<int64_t>(after->second.bytes, 1) ? &after->second : nullptr;
   }
   static bool contains(const void* pointer) {
     VIRTUAL_LOCK;
-    auto* p = static_cast<char*>(const_cast<void*>(pointer));
-    auto after = blocks().upper_bound(p);
-    if (after == blocks().begin()) return false;
-    --after;
-    return p < after->first + std::max<size_t>(after->second, 1);
+    return find(pointer);
   }
   static void release(void* data) {
     VIRTUAL_LOCK;
@@ -298,7 +304,7 @@ struct PinnedAllocator final : public c10::Allocator {
     VIRTUAL_LOCK;
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 64, std::max<size_t>(bytes, 1)) == 0, "out of memory (bytes: ", bytes, ")");
-    blocks()[static_cast<char*>(data)] = bytes;
+    blocks()[static_cast<char*>(data)] = Block{kHost, int64_t(bytes), -1, {}, {}, {}};
     return c10::DataPtr(data, data, &release, c10::Device(c10::kCPU));
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.graphs.sources import Sources, Variables, is_own, names_in
+from torchgpipe.graphs.globals import Sources, Variables, is_own, names_in
 
 NUMBER, OTHER, NAMED, FAR = 1, [2], 3, 4
 SETTINGS = types.ModuleType("tests_of_settings")

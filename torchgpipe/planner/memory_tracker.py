@@ -1,4 +1,4 @@
-"""The recorder of a model, which runs once, forward and backward.
+"""The tracker of memory of a model, which runs once, forward and backward.
 
 Operators tell which memory they make, and when that is gone. In backward, the number of a node of
 autograd tells which section the node belongs to.
@@ -23,14 +23,14 @@ from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import hooked, kind_of, unchanged
-from torchgpipe.planner.halves import Halved, Root, halved, own_outputs
+from torchgpipe.planner.halved import Halved, Root, halved, own_outputs
 from torchgpipe.planner.record import GIVEN, Peaks, Record, Section, Value
 from torchgpipe.planner.sandbox import Sandbox
 from torchgpipe.planner.storages import watching
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 
-__all__ = ["Recorder"]
+__all__ = ["MemoryTracker"]
 
 #: The names of peaks of backward.
 WAYS = ("first", "second", "later", "adding")
@@ -68,7 +68,7 @@ class Piece:
         return not self.reference.expired()
 
 
-class Recorder:
+class MemoryTracker:
     """The record of one run, or of layers, one after the other."""
 
     def __init__(self) -> None:

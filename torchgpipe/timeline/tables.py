@@ -8,7 +8,7 @@ __all__: list[str] = []
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
-    """Put columns side by side.
+    """Put columns side by side; a column without any text is left out.
 
     Args:
         rows: the titles of the columns, and the rows below them.
@@ -17,8 +17,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
 
     def line(row: Sequence[str]) -> str:
-        cells = zip(row, widths)
-        return "  ".join(x.ljust(w) if k in left else x.rjust(w) for k, (x, w) in enumerate(cells))
+        cells = [(k, x, w) for k, (x, w) in enumerate(zip(row, widths)) if w]
+        return "  ".join(x.ljust(w) if k in left else x.rjust(w) for k, x, w in cells)
 
     return "\n".join(line(row).rstrip() for row in rows)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.support.graphs import Program, Stage
 from tests.support.size import some
+from torchgpipe.graphs.choice import CHOICES
 from torchgpipe.graphs.memory import kept
-from torchgpipe.graphs.recompute import CHOICES
 
 
 @pytest.mark.parametrize("choice", CHOICES)

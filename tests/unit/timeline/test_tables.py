@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchgpipe.describe.tables import aligned, in_bytes
+from torchgpipe.timeline.tables import aligned, in_bytes
 
 
 def test_columns():

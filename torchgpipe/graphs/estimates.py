@@ -10,9 +10,9 @@ from torchgpipe.executor.computation import Forward
 from torchgpipe.executor.executor import Executor
 from torchgpipe.graphs.memory import kept
 from torchgpipe.graphs.overlap import cost
-from torchgpipe.graphs.settings import current_settings
 from torchgpipe.graphs.slices import Slice
 from torchgpipe.graphs.stage import StageGraphs
+from torchgpipe.graphs.surroundings import current_settings
 from torchgpipe.graphs.traced import Traced
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.schedule.program import Op

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchgpipe.graphs.calls import FUNCTIONS, METHODS, call_directly
+from torchgpipe.graphs.direct import FUNCTIONS, METHODS, call_directly
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
