@@ -64,7 +64,7 @@ def halved(sandbox: Sandbox) -> Halved:
     with LiveStorages() as whole:
         held, halves, outputs = _first_half(sandbox, batch, is_held=True)
         pending = sum(whole.sizes())
-        noted = _sizes(halves.noted)
+        noted = sizes_of(halves.noted)
     with LiveStorages() as late:
         halves.weight()
     return Halved(
@@ -92,7 +92,7 @@ def _first_half(
     grads = [torch.ones_like(x) for x in roots]
     weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
     halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
-    given = _sizes(grads) if is_held else {}
+    given = sizes_of(grads) if is_held else {}
     del batch, output, outputs, roots, grads
     with LiveStorages() as storages:
         halves.input()
@@ -122,7 +122,7 @@ def own_outputs(sandbox: Sandbox, output: Batch) -> list[Tensor]:
     ]
 
 
-def _sizes(values: Iterable[Tensor]) -> dict[int, int]:
+def sizes_of(values: Iterable[Tensor]) -> dict[int, int]:
     """The addresses of the memory of tensors, with its bytes."""
     found = [x.untyped_storage() for x in values if x.layout == torch.strided and x.numel()]
     return {x.data_ptr(): x.nbytes() for x in found}

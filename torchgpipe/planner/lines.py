@@ -99,6 +99,7 @@ def _mixed(a: Record, b: Record, share: float, *, is_line: bool = True) -> Recor
             size=mix(x.size, y.size),
             users={k: mix(x.users.get(k, size), size) for k, size in y.users.items()},
             gradient=mix(x.gradient, y.gradient),
+            holds={k: mix(x.holds.get(k, size), size) for k, size in y.holds.items()},
             output=mix(x.output, y.output),
         )
         for x, y in zip(a.values, b.values)
@@ -107,4 +108,4 @@ def _mixed(a: Record, b: Record, share: float, *, is_line: bool = True) -> Recor
 
 
 #: What is a number of bytes of a section, or several.
-_SIZES = ("kept", "forward", "again", "free", "held", "halves")
+_SIZES = ("kept", "forward", "again", "free", "held", "halves", "rest")

@@ -254,12 +254,13 @@ class _Walk:
 
     def _give_back(self, w: int, j: int, i: int) -> None:
         """Send the gradients of what has arrived. They are there until all of them are sent."""
-        rest = sum(x.gradient for _, x in self._in[j])
+        rest = sum(x.holds for _, x in self._in[j])
         for source, x in self._in[j]:
             there = self._placement[source]
             if there != w:
                 self._during(w, rest + x.gradient)
             if x.source >= 0:
-                self.now[there] += x.gradient
-                self._grads[source, i] = self._grads.get((source, i), 0.0) + x.gradient
+                size = x.holds if there == w else x.gradient
+                self.now[there] += size
+                self._grads[source, i] = self._grads.get((source, i), 0.0) + size
                 self._during(there, 0.0)

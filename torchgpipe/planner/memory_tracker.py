@@ -23,7 +23,7 @@ from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import hooked, kind_of, unchanged
-from torchgpipe.planner.halved import Halved, Root, halved, own_outputs
+from torchgpipe.planner.halved import Halved, Root, halved, own_outputs, sizes_of
 from torchgpipe.planner.record import GIVEN, Peaks, Record, Section, Value
 from torchgpipe.planner.sandbox import Sandbox
 from torchgpipe.planner.storages import watching
@@ -149,6 +149,8 @@ class MemoryTracker:
         self._calls, self._pieces = 1, {}
         batch = sandbox.input()
         ends: dict[int, GradientEdge] = {}
+        #: The skip of each of these, if it is one.
+        popped: dict[int, Value | None] = {}
         for key, own in before.parts.items():
             passes_by = key in sandbox.output.skips
             for x, y in zip(own, batch.parts[key]):
@@ -159,6 +161,7 @@ class MemoryTracker:
                     value.use(k, x, source, is_skip=key is not VALUE)
                     if y.requires_grad:
                         ends[id(y)] = get_gradient_edge(y)
+                        popped[id(y)] = value if key is not VALUE else None
         with watching(self._note):
             with saved_tensors_hooks(self._save, lambda x: x):
                 output = sandbox.forward(batch)
@@ -169,7 +172,14 @@ class MemoryTracker:
             if ends:
                 del y
             weights = [x for x in layer.parameters() if x.requires_grad]
-            self._backward(root, weights, [*ends.values()])
+            sizes = self._backward(root, weights, [*ends.values()])
+        skips = [(value, size) for value, size in zip(popped.values(), sizes) if value is not None]
+        if skips:
+            for value, size in skips:
+                value.holds[k] = sum(size.values())
+            held = {place: x for _, size in skips for place, x in size.items()}
+            every = {place: x for size in sizes for place, x in size.items()}
+            self.sections[k].rest = sum(every.values()) - sum(held.values())
         self.sections[k].halves = halved(sandbox) if root is not None else Halved()
 
     def _hand_on(self, k: int, sandbox: Sandbox, output: Batch) -> set[int]:
@@ -255,14 +265,18 @@ class MemoryTracker:
 
     def _backward(
         self, root: Tensor | None, weights: Sequence[Tensor], ends: Sequence[GradientEdge]
-    ) -> None:
-        """Run backward, and see the most memory of each section's part of it."""
+    ) -> list[dict[int, int]]:
+        """Run backward, and see the most memory of each section's part of it.
+
+        Returns:
+            The memory of the gradients of ends.
+        """
         self._end = next_number() - 1
         kept = [x for pieces in self._kept.values() for x in pieces]
         self._firsts = [x.first for x in self.sections]
         self._ticks, self._live, before = [], [], {*self._pieces}
         if root is None or not (weights or ends):
-            return
+            return []
         wanted: Any = [*weights, *ends]
         hooks = [x.register_hook(self._weigh) for x in weights]
         try:
@@ -271,8 +285,10 @@ class MemoryTracker:
         finally:
             for hook in hooks:
                 hook.remove()
+        sizes = [sizes_of([] if x is None else [x]) for x in found[len(weights) :]]
         del found
         self._sweep([*kept, *[x for at, x in self._pieces.items() if at not in before]])
+        return sizes
 
     def _weigh(self, grad: Tensor) -> Tensor:
         """Take note of the gradient of a weight, and let go of it, since all may not fit."""

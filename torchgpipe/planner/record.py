@@ -57,6 +57,8 @@ class Section:
             use.
         held: likewise if these stay to the end, as those of a partition do under a schedule.
         halves: the memory of backward in halves; None where nobody asked for it.
+        rest: the bytes of the gradients of the input, beside what those of skips hold; None if they
+            are tensors of their own.
     """
 
     block: str | None
@@ -69,6 +71,7 @@ class Section:
     free: Peaks = NO_PEAKS
     held: Peaks = NO_PEAKS
     halves: Halved | None = None
+    rest: float | None = None
 
 
 class Hop(NamedTuple):
@@ -90,6 +93,8 @@ class Value:
         hops: the ways to them: from which section, to which, and whether as a skip.
         savers: the sections that keep it for backward.
         gradient: the bytes of its gradient.
+        holds: for sections that get it as a skip, the bytes that its gradient holds there: more
+            where that is a view, as that of what is concatenated.
         output: the bytes of the tensors in it that the model returns.
     """
 
@@ -99,6 +104,7 @@ class Value:
     hops: set[Hop] = field(default_factory=set)
     savers: set[int] = field(default_factory=set)
     gradient: float = 0
+    holds: dict[int, float] = field(default_factory=dict)
     output: float = 0
 
     def use(self, section: int, tensor: Tensor, source: int, *, is_skip: bool = False) -> None:

@@ -44,6 +44,7 @@ class Arrival(NamedTuple):
         is_skip: whether it comes as a skip.
         size: its bytes.
         gradient: the bytes of its gradient.
+        holds: the bytes that its gradient holds where it is made.
         is_kept: whether cells keep it for backward.
         is_pending: whether they keep it for W.
     """
@@ -53,6 +54,7 @@ class Arrival(NamedTuple):
     is_skip: bool
     size: float
     gradient: float
+    holds: float
     is_kept: bool
     is_pending: bool
 
@@ -228,9 +230,9 @@ class _Partition:
                     continue
                 key = n, hop._replace(target=0)
                 size = max(v.users[hop.target], found[key].size if key in found else 0.0)
-                found[key] = Arrival(
-                    n, hop.source, hop.is_skip, size, v.gradient, bool(savers), is_pending
-                )
+                holds = max(v.gradient, v.holds.get(hop.target, 0.0) if hop.is_skip else 0.0)
+                ways = n, hop.source, hop.is_skip
+                found[key] = Arrival(*ways, size, v.gradient, holds, bool(savers), is_pending)
         return [*found.values()]
 
     @cached_property
@@ -315,10 +317,21 @@ class _Partition:
             level -= sum(x.size for x in gone if not self._stays(x, keeps))
         return peak
 
+    def _gradient(self, v: Value, k: int, *, is_skip: bool) -> float:
+        """The memory that the gradient of a value holds behind the backward of a section."""
+        if is_skip:
+            return v.holds.get(k, v.gradient)
+        rest = self._section(k).rest
+        return v.gradient if rest is None else min(rest, v.gradient)
+
     @cached_property
-    def _passed(self) -> tuple[dict[int, float], dict[int, float]]:
-        """The gradients between sections, by the section that makes them, and that uses them up."""
+    def _passed(self) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+        """The gradients between sections, by the one that makes them, and the one that gets them.
+
+        The last are those of what a section gets, as the section itself counts them.
+        """
         made: dict[int, float] = {}
+        gone: dict[int, float] = {}
         used: dict[int, float] = {}
         for n, v in self._values:
             ends: dict[tuple[int, bool], int] = {}
@@ -328,9 +341,11 @@ class _Partition:
             for (source, is_skip), k in ends.items():
                 # What goes to others, too, has its gradient before.
                 if (n, source, is_skip) not in self._leaving:
-                    made[k] = made.get(k, 0.0) + v.gradient
+                    size = self._gradient(v, k, is_skip=is_skip)
+                    made[k] = made.get(k, 0.0) + size
+                    gone[source] = gone.get(source, 0.0) + size
                     used[source] = used.get(source, 0.0) + v.gradient
-        return made, used
+        return made, gone, used
 
     @cached_property
     def _gone_out(self) -> dict[int, float]:
@@ -364,7 +379,7 @@ class _Partition:
             stay: the memory of the gradients of each section's weights that stay until the end.
             again: whether sections are computed again as backward comes to them.
         """
-        made, used = self._passed
+        made, gone, used = self._passed
         level = peak = self._given
         for k, more in zip(reversed(self._own), reversed(stay)):
             section, outer = self._section(k), self._gone_out.get(k, 0.0)
@@ -374,7 +389,7 @@ class _Partition:
             is_held = held is not None and outer > 0
             most = held(section) if held is not None and is_held else free(section)
             peak = max(peak, level - section.kept - used.get(k, 0.0) - outer + most)
-            level -= section.kept + used.get(k, 0.0) + (0.0 if is_held else outer)
+            level -= section.kept + gone.get(k, 0.0) + (0.0 if is_held else outer)
             level -= sum(x.size for x in self._released.get(k, ()))
             level += made.get(k, 0.0) + more
             peak = max(peak, level)
@@ -389,13 +404,14 @@ class _Partition:
             # The input needs no gradient. So I only keeps the gradient of the output for W, which
             # does the whole backward, and begins with that gradient in memory.
             return self._given, kept + self._given, [x - self._given for x in whole]
-        made, used = self._passed
+        made, gone, used = self._passed
         level = peak = self._given
         for k, half in zip(reversed(self._own), reversed(halves)):
             assert half is not None
             out, outer = used.get(k, 0.0), self._gone_out.get(k, 0.0)
             peak = max(peak, level - out - outer + (half.held if outer else half.free))
-            level += made.get(k, 0.0) + half.noted - (0.0 if half.notes_output else out)
+            level += made.get(k, 0.0) + half.noted
+            level -= 0.0 if half.notes_output else gone.get(k, 0.0)
         weights = [self._weights[k] for k in self._own]
         pending = sum(x.pending for x in halves if x is not None) + sum(
             x.size

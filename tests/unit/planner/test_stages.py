@@ -56,6 +56,8 @@ def test_what_is_stashed_and_kept_is_counted_once():
     assert [j for j, _ in ways([before, behind])[1]] == [0, 0]
     assert sorted(x.is_skip for x in behind.arrivals) == [False, True]
     assert all((x.size, x.gradient) == (UNIT, UNIT) for x in behind.arrivals)
+    # The gradient of the skip is a view of that of what was joined, for both.
+    assert {x.is_skip: x.holds for x in behind.arrivals} == {False: UNIT, True: 2 * UNIT}
     # What is joined is a copy.
     assert behind.held == 2 * UNIT
 
