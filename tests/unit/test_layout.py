@@ -85,7 +85,6 @@ ELSEWHERE = {
     "planner/blocks": "unit/balance/test_device_map.py",
     "planner/halved": "virtual/test_plans.py",
     "planner/links": "virtual/test_plans.py",
-    "planner/memory": "virtual/test_plans.py",
     "planner/record": "unit/planner/test_memory_tracker.py",
     "planner/plan": "virtual/test_plans.py",
     "planner/room": "virtual/test_advice_memory.py",

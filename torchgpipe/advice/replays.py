@@ -12,10 +12,11 @@ from functools import cache
 from itertools import accumulate
 
 from torchgpipe.advice.figures import Figures
-from torchgpipe.advice.memory import most
 from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replay import Host, replayed
 from torchgpipe.advice.setting import Setting
+from torchgpipe.planner.memory import issued, peaks
+from torchgpipe.planner.stages import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import operations
@@ -167,8 +168,17 @@ class Replays:
         inner = ends[1:] if setting.threads else [k + 1 for k in ends]
         given = [0, *(x.bytes for x in figures.layers)]
         inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
-        kept = {j: scale * size for j, size in traced.kept.items()}
-        return most(self._order(schedule, setting.threads), traced.places, kept, inputs)
+        stages = [known(j, scale * traced.kept[j], x) for j, x in enumerate(inputs)]
+        # Cells keep activations from F, or from R, until their backward, and only their input from
+        # F until R. The difference between two settings is added to what was measured.
+        names = [*dict.fromkeys(traced.places)]
+        placement = [names.index(x) for x in traced.places]
+        order = self._order(schedule, setting.threads)
+        steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
+        found = peaks(
+            issued(steps), placement, stages, state=0.0, given=0.0, is_summed=True, loss=None
+        )
+        return dict(zip(names, found))
 
     def gain(self, setting: Setting) -> float:
         """The share of the step's time that a setting saves.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchgpipe.planner.record import GIVEN, Hop, Record, Section, Value
 
-__all__ = ["Arrival", "Stage", "Weights", "stage_of"]
+__all__ = ["Arrival", "Stage", "Weights", "known", "stage_of"]
 
 
 class Weights(NamedTuple):
@@ -124,6 +124,21 @@ def stage_of(
         by_call: whether each call is computed again by itself, and not the partition as a whole.
     """
     return _Partition(record, weights, sections, by_call).stage()
+
+
+def known(section: int, held: float, stored: float) -> Stage:
+    """The partition of one section, of which only what cells keep is known.
+
+    Args:
+        section: the number of the section.
+        held: what a cell keeps from F, or from R, until its backward.
+        stored: what it keeps from F until R.
+    """
+    none = (0.0,) * 3
+    return Stage(
+        *((section,), (), {}, frozenset(), 0.0, 0.0, held, stored, held, none[:2], 0.0, None),
+        *(True, 0.0, none, none[:2], none[:2], 0.0, none, Weights()),
+    )
 
 
 class _Value(NamedTuple):
