@@ -7,24 +7,20 @@ needs no repetition, and is looked at for more sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.nesting import holding
-from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.measures import Stopwatch
-from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.halved import own_outputs
 from torchgpipe.planner.lines import Line, Sizes, through
 from torchgpipe.planner.memory_tracker import MemoryTracker
-from torchgpipe.planner.progress import Progress
-from torchgpipe.planner.rounds import LEAST, repeat, undisturbed
-from torchgpipe.planner.sandbox import Sandbox, Sandboxes, leaves
+from torchgpipe.planner.rounds import undisturbed
+from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves
 from torchgpipe.planner.stages import Weights
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -80,58 +76,25 @@ def measured(
     Returns:
         The layers, and the memory that they take.
     """
-    numbers = FirstNumbers(device)
+    looks: dict[int, tuple[MemoryTracker, Batch]] = {}
+    weights: dict[str, Weights] = {}
 
-    def run() -> tuple[list[Layer], Sizes]:
-        with (
-            use_device(device),
-            numbers.restored(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            return _measured(module, batches, others, device, timeout, progress)
-
-    return holding(numbers.locks, run)
-
-
-def _measured(
-    module: nn.Sequential,
-    batches: Mapping[int, Batch],
-    others: Mapping[int, Batch],
-    device: torch.device,
-    timeout: float,
-    progress: bool,
-) -> tuple[list[Layer], Sizes]:
     def brought(batch: Batch) -> Batch:
         return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
 
-    sizes = [Sandboxes(module, brought(x), device) for x in batches.values()]
-    looks = {count: (MemoryTracker(), brought(x)) for count, x in others.items()}
-    times: list[dict[str, list[tuple[float, ...]]]] = [{} for _ in sizes]
-    weights: dict[str, Weights] = {}
-    count = len(sizes) * len(module)
-    with Progress(progress, "profile", "layer", count * (1 + LEAST)) as bar:
+    def make() -> list[Sandboxes]:
+        looks.update({count: (MemoryTracker(), brought(x)) for count, x in others.items()})
+        return [Sandboxes(module, brought(x), device) for x in batches.values()]
 
-        def see(k: int, title: str, sandbox: Sandbox) -> None:
-            if k == 0:
-                _look(looks, sandbox.layer, device)
-                weights[title] = _weights_of(sandbox.layer)
-            times[k][title] = []
-            bar.step()
+    def see(k: int, title: str, sandbox: Sandbox) -> None:
+        if k == 0:
+            _look(looks, sandbox.layer, device)
+            weights[title] = _weights_of(sandbox.layer)
 
-        def take(k: int, title: str, sandbox: Sandbox) -> None:
-            times[k][title].append(_sample(sandbox))
-            bar.step()
-
-        def once(visit: Callable[[int, str, Sandbox], None]) -> None:
-            for k, sandboxes in enumerate(sizes):
-                sandboxes.each(lambda title, sandbox: visit(k, title, sandbox))  # noqa: B023
-
-        once(see)
-        repeat(lambda: once(take), timeout, lambda rounds: bar.expect(count * (1 + rounds)))
+    times = in_rounds(make, see, _sample, device, timeout=timeout, progress=progress)
     found = []
-    for title in times[0]:
-        best = [[undisturbed(x) for x in zip(*times[k][title])] for k in range(len(sizes))]
+    for title in weights:
+        best = [[undisturbed(x) for x in zip(*own[title])] for own in times]
         found.append(_layer(title, [*batches], weights[title], best))
     return found, Sizes({rows: tracker.layers() for rows, (tracker, _) in looks.items()})
 
