@@ -2,7 +2,7 @@
 
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
-from torchgpipe.plans.plan import plan
+from torchgpipe.plans import plan
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.scheduled import ScheduledLoss, arguments
