@@ -7,6 +7,7 @@ that the replay knows nothing of, and no advice is better than a wrong one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -14,16 +15,63 @@ from itertools import accumulate
 from torchgpipe.advice.figures import Figures
 from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replay import Host, replayed
-from torchgpipe.advice.setting import Setting
+from torchgpipe.executor.plan import Choice, chosen, completed
 from torchgpipe.planner.memory import issued, peaks
 from torchgpipe.planner.stages import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.schedule.simulator import in_order
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The way in which a model is wrapped.
+
+    Args:
+        balance: the layers of each partition.
+        placement: the worker of each partition.
+        chunks: the micro-batches of a step.
+        modes: the checkpoint mode of each partition.
+        schedule: the choice of a :class:`~torchgpipe.ScheduledLoss`; None for the order of
+            :class:`~torchgpipe.GPipe`.
+        skips: the partitions that each skip leads from and to.
+        threads: the threads of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of
+            one micro-batch behind another; 0 for other wrappers.
+    """
+
+    balance: tuple[int, ...]
+    placement: tuple[int, ...]
+    chunks: int
+    modes: tuple[str, ...]
+    schedule: Choice | None
+    skips: tuple[tuple[int, int], ...]
+    threads: int = 0
+
+    def made(self) -> Schedule | None:
+        """The schedule of a step, with its recomputations; None if the choice has none."""
+        schedule = self._chosen()
+        if schedule is None or schedule.chunks != self.chunks:
+            return None
+        if schedule.placement != self.placement:
+            return None
+        return completed(schedule, self.modes, self.skips, forward=False)
+
+    def _chosen(self) -> Schedule | None:
+        workers = max(self.placement) + 1
+        if self.schedule is None:
+            return fill_drain(workers, self.chunks)
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        # Some schedules need a number of micro-batches that their workers divide.
+        with suppress(ValueError):
+            return chosen(self.schedule, len(self.placement), [workers], self.chunks)
+        return None
+
 
 #: By which factor several threads take longer to issue, since they take the interpreter from each
 #: other. It was measured for small layers on four devices.
