@@ -222,7 +222,7 @@ class _Walk:
         if self._is_summed:
             most = stage.whole[min(number, 2)]
         else:
-            most = (stage.adding_again if is_within else stage.adding)[min(number, 1)]
+            most = (stage.adding_again if is_within else stage.adding)[min(number, 2)]
             most += self._early(j)
         arrived = self._grads.pop((j, i), 0.0)
         self._during(w, most - arrived)
@@ -235,7 +235,7 @@ class _Walk:
         most = EARLY if j else EARLY_AT_FIRST
         others = min(most, self._m - 1 - self._backwards[j])
         return others * sum(
-            x.gradient * (1 if k == j + 1 else EARLY_SKIPS) for k, x in self._out[j]
+            x.gradient * (EARLY_SKIPS if x.is_skip or k > j + 1 else 1) for k, x in self._out[j]
         )
 
     def _i(self, w: int, j: int, i: int) -> None:

@@ -33,7 +33,7 @@ from torchgpipe.values.microbatch import VALUE, Batch
 __all__ = ["MemoryTracker"]
 
 #: The names of peaks of backward.
-WAYS = ("first", "second", "later", "adding")
+WAYS = ("first", "second", "later", "summing", "adding")
 
 
 class Piece:
@@ -346,7 +346,7 @@ class MemoryTracker:
                 waits = way == "first" or (way in ("second", "later") and not large)
                 go = end if waits else piece.born + 1
                 # The first sum is a new tensor.
-                size *= 2 if large and way == "second" else 1
+                size *= 2 if way == "summing" or (large and way == "second") else 1
             changes += [(go, -size)] if piece.is_shared else [(piece.born, size), (go, -size)]
         now = most = 0.0
         for tick, change in sorted(changes):

@@ -79,7 +79,7 @@ class Stage:
         at_once: whether all of a cell is computed again before its backward begins.
         given: the gradients that a backward begins with.
         whole: the most of the first B, of the second, and of a later one, with these gradients.
-        adding: likewise of autograd's backward, of the first micro-batch and of a later one.
+        adding: likewise of autograd's backward, of the first micro-batch, and so on.
         adding_again: likewise of cells that are computed again within it.
         half: likewise of I.
         weight: the most of the first W, of the second, and of a later one, above that before.
@@ -137,7 +137,7 @@ def known(section: int, held: float, stored: float) -> Stage:
     none = (0.0,) * 3
     return Stage(
         *((section,), (), {}, frozenset(), 0.0, 0.0, held, stored, held, none[:2], 0.0, None),
-        *(True, 0.0, none, none[:2], none[:2], 0.0, none, Weights()),
+        *(True, 0.0, none, none, none, 0.0, none, Weights()),
     )
 
 
@@ -171,6 +171,7 @@ class _Partition:
     ) -> None:
         self._all, self._weights, self._own, self._by_call = record, weights, own, by_call
         self._inside = range(own[0], own[-1] + 1)
+        self._found: dict[str, dict[int | None, list[_Value]]] = {}
         self._values = [(n, record.values[n]) for n in record.touching(self._inside)]
 
     def stage(self) -> Stage:
@@ -190,6 +191,12 @@ class _Partition:
         adding, adding_again = (
             [
                 self._backward(None, lambda x: x.free.first, trainable, again=again),
+                self._backward(
+                    None,
+                    lambda x: x.free.adding if self._by_call else x.free.summing,
+                    none,
+                    again=again,
+                ),
                 self._backward(None, lambda x: x.free.adding, none, again=again),
             ]
             for again in (False, self._by_call and not self._leaving)
@@ -278,7 +285,7 @@ class _Partition:
 
     def _made_one(self, n: int, v: Value) -> _Value:
         used = [k for k in v.users if k in self._inside]
-        savers = [k for k in v.savers if k in self._inside]
+        savers = self._savers(n)
         # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
         stored = any(self._section(k).is_call and self._section(k).free.first for k in used)
         stored = stored or any(not self._section(k).is_call for k in savers)
@@ -293,23 +300,13 @@ class _Partition:
             self._section(v.made).is_call and v.made in savers,
         )
 
-    def _at(self, key: Callable[[_Value], int | None]) -> dict[int | None, list[_Value]]:
-        found: dict[int | None, list[_Value]] = {}
-        for x in self._made:
-            found.setdefault(key(x), []).append(x)
-        return found
-
-    @cached_property
-    def _by_made(self) -> dict[int | None, list[_Value]]:
-        return self._at(lambda x: x.made)
-
-    @cached_property
-    def _by_last(self) -> dict[int | None, list[_Value]]:
-        return self._at(lambda x: x.last)
-
-    @cached_property
-    def _released(self) -> dict[int | None, list[_Value]]:
-        return self._at(lambda x: x.first_saver)
+    def _at(self, key: str) -> dict[int | None, list[_Value]]:
+        """The values by the section that makes them, that uses them last, or that keeps them."""
+        if key not in self._found:
+            found = self._found[key] = {}
+            for x in self._made:
+                found.setdefault(getattr(x, key), []).append(x)
+        return self._found[key]
 
     def _stays(self, x: _Value, keeps: bool) -> bool:
         return x.leaves or (x.first_saver is not None if keeps else x.is_stored)
@@ -327,8 +324,8 @@ class _Partition:
             is_end = again and k == self._own[-1]
             peak = max(peak, level + (section.again if is_end else section.forward))
             level += section.kept if keeps or not section.is_call else 0.0
-            level += sum(x.size for x in self._by_made.get(k, ()))
-            gone = self._by_last.get(k, ())
+            level += sum(x.size for x in self._at("made").get(k, ()))
+            gone = self._at("last").get(k, ())
             level -= sum(x.size for x in gone if not self._stays(x, keeps))
         return peak
 
@@ -373,7 +370,7 @@ class _Partition:
         """The memory that a second run of a section leaves behind."""
         if not self._section(k).is_call:
             return 0.0
-        made = self._by_made.get(k, ())
+        made = self._at("made").get(k, ())
         return self._section(k).kept + sum(
             x.size for x in made if x.first_saver is not None and (not x.is_stored or x.is_slot)
         )
@@ -405,7 +402,7 @@ class _Partition:
             most = held(section) if held is not None and is_held else free(section)
             peak = max(peak, level - section.kept - used.get(k, 0.0) - outer + most)
             level -= section.kept + gone.get(k, 0.0) + (0.0 if is_held else outer)
-            level -= sum(x.size for x in self._released.get(k, ()))
+            level -= sum(x.size for x in self._at("first_saver").get(k, ()))
             level += made.get(k, 0.0) + more
             peak = max(peak, level)
         return peak
