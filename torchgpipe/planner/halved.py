@@ -63,14 +63,13 @@ def halved(sandbox: Sandbox) -> Halved:
     batch = sandbox.input()
     with LiveStorages() as whole:
         held, halves, outputs = _first_half(sandbox, batch, is_held=True)
-        pending = sum(whole.sizes())
+        whole.highest = pending = sum(whole.sizes())
         noted = sizes_of(halves.noted)
-    with LiveStorages() as late:
         halves.weight()
     return Halved(
         held,
         free,
-        late.highest,
+        whole.highest - pending,
         pending,
         sum(size for place, size in noted.items() if place not in outputs),
         bool(outputs.keys() & noted.keys()),
