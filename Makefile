@@ -5,7 +5,7 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/.all
 
-.PHONY: demo test docs soak matrix coverage check lint format types hooks dist clean
+.PHONY: demo test gpu docs soak matrix coverage check lint format types hooks dist clean
 
 demo: $(venv)/.virtual  ## Train two models on handwritten digits, wrapped and unwrapped, and draw timelines.
 	$(python) -m examples.digits
@@ -13,6 +13,9 @@ demo: $(venv)/.virtual  ## Train two models on handwritten digits, wrapped and u
 
 test: $(installed)  ## Run the tests, in processes side by side.
 	@$(python) tools/run_tests.py
+
+gpu: $(installed)  ## Run the checks and benchmarks that need GPUs, within an hour or so: build/gpu/report.md.
+	@$(python) tools/gpu.py
 
 soak: $(installed)  ## Run the tests with many host timings, long runs and whole matrices.
 	@TORCHGPIPE_SOAK=1 $(python) tools/run_tests.py

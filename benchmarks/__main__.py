@@ -10,8 +10,9 @@ from pathlib import Path
 
 #: Names of the commands. The ``main`` of a command's module takes its arguments.
 NAMES = (
-    "across",
     "ablation",
+    "accelerators",
+    "across",
     "bubbles",
     "controllable_memory",
     "dry_run",

@@ -63,6 +63,24 @@ else:
     print("trained on virtual accelerators, without races")
 """
 
+TRAINER = """
+import torch
+from torchgpipe import MappedGPipe
+from torchgpipe.transformers import pipelined
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
+ids = torch.randint(64, (16, 8))
+data = [{"input_ids": x, "labels": x} for x in ids]
+places = {"transformer": "cpu", "lm_head": "cpu"}
+args = TrainingArguments("out", report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
+pipe = MappedGPipe(model, places, chunks=4)
+done = pipelined(Trainer)(model=pipe, args=args, train_dataset=data).train()
+print(f"trained with the Trainer of Transformers: loss {done.training_loss:.3f}")
+"""
+
 
 def check_contents(names: list[str]) -> None:
     """Raise unless an archive has all files of the package, and no tests."""
@@ -93,7 +111,10 @@ def main() -> None:
         subprocess.run([*pip, str(wheel)], check=True)
         # With an empty cache, the library is compiled from what the wheel has.
         environment = os.environ | {"XDG_CACHE_HOME": str(Path(folder, "cache"))}
-        for program in (TRAIN, VIRTUAL):
+        for program in (TRAIN, VIRTUAL, TRAINER):
+            if program is TRAINER:
+                # The extra brings all that a Trainer needs.
+                subprocess.run([*pip, f"{wheel}[transformers]"], check=True)
             subprocess.run([python, *QUIET, "-c", program], check=True, cwd=folder, env=environment)
 
 

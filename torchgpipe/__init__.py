@@ -2,7 +2,9 @@
 
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
+from torchgpipe.partition.keeping import Offload
 from torchgpipe.plans import plan
+from torchgpipe.recompute.keep import keep
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation
 from torchgpipe.scheduled import ScheduledLoss, arguments
@@ -16,12 +18,14 @@ __all__ = [
     "GPipe",
     "MappedGPipe",
     "NoChunk",
+    "Offload",
     "PerMicroBatch",
     "ScheduledLoss",
     "Timeline",
     "arguments",
     "is_checkpointing",
     "is_recomputing",
+    "keep",
     "plan",
     "trace",
     "verify_recomputation",

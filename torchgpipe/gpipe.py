@@ -19,6 +19,7 @@ from torchgpipe.engine.pipeline import Pipeline
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.wrapper import Wrapper, moving_denied
 from torchgpipe.partition.arguments import MISSING, checked_balance, checked_devices, checked_index
+from torchgpipe.partition.keeping import Keeping
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.sharding import verify_sharding
 from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
@@ -58,8 +59,11 @@ class GPipe(Wrapper):
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
             split into its rows. The number may be changed between steps. The default is 1.
         checkpoint: which micro-batches are checkpointed: ``'always'``, ``'except_last'`` (all but
-            the last) or ``'never'``; or a list with one of these for each partition. In eval mode
-            and without grad none is. It may be changed between steps. The default is
+            the last) or ``'never'``; or ``'offload'``, which computes none again, but keeps what
+            they save in the memory of the host (see :class:`~torchgpipe.Offload`); or a policy,
+            ``partial(create_selective_checkpoint_contexts, policy)``, that names what is not
+            computed again; or a list with one of these for each partition. In eval mode and without
+            grad cells keep nothing. It may be changed between steps. The default is
             ``'except_last'``.
         deferred_batch_norm: whether batch normalisations update their running statistics once
             per mini-batch, instead of once per micro-batch: see :mod:`torchgpipe.batchnorm`. Layers
@@ -83,6 +87,7 @@ class GPipe(Wrapper):
     """
 
     _own = (*Wrapper._own, "_stages", "_plain")
+    _chooses = True
     #: Whether batch normalisations are deferred.
     deferred_batch_norm: bool
     #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.
@@ -95,14 +100,16 @@ class GPipe(Wrapper):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = MISSING,
-        checkpoint: str | Sequence[str] = MISSING,
+        checkpoint: Keeping | Sequence[Keeping] = MISSING,
         deferred_batch_norm: bool = False,
         sample: Any = None,
     ) -> None:
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        choice = chosen(module, balance, sample, devices, chunks, checkpoint)
+        # A plan refuses modes that it does not choose among.
+        mode: Any = checkpoint
+        choice = chosen(module, balance, sample, devices, chunks, mode)
         self._balance = checked_balance(choice.balance, module)
         self._devices = checked_devices(choice.devices, len(self._balance))
         verify_sharding(module, self._devices)
@@ -310,7 +317,9 @@ class GPipe(Wrapper):
             return self.module(*args, **kwargs)
         recorded = self.training and torch.is_grad_enabled()
         mini_batch = MiniBatch(self, arguments(args, kwargs), recorded)
-        pipeline = Pipeline(self._stages, mini_batch.batches, mini_batch.checkpointed)
+        pipeline = Pipeline(
+            *(self._stages, mini_batch.batches, mini_batch.checkpointed, mini_batch.modes)
+        )
         mini_batch.compute(pipeline.run)
         return mini_batch.joined(pipeline.step.blocks)
 

@@ -31,6 +31,7 @@ from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
+from torchgpipe.partition.keeping import Keeping, recomputed_by
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
@@ -75,7 +76,7 @@ class MappedGPipe(Wrapper):
             split into its rows. The number may be changed between steps.
         checkpoint: which micro-batches are checkpointed, as in :class:`GPipe`, by one word for all
             modules. Each module of the map keeps its arguments then, and is computed again in
-            backward.
+            backward; or, with ``'offload'``, it keeps what it saves in the memory of the host.
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
@@ -107,6 +108,7 @@ class MappedGPipe(Wrapper):
         *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
         *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
     )
+    _chooses = True
     #: The model.
     module: nn.Module
     _calls: list[Call]
@@ -117,7 +119,7 @@ class MappedGPipe(Wrapper):
         device_map: Mapping[str, Device] | str | None = None,
         *,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: Keeping = "except_last",
         threads: int = 1,
         deferred_batch_norm: bool = False,
         output_device: Device | None = None,
@@ -138,7 +140,8 @@ class MappedGPipe(Wrapper):
             *(module, device_map, sample, devices),
             memory=memory,
             chunks=self.chunks,
-            checkpoint=str(self.checkpoint),
+            # Less memory is needed if something is offloaded.
+            checkpoint=recomputed_by(checkpoint),
             rehearse=self._rehearse,
         )
         self._place(chosen)
@@ -283,7 +286,7 @@ class MappedGPipe(Wrapper):
         recorded = self.training and torch.is_grad_enabled()
         mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
-        (checkpointed,) = mini_batch.checkpointed
+        (checkpointed,), (mode,) = mini_batch.checkpointed, mini_batch.modes
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
@@ -295,6 +298,7 @@ class MappedGPipe(Wrapper):
         step = MappedStep(
             *(self._lasting, self._attributes, devices, m, checkpointed),
             None if late else output_device,
+            mode,
         )
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)

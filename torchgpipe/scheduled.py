@@ -31,7 +31,8 @@ from torchgpipe.graphs.estimates import costs_of, traced_all
 from torchgpipe.graphs.overlap import Overlaps
 from torchgpipe.graphs.slices import function_of
 from torchgpipe.graphs.stage import StageGraphs
-from torchgpipe.partition.arguments import modes_of, verify_loss
+from torchgpipe.partition.arguments import verify_loss
+from torchgpipe.partition.keeping import keepings_of, verify_words
 from torchgpipe.partition.sharding import is_shard
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.values.structure import arguments as packed
@@ -284,7 +285,9 @@ class ScheduledLoss(Alone):
     def _plan(self, m: int, *, forward: bool) -> Plan:
         plans = self.__dict__["_plans"]
         model, stages = self.model, stages_of(self.model)
-        modes = modes_of(model.checkpoint, len(model.devices))
+        modes = keepings_of(model.checkpoint, len(model.devices))
+        if self.stages == "graph":
+            verify_words(modes, "a stage that is a graph")
         key = id(self.schedule), id(stages), m, modes, forward
         if key not in plans:
             skips = stages.skip_layout.pairs

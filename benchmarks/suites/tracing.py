@@ -1,10 +1,10 @@
-"""Time that a trace adds to a step, and what it leaves behind.
+"""Time that a trace adds to a step, and what it leaves.
 
 Three contenders train the same model in turns, one step each, in one process:
 
     without    a model that was never traced
     within     each step within ``with trace(model)``
-    behind     a model that was traced before, and is not any more
+    after      a model that was traced before, and is not any more
 
 The time is that of processors, in all threads of the process: a trace makes them work more and wait
 no longer, and neighbours on the machine do not count then. Operators take one thread each. Under
@@ -33,7 +33,7 @@ from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Chart, Summary, Table
 from torchgpipe import GPipe, ScheduledLoss, trace
 
-CONTENDERS = ("without", "within", "behind")
+CONTENDERS = ("without", "within", "after")
 WRAPPERS = ("GPipe", "ScheduledLoss")
 MODELS = ("gpt", "tiny")
 
@@ -96,15 +96,27 @@ def measure(setting: Row, rounds: int) -> Row:
         model, step = trained(**setting)
         calls[name] = partial(traced, model, step) if name == "within" else partial(timed, step)
         step()
-        if name == "behind":
+        if name == "after":
             traced(model, step)
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for turn in range(rounds):
-        # Each of them comes behind each other one as often.
+        # Each of them comes after each other one as often.
         for k in range(len(CONTENDERS)):
             name = CONTENDERS[(turn + k if turn % 2 else turn - k) % len(CONTENDERS)]
             seconds[name].append(calls[name]())
-    return {**setting, "seconds": {name: [round(x, 7) for x in seconds[name]] for name in seconds}}
+    return {**setting, **figures(seconds)}
+
+
+def figures(seconds: dict[str, list[float]]) -> Row:
+    """The least and the median time, their ratios to a step without a trace, and what it adds."""
+    base = seconds["without"]
+    ratios = {
+        name: [min(own) / min(base), median(x / y for x, y in zip(own, base))]
+        for name, own in seconds.items()
+        if name != "without"
+    }
+    added = median(x - y for x, y in zip(seconds["within"], base))
+    return {"without": [min(base), median(base)], "ratios": ratios, "added": added}
 
 
 def summarise(result: Result) -> Summary:
@@ -113,19 +125,15 @@ def summarise(result: Result) -> Summary:
     ratios: dict[str, list[float | None]] = {name: [] for name in CONTENDERS[1:]}
     labels = []
     for row in result["rows"]:
-        seconds = row["seconds"]
-        base = seconds["without"]
-        cells = 2 * row["m"]
         line: list[str | int | None] = [row["model"], row["wrapper"], row["mode"], row["m"]]
-        line.append(f"{1e3 * min(base):.2f} ({1e3 * median(base):.2f})")
+        least, middle = (1e3 * x for x in row["without"])
+        line.append(f"{least:.2f} ({middle:.2f})")
         for name in CONTENDERS[1:]:
-            least = min(seconds[name]) / min(base)
-            middle = median(x / y for x, y in zip(seconds[name], base))
+            least, middle = row["ratios"][name]
             line.append(f"{least:.3f} ({middle:.3f})")
             if row["model"] == "gpt":
                 ratios[name].append(middle)
-        added = median(x - y for x, y in zip(seconds["within"], base))
-        line.append(f"{1e6 * added / cells:.0f}")
+        line.append(f"{1e6 * row['added'] / (2 * row['m']):.0f}")
         if row["model"] == "gpt":
             labels.append(f"{row['wrapper']}, {row['mode']}")
         found.append(line)
@@ -136,7 +144,7 @@ def summarise(result: Result) -> Summary:
         [Chart("A step of a GPT with a trace", "over one without", labels, ratios, limit=1.03)],
         "Two partitions on the CPU. Processor time of a step without a trace: the least (the "
         "median). The others are ratios to it: of the least times (the median of the ratios in a "
-        "round). `behind` is a model that was traced before. The last column is what a trace adds "
+        "round). `after` is a model that was traced before. The last column is what a trace adds "
         "to a cell, the median of rounds.",
     )
 

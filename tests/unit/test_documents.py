@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import torchgpipe
 from tests.virtual.mutants import guards
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,6 +39,17 @@ def test_guards_exist(page):
 def test_files_exist(page):
     named = [x for x in literals(page) if PATH.fullmatch(x)]
     assert [x for x in named if not (ROOT / x).exists()] == []
+
+
+def test_the_changelog_begins_with_the_version():
+    newest = headings(ROOT / "CHANGELOG.rst")[1]
+    assert newest.partition(" ")[0] == torchgpipe.__version__
+
+
+def test_the_glossary_has_few_words_of_our_own():
+    text = (DOCS / "glossary.rst").read_text("utf-8")
+    own = re.findall(r"^(\w.*)\n   ", text.partition("Our own words")[2], re.MULTILINE)
+    assert own == ["cell", "lane", "lead", "part", "slot"]
 
 
 def test_pictures_are_drawn(tmp_path):

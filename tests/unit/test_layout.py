@@ -23,6 +23,11 @@ OF_ALL = {
 #: Modules, or whole rooms, that are tested elsewhere: where, below tests.
 ELSEWHERE = {
     "recompute/verification": "behaviour/test_verify_recomputation.py",
+    "recompute/offload": "virtual/test_offload.py",
+    "recompute/keep": "behaviour/test_keep.py",
+    "recompute/selective": "virtual/test_selective.py",
+    "recompute/storage": "virtual/test_offload.py",
+    "devices/host": "virtual/test_offload.py",
     "engine/weights": "virtual/test_mapped_lent.py",
     "mapped/attributes": "behaviour/test_mapped_attributes.py",
     "ambient/autocast": "behaviour/test_autocast.py",

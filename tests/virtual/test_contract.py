@@ -33,3 +33,27 @@ def test_beside_the_cpu_and_on_one_device_twice(k, devices):
     places = [x if x == "cpu" else devices[x] for x in k]
     for name in ("memory:loop", "errors:anywhere"):
         keeps(name, Maker("GPipe", "always", places))
+
+
+AWAY = [run for run in LOCAL if "graphs" not in run]
+#: Each promise with one run, by turns; all of them in a soak.
+OF_CELLS = [
+    (name, run)
+    for number, name in enumerate(sorted(OF_DEVICES))
+    for run in some(AWAY, [AWAY[number % len(AWAY)]])
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "run"), OF_CELLS[:: some(1, 2)])
+def test_promise_of_cells_that_are_away(name, run, devices, monkeypatch):
+    # Tensors of promises are small, and micro-batches are few.
+    monkeypatch.setattr("torchgpipe.recompute.storage.LEAST", 1)
+    monkeypatch.setattr("torchgpipe.recompute.offload.STAYING", 0)
+    monkeypatch.setattr("torchgpipe.executor.plan.BETWEEN", 1)
+    if name.startswith("memory:"):
+        keeps(name, Maker(run, "offload", devices[:2]))
+        return
+    with observe(jitter=0) as seen:
+        keeps(name, Maker(run, "offload", devices[:2]))
+    assert_no_races(seen)

@@ -3,9 +3,14 @@
 import re
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
+import torch
 
+import torchgpipe
+from tests.examples import MISSING
+from tests.support.architectures import build, spread
 from tests.support.size import some
 from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.plan import ranked
@@ -70,3 +75,29 @@ def timelines(text):
         r"step of .+\n\n(?:.+\n)+\ndevice .+\n(?:virtual.+\n)+(?:\n.+ less\n)?", lines
     )
     return [re.sub(r" +\d+\.\d$", "", x, flags=re.MULTILINE) for x in found]
+
+
+def test_transformers_of_the_readme(devices, tmp_path):
+    """The five lines train a model that lies on two devices by its map."""
+    transformers = pytest.importorskip("transformers", exc_type=MISSING)
+    text = (DOCS.parent / "README.rst").read_text("utf-8")
+    block = dedent(re.search(r"::\n\n((?:   .*\n|\n)+)", text)[1])
+    assert len(block.splitlines()) <= 7
+    assert block.count('device_map="balanced"') == 1
+    torch.manual_seed(0)
+    model, inputs = build("llama")
+    model.save_pretrained(tmp_path)
+    places = {**spread(model, devices[:2]), "lm_head": devices[1], "model.norm": devices[1]}
+    options = {"max_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    names = {
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        "Trainer": transformers.Trainer,
+        "torchgpipe": torchgpipe,
+        "name": tmp_path,
+        "places": places,
+        "args": transformers.TrainingArguments(str(tmp_path), **options),
+        "data": [dict(zip(inputs, row)) for row in zip(*inputs.values())],
+    }
+    exec(block.replace('device_map="balanced"', "device_map=places"), names)
+    assert names["trainer"].state.global_step == 1
+    assert {x.device for x in names["model"].parameters()} == {*devices[:2]}

@@ -78,6 +78,25 @@ def test_memory_freed_after_record_stream(devices):
     assert_no_races(seen)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_an_announced_stream_has_waited_for(devices, waits):
+    s, t = new_streams(devices[0], 2)
+    with observe() as seen:
+        x = torch.ones(4, device=devices[0])
+        for stream in (s, t):
+            stream.wait_stream(torch.accelerator.current_stream(devices[0]))
+            with stream:
+                read(x, str(stream))
+        if waits:
+            t.wait_stream(s)
+        # Its memory is free when the stream has done all that it was given so far.
+        x.record_stream(t)
+        del x
+        torch.ones(4, device=devices[0])
+    kinds = [(race.kind, race.first.stream) for race in seen.races]
+    assert kinds == [] if waits else [("reuse of freed memory", place(s))]
+
+
 def test_memory_freed_and_ordered_before_reuse(devices):
     s = torch.Stream(device=devices[0])
     with observe() as seen:

@@ -13,13 +13,14 @@ from tests.virtual import (
     guarded_graphs,
     guarded_kept,
     guarded_mapped,
+    guarded_offload,
     guarded_schedules,
 )
 from tests.virtual.mutants import guards, mutated
 
 GUARDED = (
     *(guarded, guarded_schedules, guarded_mapped, guarded_graphs, guarded_kept),
-    guarded_draws,
+    *(guarded_draws, guarded_offload),
 )
 MUTANTS = {name: x for some in GUARDED for name, x in some.MUTANTS.items()}
 TESTS = {name: x for some in GUARDED for name, x in some.TESTS.items()}

@@ -170,6 +170,8 @@ NAMES: dict[str, Name] = {
     # Without it, second runs of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
+    # Without it, what others hold is copied to the host, too.
+    "count_uses": Name(_C + "_storage_Use_Count", "what leaves for the host", lambda _: 0),
     # Draws that are seen.
     "dispatch_key": Name(_C + "_parse_dispatch_key", _DRAWS),
     "including": Name(_C + "_IncludeDispatchKeyGuard", _DRAWS),
@@ -245,6 +247,7 @@ ATTRIBUTES = {
     "_metadata": "The versions of layers in a state dict.",
     "_version": "How often a tensor was changed in place.",
     "_base": "What a tensor is a view of.",
+    "_cdata": "The address of a storage, by which its uses are counted.",
     "_backward_hooks": "The table of a tensor's hooks, which are not for the parts of a gradient.",
     "_register_hook_dict": "What calls such a table before the node behind a tensor runs.",
     "_backward_pre_hooks": "A module's hooks around its backward.",

@@ -16,6 +16,7 @@ from torchgpipe.advice.figures import Figures
 from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replay import Host, replayed
 from torchgpipe.executor.plan import Choice, chosen, completed
+from torchgpipe.partition.arguments import CHECKPOINT_MODES
 from torchgpipe.planner.memory import issued, peaks
 from torchgpipe.planner.stages import known
 from torchgpipe.schedule.costs import Table
@@ -53,7 +54,12 @@ class Setting:
     threads: int = 0
 
     def made(self) -> Schedule | None:
-        """The schedule of a step, with its recomputations; None if the choice has none."""
+        """The schedule of a step, with its recomputations; None if the choice has none.
+
+        Copies to the host, and back, have no instructions that could be replayed.
+        """
+        if not {*self.modes} <= {*CHECKPOINT_MODES}:
+            return None
         schedule = self._chosen()
         if schedule is None or schedule.chunks != self.chunks:
             return None

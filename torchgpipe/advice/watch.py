@@ -23,7 +23,7 @@ from torchgpipe.engine.stages import stages_of
 from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
-from torchgpipe.partition.arguments import modes_of
+from torchgpipe.partition.keeping import words_of
 from torchgpipe.planner.room import Room
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.rehearsal import Step
@@ -163,7 +163,7 @@ class Watch:
             tuple(model.balance),
             _placement(model.devices, self._choice is None),
             chunks,
-            modes_of(model.checkpoint, len(model.devices)),
+            words_of(model.checkpoint, len(model.devices)),
             self._choice,
             tuple(stages_of(model).skip_layout.pairs),
         )
@@ -189,7 +189,7 @@ class Watch:
             modules.balance if is_cut else (1,) * n,
             tuple(range(n)),
             chunks,
-            modes_of(model.checkpoint, n),
+            words_of(model.checkpoint, n),
             None,
             tuple(sorted((j, k) for j, k in ways if j is not None and k is not None and k > j + 1)),
             model.threads,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchgpipe.devices.host import HostMemory
 from torchgpipe.devices.streams import AbstractStream, current_stream, has_streams, new_stream
 
 __all__: list[str] = []
@@ -37,6 +38,7 @@ class StreamPool:
 
     def __init__(self) -> None:
         self._made: dict[torch.device, list[AbstractStream]] = {}
+        self._hosts: dict[torch.device, HostMemory] = {}
 
     def get(self, device: torch.device, partitions: int, *, skips: bool) -> list[PartitionStreams]:
         """Return the streams of each partition on one device.
@@ -91,6 +93,19 @@ class StreamPool:
         streams = self.some(device, total)
         rest = streams[taken:] or streams[-1:]
         return [[rest[(k * size + turn) % len(rest)] for turn in range(size)] for k in range(count)]
+
+    def host(self, device: torch.device) -> HostMemory:
+        """Return the memory of the host that a device copies to and from, on two streams.
+
+        These are of the last ones in the pool, since lanes take the first ones.
+        """
+        out, back = self.some(device, self.POOL - 1)[-3:-1]
+        found = self._hosts.get(device)
+        if found is None:
+            found = self._hosts[device] = HostMemory(out, back)
+        # The caller's current stream, which none of these must be, may be another one by now.
+        found.out, found.back = out, back
+        return found
 
     def some(self, device: torch.device, count: int) -> list[AbstractStream]:
         """Return the first streams of a device that are not the caller's; its one on the CPU."""

@@ -42,6 +42,7 @@ class CPUStream:
 
 
 AbstractStream: TypeAlias = torch.Stream | CPUStream
+Event: TypeAlias = torch.Event
 Device: TypeAlias = torch.device | int | str
 
 

@@ -17,7 +17,9 @@ from torchgpipe.devices.streams import AbstractStream
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.offload import Line
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.selective import Contexts, Selective
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -39,7 +41,10 @@ class Body:
         order: the order of rows that the layers return; None where nobody joins them.
     """
 
-    __slots__ = ("call", "first", "in_place", "layers", "lock", "order", "state", "visited")
+    __slots__ = (
+        *("call", "first", "in_place", "layers", "line", "lock", "order"),
+        *("policy", "state", "visited"),
+    )
 
     def __init__(
         self,
@@ -55,6 +60,10 @@ class Body:
         self.order = order
         self.lock = lock
         self.state = state
+        #: The line of cells whose tensors leave for the host, if any do.
+        self.line: Line | None = None
+        #: A policy of what second runs do not compute again, if there is one.
+        self.policy: Contexts | None = None
         self.first = first
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
@@ -141,6 +150,8 @@ class Body:
         assert state is not None
         if state.buffers.any:
             run = partial(run, copies=[])
+        if self.policy is not None:
+            run = Selective(run, self.policy)
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )
@@ -150,6 +161,8 @@ class Body:
         if self.state is not None:
             self.state.settle()
             self.state.buffers.settle()
+        if self.line is not None:
+            self.line.end()
 
     def _ordered(self, order: Order, value: Batch, call: Callable[..., Any]) -> Batch:
         """Call the layers, and look at the order of the rows that they return."""

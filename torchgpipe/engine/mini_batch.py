@@ -16,7 +16,8 @@ from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transfor
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_updates
 from torchgpipe.engine.wrapper import Wrapper
-from torchgpipe.partition.arguments import checkpointed, modes_of
+from torchgpipe.partition.arguments import checkpointed
+from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 
@@ -104,8 +105,14 @@ class MiniBatch:
     @property
     def checkpointed(self) -> list[int]:
         """For each partition, how many micro-batches, from the first, are checkpointed."""
-        modes = modes_of(self.wrapper.checkpoint, self.wrapper._partition_count or 1)
-        return [checkpointed(mode, self.m if self.recorded else 0) for mode in modes]
+        m = self.m if self.recorded else 0
+        return [checkpointed(recomputed_by(mode), m) for mode in self.modes]
+
+    @property
+    def modes(self) -> tuple[Keeping, ...]:
+        """The checkpoint mode of each partition, in a step that trains."""
+        modes = self.wrapper._checkpoint if self.recorded else "never"
+        return keepings_of(modes, self.wrapper._partition_count or 1)
 
     def map(self, function: Callable[..., Iterable[Tensor]]) -> None:
         """Replace the tensors of each micro-batch by a function of them."""

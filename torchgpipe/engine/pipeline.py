@@ -66,6 +66,7 @@ from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import PipelineStep
 from torchgpipe.engine.workers import Task
+from torchgpipe.partition.keeping import Keeping
 from torchgpipe.skip.parcels import Parcels
 from torchgpipe.values.microbatch import Batch
 
@@ -91,12 +92,19 @@ class Pipeline:
         batches: the micro-batches; each is replaced by its output.
         checkpointed: for each partition, how many micro-batches, from the first, are computed under
             checkpointing.
+        modes: for each partition, the mode that says what cells keep besides.
     """
 
-    def __init__(self, stages: Stages, batches: list[Batch], checkpointed: Sequence[int]) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        batches: list[Batch],
+        checkpointed: Sequence[int],
+        modes: Sequence[Keeping] = (),
+    ) -> None:
         self.stages = stages
         self.batches = batches
-        self.step = PipelineStep(stages, len(batches), checkpointed)
+        self.step = PipelineStep(stages, len(batches), checkpointed, modes)
         #: For each micro-batch, the skips that were stashed and not popped yet.
         self.parcels = [Parcels() for _ in batches]
 

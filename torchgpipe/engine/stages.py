@@ -18,7 +18,7 @@ from torchgpipe.devices.streams import CPU, AbstractStream
 from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.workers import Workers
 from torchgpipe.engine.wrapper import Wrapper
-from torchgpipe.partition.arguments import modes_of
+from torchgpipe.partition.keeping import words_of
 from torchgpipe.partition.lent import Place, places_of
 from torchgpipe.partition.placement import groups
 from torchgpipe.recompute.buffers import Learned
@@ -114,7 +114,7 @@ class Stages:
         if [*self.devices].count(CPU) > 1:
             return
         sizes = {str(device): size for device, size in memory.items()}
-        modes = modes_of(settings.checkpoint, len(self.devices))
+        modes = words_of(settings.checkpoint, len(self.devices))
         self.prediction = Prediction(time, sizes, settings.chunks, modes, schedule)
         self.room = room
 
@@ -133,7 +133,7 @@ class Stages:
             schedule: the name or the text of the schedule.
             rank: the rank of this process, if others have layers, too.
         """
-        modes = modes_of(settings.checkpoint, len(self.devices))
+        modes = words_of(settings.checkpoint, len(self.devices))
         found = self.prediction
         if found and not found.holds(settings.chunks, modes, schedule):
             found = None

@@ -16,8 +16,10 @@ from torchgpipe.engine.fence import Fence
 from torchgpipe.engine.lanes import Lanes
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.weights import Weights
+from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.offload import line_of
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
@@ -79,11 +81,22 @@ class PipelineStep(Step):
         m: the number of micro-batches.
         checkpointed: for each partition, how many micro-batches, from the first, are computed under
             checkpointing.
+        modes: for each partition, the mode that says what cells keep besides.
     """
 
-    def __init__(self, stages: Stages, m: int, checkpointed: Sequence[int]) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        m: int,
+        checkpointed: Sequence[int],
+        modes: Sequence[Keeping] = (),
+    ) -> None:
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
+        for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
+            if not isinstance(mode, str) or mode == "offload":
+                body.policy = policy_of(mode)
+                body.line = line_of(offload_of(mode), stages.pool, device, j, m)
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import mark_if_possible
 from torchgpipe.batchnorm import deferred_batch_norms
 from torchgpipe.engine.recorded import Holder
-from torchgpipe.partition.arguments import Modes, checked_chunks, checked_modes
+from torchgpipe.partition.arguments import checked_chunks
+from torchgpipe.partition.keeping import Keeping, Keepings, checked_keepings, verify_words
 from torchgpipe.partition.traps import Traps
 
 __all__: list[str] = []
@@ -45,7 +46,9 @@ class Wrapper(Alone):
 
     _own: ClassVar[tuple[str, ...]] = ("_process", "_norms")
     _chunks: int
-    _checkpoint: Modes
+    _checkpoint: Keepings
+    #: Whether cells can choose among the tensors that they save.
+    _chooses: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
@@ -55,7 +58,7 @@ class Wrapper(Alone):
         else:
             super().__setattr__(name, value)
 
-    def _set(self, module: nn.Module, chunks: int, checkpoint: str | Sequence[str]) -> None:
+    def _set(self, module: nn.Module, chunks: int, checkpoint: Keeping | Sequence[Keeping]) -> None:
         """Check the settings, and begin with them in the mode of a module."""
         self._chunks = checked_chunks(chunks)
         self.checkpoint = checkpoint
@@ -133,17 +136,21 @@ class Wrapper(Alone):
         return super()._apply(fn, recurse)
 
     @property
-    def checkpoint(self) -> str | list[str]:
-        """The choice of checkpointed micro-batches: ``always``, ``except_last`` or ``never``.
+    def checkpoint(self) -> Keeping | list[Keeping]:
+        """The choice of what cells keep: ``always``, ``except_last``, ``never`` or ``offload``.
 
-        A list has a mode for each partition. To change one, assign the list anew.
+        Or it is an :class:`~torchgpipe.Offload`. A list has a mode for each partition. To change
+        one, assign the list anew.
         """
         # A new list, so that nobody changes ours.
-        return self._checkpoint if isinstance(self._checkpoint, str) else [*self._checkpoint]
+        return [*self._checkpoint] if isinstance(self._checkpoint, tuple) else self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str | Sequence[str]) -> None:
-        self._checkpoint = checked_modes(checkpoint, self._partition_count)
+    def checkpoint(self, checkpoint: Keeping | Sequence[Keeping]) -> None:
+        found = checked_keepings(checkpoint, self._partition_count)
+        if not self._chooses:
+            verify_words(found, type(self).__name__)
+        self._checkpoint = found
 
     def extra_repr(self) -> str:
         """The settings, for the first line of ``repr()``."""

@@ -29,7 +29,9 @@ from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.hooks import count_hooks
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.recompute.checkpoint import Checkpoint
+from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.slots import Slot
+from torchgpipe.recompute.storage import View
 from torchgpipe.values.microbatch import Batch
 
 if TYPE_CHECKING:
@@ -77,6 +79,12 @@ class Cell:
         """Compute again what was dropped (R)."""
         raise NotImplementedError
 
+    def leave(self) -> None:
+        """Let what backward needs leave for the host, if it does, once the output was sent."""
+
+    def fetch(self) -> None:
+        """Bring it back."""
+
     def backward(
         self, grads: Gradients
     ) -> tuple[Gradients, Sequence[Tensor], Sequence[Tensor | None]]:
@@ -103,7 +111,8 @@ class EagerCell(Cell):
     """A cell that runs the layers, and autograd, which keeps what backward needs."""
 
     __slots__ = (
-        *("_checkpoint", "_halves", "_hooks", "_inputs", "_outputs", "_within"),
+        *("_checkpoint", "_halves", "_hooks", "_inputs", "_is_away", "_offloaded", "_outputs"),
+        "_within",
         *("run", "step"),
     )
 
@@ -118,10 +127,12 @@ class EagerCell(Cell):
             self.run = partial(body.run, note=note)
         # What the checkpoint holds, it must not hold the step.
         self._within = noted(str(run)) if self.again else None
+        self._is_away = (self.j, self.i) in run.executor.plan.away
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
         self._checkpoint: Checkpoint | None = None
+        self._offloaded: Offloaded | None = None
         self._halves: Halves | None = None
         #: How many hooks there were when the cell began.
         self._hooks = 0
@@ -132,10 +143,13 @@ class EagerCell(Cell):
         run, context = self.run, self.step.context
         if self.criterion is not None:
             run = partial(run, behind=self.criterion.behind(self.i))
+        body = self.step.bodies[self.j]
         if self._within is not None:
-            body = self.step.bodies[self.j]
             self._checkpoint = body.checkpoint(run, context, self.stream, self._within)
             run = self._checkpoint.forward
+        elif self._is_away and body.line is not None:
+            self._offloaded = body.line.cell(self.stream, self.i)
+            run = partial(self._offloaded.forward, run)
         batch = batch.take()
         output = context.run(run, batch)
         if torch.is_grad_enabled():
@@ -171,6 +185,15 @@ class EagerCell(Cell):
         checkpoint, self._checkpoint = self._checkpoint, None
         assert checkpoint is not None
         checkpoint.recompute()
+
+    def leave(self) -> None:
+        line = self.step.bodies[self.j].line
+        if self._offloaded is not None and line is not None:
+            line.send(self._offloaded)
+
+    def fetch(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.fetch()
 
     def backward(
         self, grads: Gradients
@@ -239,6 +262,6 @@ def _by_part(
 
 
 def _forget(saved: Any) -> None:
-    """Empty a slot. What hooks of the caller have saved is the caller's."""
-    if isinstance(saved, Slot):
+    """Empty a slot, or a view. What hooks of the caller have saved is the caller's."""
+    if isinstance(saved, Slot | View):
         saved.empty()

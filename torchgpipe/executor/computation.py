@@ -153,6 +153,13 @@ class Forward(Computation):
             executor.post.send(j, i, self.output)
         else:
             executor.links.leave(executor.criterion.results(i), j)
+        if executor.plan.away:
+            # Whoever holds the output would keep it on the device.
+            del self.output
+            if (j, i) in executor.plan.away:
+                self.cell.leave()
+            else:
+                executor.windows[self.w].passed()
 
 
 class Recomputation(Computation):
@@ -202,6 +209,8 @@ class BackwardInput(BackwardWeight):
         for grads in self.inputs.values():
             self.executor.links.give_back(grads, self.w, self.stream)
         self.executor.post.send_grads(self.j, self.i, self.inputs)
+        if self.executor.plan.away:
+            self.executor.windows[self.w].passed()
 
 
 class Backward(BackwardInput):

@@ -44,6 +44,8 @@ from torchgpipe.executor.hand_over import StepSums, copies_of_weights, in_place_
 from torchgpipe.executor.links import Links
 from torchgpipe.executor.plan import Plan
 from torchgpipe.executor.post import Post
+from torchgpipe.partition.keeping import policy_of
+from torchgpipe.recompute.offload import Line, Window
 from torchgpipe.schedule.program import Instruction, operations
 from torchgpipe.values.microbatch import Batch
 
@@ -112,6 +114,16 @@ class Executor:
         self.cells: dict[tuple[int, int], Cell] = {}
         recorder = None if recording is None else recording.recorder
         self.links = Links(plan, stages.pool, stages.groups, recorder, arriving)
+        for body, mode in zip(self.step.bodies, plan.keepings):
+            body.policy = policy_of(mode)
+        #: For each worker, the cells that leave for the host.
+        self.windows = [Window() for _ in plan.devices] if plan.away else []
+        for j, w in enumerate(plan.schedule.placement) if plan.away else ():
+            offload = plan.offloads[j]
+            if offload is not None:
+                leaving = {i for stage, i in plan.away if stage == j}
+                memory = stages.pool.host(plan.devices[w])
+                self.step.bodies[j].line = Line(memory, offload, j, leaving, self.windows[w])
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)
 
@@ -152,6 +164,9 @@ class Executor:
             BaseException: what a layer raised, with a note that names the computation.
         """
         main = self.links.compute[w]
+        if self.plan.away:
+            for cell in self.plan.fetches.get(instruction, ()):
+                self.cells[cell].fetch()
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
         if len(runs) > 1 or runs[0].stream != main:
             self._perform_beside(w, runs)

@@ -11,7 +11,16 @@ import torch
 from torch.nn import Module
 
 from torchgpipe.checks import verify, verify_kind
+from torchgpipe.devices.streams import has_streams
 from torchgpipe.partition.arguments import Modes
+from torchgpipe.partition.keeping import (
+    Keeping,
+    Keepings,
+    Offload,
+    keepings_of,
+    offload_of,
+    recomputed_by,
+)
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import (
     Edge,
@@ -27,6 +36,9 @@ from torchgpipe.schedule.simulator import in_order
 from torchgpipe.schedule.validator import validate
 
 __all__: list[str] = []
+
+#: How many computations lie between the forward and the backward of a cell that leaves.
+BETWEEN = 3
 
 #: What a user may give: a name, a function of the numbers of workers and micro-batches, or a value.
 Choice: TypeAlias = str | Callable[[int, int], Schedule] | Schedule
@@ -57,12 +69,14 @@ class Plan:
         order: all instructions in the order of their simulated starts, each with its worker and
             the edges that lead to it.
         names: the name of each worker in notes on exceptions.
+        keepings: for each stage, the mode that says what cells keep; empty if words say all.
     """
 
     schedule: Schedule
     devices: tuple[torch.device, ...]
     order: Sequence[tuple[int, Instruction, Sequence[Edge]]]
     names: Sequence[str]
+    keepings: Sequence[Keeping] = ()
 
     # A plan serves for many steps.
     @cached_property
@@ -70,6 +84,46 @@ class Plan:
         """The cells ``(stage, micro-batch)`` with an R."""
         found = operations_of(self.schedule.program)
         return frozenset((op.stage, op.microbatch) for op in found if op.kind == "R")
+
+    @cached_property
+    def offloads(self) -> list[Offload | None]:
+        """For each stage, what leaves for the host, if anything does."""
+        # What the CPU keeps is in the memory of the host.
+        return [
+            offload_of(mode) if has_streams(self.devices[w]) else None
+            for mode, w in zip(self.keepings, self.schedule.placement)
+        ]
+
+    @cached_property
+    def away(self) -> dict[tuple[int, int], Instruction]:
+        """The cells that leave for the host, each with the instruction before which it comes back.
+
+        A cell leaves while the next computation of its worker runs, and comes back during another
+        one. So at least three lie between its forward and its backward.
+        """
+        offloads = self.offloads
+        if not any(offloads):
+            return {}
+        found = {}
+        for line in self.schedule.program:
+            place = {op: k for k, x in enumerate(line) for op in operations(x)}
+            for op, k in place.items():
+                offload = offloads[op.stage]
+                begin = place.get(op._replace(kind="F"))
+                if op.kind in "BI" and offload is not None and begin is not None:
+                    between = sum(len(operations(x)) for x in line[begin + 1 : k])
+                    if between >= BETWEEN:
+                        # A cell that has not left yet would stay.
+                        found[op.stage, op.microbatch] = line[max(begin + 2, k - offload.ahead)]
+        return found
+
+    @cached_property
+    def fetches(self) -> dict[Instruction, list[tuple[int, int]]]:
+        """The cells that come back before each instruction."""
+        found: dict[Instruction, list[tuple[int, int]]] = {}
+        for cell, instruction in self.away.items():
+            found.setdefault(instruction, []).append(cell)
+        return found
 
     @cached_property
     def last(self) -> int:
@@ -97,7 +151,7 @@ def plan(
     choice: Choice,
     devices: Sequence[torch.device],
     m: int,
-    modes: Modes,
+    modes: Keepings,
     skips: Sequence[tuple[int, int]],
     *,
     forward: bool,
@@ -108,7 +162,7 @@ def plan(
         choice: the schedule, its name, or a function of the numbers of workers and micro-batches.
         devices: the device of each stage.
         m: the number of micro-batches.
-        modes: which micro-batches are checkpointed.
+        modes: what cells keep.
         skips: the stages that each skip leads from and to.
         forward: whether only forward runs.
 
@@ -116,13 +170,16 @@ def plan(
         TypeError: the choice is none of these.
         ValueError: the schedule has faults, or does not fit the model.
     """
-    schedule = completed(_fitting(choice, devices, m), modes, skips, forward=forward)
+    each = keepings_of(modes, len(devices))
+    words = tuple(map(recomputed_by, each))
+    schedule = completed(_fitting(choice, devices, m), words, skips, forward=forward)
     of_worker = dict(zip(schedule.placement, devices))
     return Plan(
         schedule,
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
         [f"worker {w}" for w in range(len(schedule.program))],
+        () if forward else each,
     )
 
 

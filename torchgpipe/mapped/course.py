@@ -108,12 +108,14 @@ class Course:
         note = f"raised in {mapped.place}, micro-batch {self.i}"
         self._noted = True
         with paused(self.glue), noted(note):
-            cell = self._enter(mapped.device, value)
+            before, cell = self._cell, self._enter(mapped.device, value)
             if cell.label is not None:
                 # Code behind the module belongs to the cell, too.
                 labels.put(cell.label)
             body = self.step.body(cell.stage, mapped, module, inner)
             value, copies = self._fetch(cell, value)
+            if before is not None and before is not cell:
+                before.leave()
             output = self._compute(mapped, cell, body, value, copies, note)
             if cell.stage.visit:
                 cell.made(output)
@@ -180,6 +182,8 @@ class Course:
                 cell.checkpoints.append(checkpoint)
                 output = checkpoint.forward(body.kept(batch), batch).value
             else:
+                if stage.line is not None:
+                    run = partial(cell.away(stage.line).forward, run)
                 with unfilled(mapped.name, copies) if copies else NOTHING:
                     output = run(value)
             if body.attributes and given:
@@ -229,6 +233,8 @@ class Course:
     def end(self, output: Any) -> Batch:
         """Fence the output of the model."""
         batch = Batch(output)
+        if self._cell:
+            self._cell.leave()
         if self._turns:
             # guard: leaving a device with its numbers
             self._numbers.leave()
@@ -288,6 +294,7 @@ class Course:
             self._at(source).send(tuple([x for x in leaving if x.device == source]))
         self._numbers.leave()
         if self._cell:
+            self._cell.leave()
             self._turns.leave(self.i)
         visit = found.stage.visit + found.entered if found else 0
         self._turns.come(self.i, (device, visit))

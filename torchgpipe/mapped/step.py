@@ -38,9 +38,11 @@ from torchgpipe.engine.weights import Weights
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
+from torchgpipe.recompute.offload import Line, line_of
 
 __all__: list[str] = []
 
@@ -57,6 +59,8 @@ class Stage:
     visit: int
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
+    #: The line of cells that leave for the host, if any do.
+    line: Line | None = None
 
     def lead_of(self, target: Stage) -> range:
         """The lead in backward of a stage that this one sends to, for the fence.
@@ -95,6 +99,7 @@ class MappedStep:
         m: the number of micro-batches.
         checkpointed: how many micro-batches, from the first, are computed under checkpointing.
         output_device: where outputs go to; None if they stay where they are.
+        mode: the mode that says what cells keep besides.
     """
 
     def __init__(
@@ -105,7 +110,9 @@ class MappedStep:
         m: int,
         checkpointed: int,
         output_device: torch.device | None = None,
+        mode: Keeping = "never",
     ) -> None:
+        self._mode = mode
         self._lasting, self._known, self.checkpointed = lasting, known, checkpointed
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
@@ -148,7 +155,9 @@ class MappedStep:
         # A pool gives each of several partitions a stream of its own to compute on.
         streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
-        found = Stage(len(self._stages), device, visit, compute, tuple(streams.values))
+        number = len(self._stages)
+        line = line_of(offload_of(self._mode), pools[0], device, number, self.m)
+        found = Stage(number, device, visit, compute, tuple(streams.values), line)
         self._stages[device, visit] = found
         # Between steps the caller changes gradients, whose memory belongs to these streams.
         caller = self._outside.get(device, streams.compute)
@@ -174,6 +183,7 @@ class MappedStep:
             if mapped.lent is not None:
                 inner = partial(self._lent(stage, mapped.lent).call, inner)
             body = MappedBody(mapped.name, module, inner, self._lasting.lock, state, attributes)
+            body.policy = policy_of(self._mode)
             bodies[stage] = body
         body.shared = len(bodies) > 1
         if body.shared:
@@ -230,6 +240,9 @@ class MappedStep:
 
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
+        for stage in self._stages.values():
+            if stage.line is not None:
+                stage.line.end()
         for bodies in self._bodies.values():
             for body in bodies.values():
                 body.settle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -163,25 +163,28 @@ def checked_mode(checkpoint: object) -> str:
     return mode
 
 
-def checked_modes(checkpoint: object, partitions: int | None) -> Modes:
+def checked_modes(
+    checkpoint: object, partitions: int | None, check: Callable[[Any], Any] = checked_mode
+) -> Any:
     """Check one checkpoint mode for all partitions, or a sequence with one for each.
 
     Args:
         checkpoint: the mode or modes.
         partitions: the number of partitions; None for a model that has no partitions.
+        check: checks one mode; by default one that a plan can choose.
 
     Raises:
         ValueError: there is no such mode, or there are not as many as partitions.
     """
     if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
-        return checked_mode(checkpoint)
+        return check(checkpoint)
     if partitions is None:
         raise ValueError(
             "the modules of a device map must have one checkpoint mode for all of them "
             f"(checkpoint: {[*checkpoint]}); pass one word, such as 'always', or wrap layers in a "
             "GPipe, which takes a mode for each partition"
         )
-    modes = tuple(map(checked_mode, checkpoint))
+    modes = tuple(map(check, checkpoint))
     if len(modes) != partitions:
         raise ValueError(
             "a list of checkpoint modes must have one for each partition "

@@ -61,6 +61,7 @@ from torchgpipe.devices.streams import (
 )
 from torchgpipe.recompute.filling import Enough, Filling, Saved
 from torchgpipe.recompute.input import StoredInput
+from torchgpipe.recompute.keep import Values
 from torchgpipe.recompute.kept import Kept
 from torchgpipe.recompute.phase import checkpointing, recomputing
 from torchgpipe.recompute.slots import Slot, modified
@@ -104,6 +105,8 @@ class Checkpoint:
         self.places: list[Saved] = []
         #: The tensors among them that exist anyway.
         self.kept = Kept()
+        #: The values that layers keep of the first run.
+        self.values = Values()
         #: How a slot is made for a tensor that is dropped.
         self.dropped: Callable[[Tensor, dict[torch.Size, torch.Size]], Slot] = Slot
         self.shapes = {} if shapes is None else shapes
@@ -133,7 +136,7 @@ class Checkpoint:
             self.dropped, function = dropped, filling_memory(function)
         outer, current.then = current.then, stored.look
         try:
-            with checkpointing(), saved_tensors_hooks(self._drop, self._unpack):
+            with checkpointing(self.values), saved_tensors_hooks(self._drop, self._unpack):
                 output = function((batch if given is None else given).copy())
         finally:
             current.then = outer
@@ -146,7 +149,7 @@ class Checkpoint:
             # Nothing was dropped, so there will be no second run.
             self.places = []
             self.kept.let_go()
-            del self.function, self.lasting, self.context
+            del self.function, self.lasting, self.context, self.values
         else:
             numbers.settle()
             stored.pack()
@@ -180,7 +183,7 @@ class Checkpoint:
             finally:
                 self.kept.let_go()
                 # The graph lives on, and layers or hooks may refer to it.
-                del self.function, self.lasting, self.context
+                del self.function, self.lasting, self.context, self.values
 
     def _repeat(self, places: Sequence[Saved]) -> None:
         assert self.stored is not None
@@ -215,7 +218,7 @@ class Checkpoint:
         function = filling_memory(self.function) if compared else self.function
         try:
             # guard: random numbers
-            with numbers.restored(), recomputing(), hooks:
+            with numbers.restored(), recomputing(self.values), hooks:
                 # guard: context variables
                 self.context.run(function, again)
         except Enough:

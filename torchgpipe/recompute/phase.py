@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.ambient.thread import registered
@@ -17,6 +18,8 @@ class Phase(threading.local):
     checkpointing = False
     #: Whether layers run for the second time, within backward.
     recomputing = False
+    #: What layers keep of the first run for the second, if there will be one.
+    values: Any = None
 
 
 phase = registered(Phase())
@@ -46,20 +49,36 @@ def is_recomputing() -> bool:
 
 
 class checkpointing:
-    """Mark the first run of a checkpointed cell within a ``with`` block."""
+    """Mark the first run of a checkpointed cell within a ``with`` block.
+
+    Args:
+        values: takes what layers keep.
+    """
+
+    def __init__(self, values: Any = None) -> None:
+        self.values = values
 
     def __enter__(self) -> None:
-        self.outer, phase.checkpointing = phase.checkpointing, True
+        self.outer = phase.checkpointing, phase.values
+        phase.checkpointing, phase.values = True, self.values
 
     def __exit__(self, *_: object) -> None:
-        phase.checkpointing = self.outer
+        phase.checkpointing, phase.values = self.outer
 
 
 class recomputing:
-    """Mark the second run of a checkpointed cell within a ``with`` block."""
+    """Mark the second run of a checkpointed cell within a ``with`` block.
+
+    Args:
+        values: has what layers have kept.
+    """
+
+    def __init__(self, values: Any = None) -> None:
+        self.values = values
 
     def __enter__(self) -> None:
-        self.outer, phase.recomputing = phase.recomputing, True
+        self.outer = phase.recomputing, phase.values
+        phase.recomputing, phase.values = True, self.values
 
     def __exit__(self, *_: object) -> None:
-        phase.recomputing = self.outer
+        phase.recomputing, phase.values = self.outer

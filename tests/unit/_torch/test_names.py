@@ -161,6 +161,22 @@ def test_aliases_without_their_name(missing):
     assert not _torch.is_alias_of(x.to_sparse(), x)
 
 
+def test_uses_of_a_storage():
+    x = torch.ones(2)
+    storage = x.untyped_storage()
+    alone = _torch.count_uses(storage._cdata)
+    y = x.view(2)
+    assert _torch.count_uses(storage._cdata) == alone + 1
+    del y, x
+    assert _torch.count_uses(storage._cdata) == 1
+
+
+def test_uses_of_a_storage_without_their_name(missing):
+    missing("count_uses")
+    # All is taken as unused.
+    assert _torch.count_uses(torch.ones(2).untyped_storage()._cdata) == 0
+
+
 def test_what_is_not_in_the_table():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = _torch.nothing

@@ -191,11 +191,16 @@ inline void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   {
     VIRTUAL_LOCK;
-    auto& clock = stream_state(block->stream).clock;
+    // The memory is used again when each stream that was announced has done what it was given by now.
+    block->recorded.insert(block->stream);
+    auto is_waited_for = [&](const Access& a) {
+      for (int s : block->recorded)
+        if (stream_state(s).clock[a.stream] >= a.clock) return true;
+      return false;
+    };
     Freed freed{block->device, block->bytes, {}};
     for (auto& a : block->accesses)
-      if (a.stream != block->stream && !block->recorded.count(a.stream) && clock[a.stream] < a.clock)
-        freed.accesses.push_back(a);
+      if (!is_waited_for(a)) freed.accesses.push_back(a);
     if (!freed.accesses.empty()) memory().freed[block->stream].push_back(std::move(freed));
     give(*block);
   }

@@ -1,0 +1,47 @@
+"""Guards of cells that are away: for each a mutant without it, and tests that must fail then."""
+
+from tests.support.offload import LAYERS
+from tests.virtual import test_offload
+from tests.virtual.mutants import DROP
+
+_LAYERS = ("virtual.test_offload", "test_layers_that_save_tensors_of_all_sorts")
+
+#: Tests, by a short name: the module, the function, and some of its arguments.
+TESTS = {
+    "offloaded, away": (
+        "virtual.test_offload",
+        "test_gradients_are_the_same_bit_by_bit",
+        {"n": 2, "kind": "all"},
+    ),
+    "offloaded, by others": ("virtual.test_offload", "test_what_others_hold_stays", {}),
+    "offloaded, spoilt": ("virtual.test_offload", "test_what_has_changed_is_an_error", {}),
+    "offloaded, failed": (
+        "virtual.test_offload",
+        "test_a_step_that_fails_leaves_no_buffer_lost",
+        {"where": "backward"},
+    ),
+    "offloaded, weights": (
+        "virtual.test_offload",
+        "test_each_storage_leaves_once_and_weights_stay",
+        {"kind": "views of weights", "count": 5},
+    ),
+    "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
+} | {f"offloaded, {kind}": (*_LAYERS, {"kind": kind, "use": test_offload.once}) for kind in LAYERS}
+
+MUTANTS = {
+    "the last reader of a buffer": (DROP, "offloaded, failed"),
+    "copies that nobody waits for": (DROP, "offloaded, failed"),
+    "saved without its graph": (("tensor.detach()", "tensor"), "offloaded, graph"),
+    "weights stay": (
+        ("type(tensor) is not Tensor or is_own_leaf(tensor)", "False"),
+        "offloaded, weights",
+    ),
+    "more than views": (("tensor.is_conj() or tensor.is_neg()", "False"), "offloaded, complex"),
+    "what has changed by now": (("any(x.is_changed for x in found) or ", ""), "offloaded, spoilt"),
+    "what somebody else holds": ((" or is_held(found)", ""), "offloaded, by others"),
+    "out behind the layers": (DROP, "offloaded, away"),
+    "back behind compute": (DROP, "offloaded, away"),
+    "compute behind copies": (DROP, "offloaded, away"),
+    "memory of another stream": (DROP, "offloaded, side stream"),
+    "layers with a stream of their own": (DROP, "offloaded, side stream"),
+}

@@ -1,0 +1,60 @@
+"""Cells of a device map whose saved tensors are in the memory of the host."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import assert_no_races
+from tests.support.offload import Attention
+from torchgpipe import MappedGPipe, Offload
+from torchgpipe.testing import observe
+
+M = 6
+
+
+class Returning(nn.Module):
+    """A model that comes back to its first device."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Attention() for _ in range(4)])
+
+    def forward(self, x):
+        for k in (0, 1, 2, 3):
+            x = self.blocks[k](x)
+        return x
+
+
+def mapped(devices, mode, places, threads=1):
+    torch.manual_seed(0)
+    where = {f"blocks.{k}": devices[place] for k, place in enumerate(places)}
+    return MappedGPipe(Returning(), where, chunks=M, checkpoint=mode, threads=threads)
+
+
+def trained(model, devices, *, jitter=None):
+    """The gradients of the second of two steps, and what was observed in it."""
+    for k in range(2):
+        model.zero_grad()
+        torch.manual_seed(k)
+        x = torch.rand(2 * M, 16, 32, device=devices[0])
+        for device in devices[:2]:
+            torch.accelerator.reset_peak_memory_stats(device)
+        with observe(jitter=jitter, costs={"addmm": 1.0, "mm": 1.0, "bmm": 1.0}) as seen:
+            model(x).pow(2).mean().backward()
+    assert_no_races(seen)
+    return [x.grad.cpu() for x in model.parameters()], seen
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("mode", ["offload", Offload(share=0.4, ahead=2)], ids=str)
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 0)])
+def test_gradients_are_the_same_bit_by_bit(devices, places, mode, threads):
+    expected, never = trained(mapped(devices, "never", places), devices)
+    highest = torch.accelerator.max_memory_allocated(devices[1])
+    model = mapped(devices, mode, places, threads)
+    found, seen = trained(model, devices)
+    assert seen.makespan == never.makespan
+    assert torch.accelerator.max_memory_allocated(devices[1]) < highest * 0.9
+    assert all(map(torch.equal, found, expected))
+    found, _ = trained(model, devices, jitter=0)
+    assert all(map(torch.equal, found, expected))

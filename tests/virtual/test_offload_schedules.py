@@ -1,0 +1,115 @@
+"""Cells of schedules whose saved tensors are in the memory of the host."""
+
+import pytest
+import torch
+
+from tests.support.helpers import assert_no_races, wrap
+from tests.support.offload import Attention
+from tests.support.size import some
+from tests.virtual.stages import SEEDS
+from torchgpipe import Offload, ScheduledLoss
+from torchgpipe.executor.plan import plan
+from torchgpipe.schedule import Op
+from torchgpipe.testing import observe
+
+M = 8
+#: Operators of a block of attention: F = 6 and B = 12.
+COSTS = {"addmm": 1.0, "mm": 1.0, "bmm": 1.0}
+#: What a block saves, and what leaves of the first one, whose input is the caller's.
+BLOCK = 86016
+
+PLACES = {
+    "1f1b": [0, 1, 2, 3],
+    "zbh1": [0, 1, 2, 3],
+    "zbv": [0, 1, 1, 0],
+    "interleaved_1f1b": [0, 1, 0, 1],
+    "dualpipev": [0, 1, 1, 0],
+}
+
+
+def squares(output):
+    return output.pow(2).mean()
+
+
+def training(devices, mode, name, places):
+    torch.manual_seed(0)
+    places = [devices[k] for k in places]
+    model = wrap([Attention() for _ in places], places, mode, M, balance=[1] * len(places))
+    return ScheduledLoss(model, squares, name)
+
+
+def trained(step, devices, *, jitter=None, **options):
+    """The gradients of the second of two steps, its time, and the peaks of the devices."""
+    for k in range(2):
+        step.zero_grad()
+        torch.manual_seed(k)
+        x = torch.rand(2 * M, 16, 32, device=devices[0])
+        before = [torch.accelerator.memory_allocated(device) for device in devices]
+        for device in devices:
+            torch.accelerator.reset_peak_memory_stats(device)
+        with observe(jitter=jitter, costs=COSTS, **options) as seen:
+            step(x).backward()
+    assert_no_races(seen)
+    peaks = [torch.accelerator.max_memory_allocated(x) - y for x, y in zip(devices, before)]
+    return [x.grad.cpu() for x in step.parameters()], seen, peaks
+
+
+@pytest.mark.parametrize("mode", ["offload", Offload(share=0.5, ahead=2)], ids=str)
+@pytest.mark.parametrize("name", PLACES)
+def test_gradients_are_the_same_bit_by_bit(devices, name, mode):
+    expected, never, _ = trained(training(devices, "never", name, PLACES[name]), devices)
+    step = training(devices, mode, name, PLACES[name])
+    for seed in [None, *SEEDS[:1]]:
+        found, seen, _ = trained(step, devices, jitter=seed)
+        assert all(map(torch.equal, found, expected))
+    assert seen.makespan == never.makespan
+    assert seen.transfers[0, "cpu"].bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "one", "two"), some([(1, 0, 0), (2, 1, 0), (3, 2, 1)], [(2, 1, 0)])
+)
+def test_the_time_of_a_step(devices, ratio, one, two):
+    """Copies of up to F are hidden if cells come back one instruction ahead, of up to 2F by two."""
+    links = {x: BLOCK / (6 * ratio) for k in range(6) for x in ((k, "cpu"), ("cpu", k))}
+    places = [*range(6)]
+    _, never, peaks = trained(training(devices, "never", "1f1b", places), devices)
+    for ahead, late in ((1, one), (2, two)):
+        step = training(devices, Offload(ahead=ahead), "1f1b", places)
+        _, seen, lower = trained(step, devices, bandwidth=links)
+        assert (seen.makespan > never.makespan + 1e-6) == bool(late)
+        assert lower[0] < (3 + ahead) * BLOCK < 6 * BLOCK < peaks[0]
+
+
+def test_cells_that_leave(devices):
+    """A cell leaves where three computations of its worker lie between forward and backward."""
+
+    def away(name, *modes):
+        return plan(name, devices[:4], 6, modes, [], forward=False).away
+
+    every = [Offload()] * 4
+    assert away("1f1b", *["never"] * 4) == {}
+    found = away("1f1b", *every)
+    # On the last two workers, at most two other computations lie between.
+    assert {j for j, _ in found} == {0, 1}
+    assert found[0, 1] == Op(0, "F", 4)
+    assert away("1f1b", "always", *every[1:]) == {x: y for x, y in found.items() if x[0]}
+    earlier = away("1f1b", *[Offload(ahead=2)] * 4)
+    assert earlier[0, 1] == Op(0, "B", 0)
+    # All but the last two, and an I is a backward.
+    assert {i for j, i in away("fill_drain", *every) if j == 3} == {0, 1, 2, 3}
+    assert away("zbh1", *every)
+
+
+def test_stages_that_are_graphs_do_not_offload(devices):
+    step = training(devices, "offload", "1f1b", [0, 1])
+    step.stages = "graph"
+    with pytest.raises(ValueError, match=r"a stage that is a graph keeps, or .*'offload'"):
+        trained(step, devices)
+
+
+def test_a_forward_alone_sends_nothing(devices):
+    step = training(devices, "offload", "1f1b", [0, 1])
+    with observe() as seen, torch.no_grad():
+        step(torch.rand(2 * M, 16, 32, device=devices[0]))
+    assert not [link for link in seen.transfers if "cpu" in link]

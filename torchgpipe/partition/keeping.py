@@ -1,0 +1,152 @@
+"""The choice of what the cells of a partition keep for backward, as a user makes it.
+
+A tensor that layers save for backward has one of three fates: it is kept, computed again, or kept
+in the memory of the host. A checkpoint mode chooses, for all cells of a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torchgpipe.checks import verify, verify_number
+from torchgpipe.partition.arguments import CHECKPOINT_MODES, checked_modes
+
+__all__ = ["Offload"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Keep what layers save for backward in the memory of the host: a checkpoint mode.
+
+    ::
+
+        model = GPipe(layers, balance, chunks=8, checkpoint=Offload(share=0.5))
+
+    The word ``'offload'`` stands for ``Offload()``. What a cell has saved leaves while the next
+    cell computes, and comes back while the backward of the cell behind it runs. So a step takes as
+    long as without, as long as the copy of a cell takes no longer than its forward.
+
+    Args:
+        share: the part of the bytes of a cell that leaves, more than 0, and at most 1. What was
+            saved first leaves, since backward needs it last.
+        ahead: how many cells before its own backward a cell comes back. More hide slower copies,
+            and each takes the memory of a cell.
+
+    Raises:
+        TypeError: share is no number.
+        ValueError: share or ahead is out of range.
+    """
+
+    share: float = 1.0
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        rule = "share must be the part of a cell's bytes that leaves, above 0 and at most 1"
+        remedy = "pass 0.5, for one, or checkpoint='never' if nothing shall leave"
+        verify_number(self.share, rule, "share", remedy, above=0)
+        verify(self.share <= 1, rule, "share", self.share, remedy)
+        verify(
+            isinstance(self.ahead, int) and self.ahead > 0 and self.ahead is not True,
+            "ahead must be a positive integer, how many cells earlier a cell comes back",
+            "ahead",
+            self.ahead,
+            "pass 1, or 2 where copies take longer",
+        )
+
+
+#: A policy of PyTorch's: ``partial(create_selective_checkpoint_contexts, policy)``.
+Policy: TypeAlias = Callable[[], Any]
+
+#: What the cells of a partition keep.
+Keeping: TypeAlias = str | Offload | Policy
+
+#: The same for all partitions, or for each.
+Keepings: TypeAlias = Keeping | tuple[Keeping, ...]
+
+
+def checked_keepings(checkpoint: object, partitions: int | None) -> Keepings:
+    """Check one checkpoint mode for all partitions, or a sequence with one for each.
+
+    Args:
+        checkpoint: the mode or modes.
+        partitions: the number of partitions; None for a model that has no partitions.
+
+    Raises:
+        ValueError: there is no such mode, or there are not as many as partitions.
+    """
+    found: Keepings = checked_modes(checkpoint, partitions, checked_keeping)
+    return found
+
+
+def checked_keeping(checkpoint: object) -> Keeping:
+    """Check a checkpoint mode, or an object that prints as one.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    if isinstance(checkpoint, Offload) or is_policy(checkpoint):
+        return checkpoint  # type: ignore[return-value]
+    # An enumeration's str() names the class, although its members may be strings.
+    mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
+    if mode not in (*CHECKPOINT_MODES, "offload"):
+        raise ValueError(
+            "checkpoint must be one of 'always', 'except_last', 'never' and 'offload', an Offload, "
+            "or partial(create_selective_checkpoint_contexts, policy) "
+            f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
+        )
+    return mode
+
+
+def keepings_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[Keeping, ...]:
+    """The checkpoint mode of each partition."""
+    return (*modes,) if isinstance(modes, tuple | list) else (modes,) * partitions
+
+
+def words_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[str, ...]:
+    """The checkpoint mode of each partition, in words."""
+    found = keepings_of(modes, partitions)
+    return tuple(["selective" if is_policy(mode) else str(mode) for mode in found])
+
+
+def is_policy(mode: object) -> bool:
+    """Whether a mode is a policy, which names what is not computed again."""
+    return callable(mode) and not isinstance(mode, type)
+
+
+def recomputed_by(mode: Keeping) -> str:
+    """The word for the cells that a mode computes again: ``'never'`` if it offloads them."""
+    if is_policy(mode):
+        return "always"
+    return "never" if offload_of(mode) else str(mode)
+
+
+def policy_of(mode: Keeping) -> Policy | None:
+    """The policy that a mode is, if it is one."""
+    return mode if is_policy(mode) else None  # type: ignore[return-value]
+
+
+def offload_of(mode: Keeping) -> Offload | None:
+    """The way in which a mode sends tensors to the host; None if it sends none."""
+    return Offload() if mode == "offload" else mode if isinstance(mode, Offload) else None
+
+
+def verify_words(modes: Keepings, what: str) -> None:
+    """Refuse modes that choose among saved tensors, for what does not see each of them.
+
+    Args:
+        modes: the modes.
+        what: what cannot do it.
+
+    Raises:
+        ValueError: there is such a mode.
+    """
+    found = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
+    verify(
+        not found,
+        f"{what} keeps, or computes again, all that a cell saves",
+        "checkpoint",
+        found,
+        "use checkpoint='always', or a GPipe under plain backward, which chooses among tensors",
+    )

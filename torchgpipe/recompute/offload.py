@@ -1,0 +1,325 @@
+"""Offloading: what a cell saves for backward is away in the memory of the host until it is due.
+
+::
+
+    compute   F0 ── F1 ── F2 ── F3 ── B3 ── B2 ── B1 ── B0
+                ╲  ↗  ╲  ↗             │   ↗ │   ↗
+    out          0     1              [1] ╱ [1] ╱
+                 ┊     ┊               ↓ ╱   ↓ ╱
+    back         ┊     ┊               1     0
+              memory of the host
+
+A cell leaves when its layers have run, behind one event. The compute stream waits for the copy only
+behind the layers of the next cell, and then the memory is free. The obvious way, ``record_stream``,
+would have it wait as long, and hold the memory for one cell more.
+
+The last two micro-batches stay: backward needs them at once, and while the second last computes,
+the one before it is still leaving. So keeping one more takes no more memory.
+
+A cell comes back when backward asks for the first tensor of the cell behind it [1]. The memory it
+comes to is new memory of the compute stream. So the copy waits for what that stream has been given
+so far, and comes no earlier than needed. The cell's own layers wait for the copy when they ask for
+their first tensor.
+
+What somebody else holds stays, since the memory would not be free: outputs, the caller's
+mini-batch, what a layer keeps. It is looked for when the layers have run. Autograd does not compare
+versions behind hooks, so they are compared here: when the layers have run, and when backward asks.
+
+Sources: Megatron-LM's fine-grained offloading; Wan et al., PipeOffload (arXiv 2503.01328).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe.ambient import labels
+from torchgpipe.ambient.context import current_hooks
+from torchgpipe.devices.host import HostMemory
+from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.streams import (
+    AbstractStream,
+    Event,
+    current_stream,
+    get_device,
+    has_streams,
+    record,
+    record_stream,
+    use_stream,
+    wait_for,
+)
+from torchgpipe.partition.keeping import Offload
+from torchgpipe.recompute.slots import modified
+from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
+
+__all__: list[str] = []
+
+#: How many micro-batches stay, the last ones.
+STAYING = 2
+
+
+class Window:
+    """The cells of one compute stream that are leaving: each is gone behind the next computation.
+
+    None stands for a computation that lets nothing leave.
+    """
+
+    def __init__(self) -> None:
+        self._cells: deque[Offloaded | None] = deque()
+
+    def passed(self, cell: Offloaded | None = None) -> None:
+        """Take note of a computation that has been issued, and of the cell that leaves."""
+        self._cells.append(cell)
+        if len(self._cells) > 1:
+            self._let_go()
+
+    def end(self) -> None:
+        """Take note that all have been issued."""
+        while self._cells:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        cell = self._cells.popleft()
+        if cell is not None:
+            cell.let_go()
+
+
+class Line:
+    """The cells of one partition in a step, one behind the other, on their way out and back.
+
+    Args:
+        memory: the memory of the host, and the streams that copy.
+        offload: how much leaves, and when it comes back.
+        j: the number of the partition.
+        leaving: the micro-batches that leave.
+        window: the window of the compute stream, if other partitions have it, too. Then a schedule
+            says when cells come back.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        offload: Offload,
+        j: int,
+        leaving: Container[int],
+        window: Window | None = None,
+    ) -> None:
+        self.memory, self.j = memory, j
+        self._share, self._leaving = offload.share, leaving
+        #: How many cells a cell brings back besides itself when backward comes to it.
+        self.ahead = offload.ahead if window is None else 0
+        self.window = window or Window()
+        self._last: Offloaded | None = None
+
+    def cell(self, stream: AbstractStream, i: int) -> Offloaded:
+        """The next cell.
+
+        Args:
+            stream: the compute stream.
+            i: the number of the micro-batch.
+        """
+        share = self._share if i in self._leaving else 0.0
+        cell = Offloaded(self, stream, i, share, self._last)
+        if self.ahead:
+            self._last = cell
+        return cell
+
+    def send(self, cell: Offloaded) -> None:
+        """Let a cell leave, once its output was handed on: the one before it is gone by then.
+
+        Whoever takes the output needs not wait for that one.
+        """
+        cell.send()
+        self.window.passed(cell)
+
+    def end(self) -> None:
+        """Take note that all cells have run."""
+        self._last = None
+        self.window.end()
+
+
+class Offloaded:
+    """One cell, whose saved tensors leave, come back, and are rebuilt when backward asks.
+
+    It takes the place of a :class:`~torchgpipe.recompute.checkpoint.Checkpoint`.
+
+    Args:
+        line: the line of the partition.
+        stream: the compute stream.
+        i: the number of the micro-batch.
+        share: the part of its bytes that leaves.
+        before: the cell before it.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        stream: AbstractStream,
+        i: int,
+        share: float,
+        before: Offloaded | None,
+    ) -> None:
+        self._is_over = False
+        self._stream, self._share, self._before = stream, share, before
+        self._memory, self._ahead = line.memory, line.ahead
+        self._way = line.j, i
+        #: What was saved, by storage; 0 stands for all that stays.
+        self._views: dict[int, list[View]] = {}
+        #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
+        self._storages: list[Storage] = []
+        #: An event behind the copies of these, and whether they have left the device.
+        self._copied: Event | None = None
+        self._is_away = False
+        #: Whether somebody has asked for them, and whether backward has come here.
+        self._wanted = self._begun = False
+
+    def forward(self, run: Callable[[Any], Any], value: Any) -> Any:
+        """Run layers of the cell on a value, which lets go of its own tensors, or some of them."""
+        if current_hooks() is not None:
+            # The caller's hooks say where the tensors are.
+            return run(value)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return run(value)
+
+    @uncompiled
+    def _pack(self, tensor: Tensor) -> View:
+        view = View(tensor)
+        if self._share:
+            self._views.setdefault(key_of(tensor, get_device(self._stream)), []).append(view)
+        return view
+
+    def send(self) -> None:
+        """Choose what leaves, and copy it."""
+        self._is_over = True
+        views, self._views = self._views, {}
+        views.pop(0, None)
+        may_leave = [
+            (found, size_of(found))
+            for found in views.values()
+            # guard: what has changed by now
+            # guard: what somebody else holds
+            if not (any(x.is_changed for x in found) or is_held(found))
+        ]
+        left = self._share * sum(size for _, size in may_leave)
+        storages = []
+        # What was saved first leaves, since backward needs it last.
+        for found, size in may_leave:
+            if size <= left:
+                left -= size
+                storages.append(sent(found, self._memory))
+        if storages:
+            out = self._memory.out
+            # guard: out behind the layers
+            wait_for(out, _event(self._stream))
+            with use_stream(out), labels.within(labels.of("out", *self._way)):
+                for storage in storages:
+                    storage.leave()
+            self._done(storages, out)
+
+    def let_go(self) -> None:
+        """Have the compute stream wait for what leaves, and let go of the memory."""
+        if self._storages and not self._wanted:
+            self._arrive()
+            self._is_away = True
+            for storage in self._storages:
+                storage.here = None
+
+    def fetch(self) -> None:
+        """Bring back what is away."""
+        self._wanted = True
+        if not self._is_away:
+            return
+        self._is_away = False
+        back, device = self._memory.back, get_device(self._stream)
+        # Behind what was in its memory; and behind the copy out, for which that stream has waited.
+        # guard: back behind compute
+        wait_for(back, _event(self._stream))
+        with use_stream(self._stream):
+            for storage in self._storages:
+                storage.make_room(device)
+        with use_stream(back), labels.within(labels.of("back", *self._way)):
+            for storage in self._storages:
+                storage.come()
+        self._done(self._storages, back)
+
+    def _done(self, storages: list[Storage], lane: AbstractStream) -> None:
+        self._copied = _event(lane)
+        for storage in storages:
+            storage.event = self._copied
+        self._storages = storages
+
+    def _arrive(self) -> None:
+        """Have the compute stream wait for the copies."""
+        assert self._copied is not None
+        # guard: compute behind copies
+        wait_for(self._stream, self._copied)
+        for storage in self._storages:
+            storage.lane = None
+            if storage.here is not None:
+                # The memory may be of another stream, as that of an input or of a layer's own.
+                # guard: memory of another stream
+                record_stream(storage.here, self._stream)
+
+    def begin(self) -> None:
+        """Take note that backward has come to this cell: bring it back, and those it comes to."""
+        self._begun = True
+        cell: Offloaded | None = self
+        for _ in range(self._ahead + 1):
+            if cell is None:
+                break
+            cell.fetch()
+            cell = cell._before
+        self._before = None
+        if self._storages:
+            self._arrive()
+            # From here on only the views hold them.
+            self._storages = []
+
+    @uncompiled
+    def _unpack(self, view: View) -> Tensor:
+        # Not while the layers still run, as for a backward of theirs.
+        if self._is_over and not self._begun:
+            self.begin()
+        x = view.kept
+        if x is None:
+            x = view.rebuild(get_device(self._stream))
+        if x._version != view.version:
+            raise modified(x, view.version, view.layer)
+        storage = view.storage
+        if storage is not None and storage.here is not None:
+            now = current_stream(storage.here.device)
+            if now != self._stream and self._copied is not None:
+                # guard: layers with a stream of their own
+                wait_for(now, self._copied)
+                record_stream(storage.here, now)
+        return x
+
+
+def line_of(
+    offload: Offload | None, pool: StreamPool, device: torch.device, j: int, m: int
+) -> Line | None:
+    """The line of a partition whose backward autograd orders; None if nothing leaves.
+
+    Args:
+        offload: what leaves, if anything does.
+        pool: the streams of the wrapper.
+        device: the device of the partition.
+        j: the number of the partition.
+        m: the number of micro-batches.
+    """
+    # What the CPU keeps is in the memory of the host.
+    if offload is None or not has_streams(device):
+        return None
+    return Line(pool.host(device), offload, j, range(m - STAYING))
+
+
+def _event(stream: AbstractStream) -> Event:
+    event = record(stream)
+    assert event is not None
+    return event

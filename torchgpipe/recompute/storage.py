@@ -1,0 +1,184 @@
+"""Storages that layers have saved views of, and that are away for a while, in the host's memory.
+
+A storage is the unit: what it holds is copied once, however many tensors were saved of it. Each of
+these is a :class:`View`, which is rebuilt with its strides when backward asks for it.
+
+Device memory that a copy stream reads or writes must not be used again before the copy is done. Who
+computes waits for the copy first, and then lets go of the memory. Where that does not happen, as
+when a backward fails, the storage announces the copy to the allocator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe import _torch
+from torchgpipe.ambient.notes import layer as current
+from torchgpipe.devices.host import HostMemory
+from torchgpipe.devices.streams import AbstractStream, Event, record_stream
+from torchgpipe.values.structure import is_dense
+
+__all__: list[str] = []
+
+#: The least bytes that leave: a smaller copy takes as long, and frees less.
+LEAST = 1024
+
+
+class Storage:
+    """A storage that leaves its device: all its bytes as one tensor, on the device or the host.
+
+    Args:
+        tensor: a view of it.
+        memory: where it goes.
+    """
+
+    __slots__ = ("__weakref__", "away", "event", "here", "lane", "memory", "size")
+
+    def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
+        self.here: Tensor | None = flat(tensor)
+        self.size = len(self.here)
+        self.memory = memory
+        self.away: Tensor | None = None
+        #: An event behind the last copy.
+        self.event: Event | None = None
+        #: The stream that copies, as long as nobody has waited for the copy.
+        self.lane: AbstractStream | None = None
+
+    def leave(self) -> None:
+        """Copy the bytes to the host. The stream that does is current."""
+        assert self.here is not None
+        self.away = self.memory.take(self.size)
+        self.lane = self.memory.out
+        self.away[: self.size].copy_(self.here, non_blocking=True)
+
+    def make_room(self, device: torch.device) -> None:
+        """Take memory for the bytes again. The stream that computes is current."""
+        self.here = torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def come(self) -> None:
+        """Copy the bytes back. The stream that does is current."""
+        assert self.here is not None
+        assert self.away is not None
+        self.lane = self.memory.back
+        self.here.copy_(self.away[: self.size], non_blocking=True)
+
+    def __del__(self) -> None:
+        if self.lane is not None and self.here is not None:
+            # guard: copies that nobody waits for
+            record_stream(self.here, self.lane)
+        if self.away is not None:
+            self.memory.give(self.away, self.event)
+
+
+class View:
+    """A tensor that a layer has saved.
+
+    Args:
+        tensor: the tensor.
+    """
+
+    __slots__ = ("kept", "layer", "layout", "storage", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A tensor with its graph may be kept alive by that graph. Both share a version counter.
+        # guard: saved without its graph
+        self.kept: Tensor | None = tensor if is_own_leaf(tensor) else tensor.detach()
+        self.version = tensor._version
+        self.layer = current.name
+        self.storage: Storage | None = None
+        self.layout: tuple[Any, ...] = ()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place since the layer has saved it."""
+        return self.kept is not None and self.kept._version != self.version
+
+    def leave(self, storage: Storage) -> None:
+        """Let go of the tensor, of which the storage has the values."""
+        x = self.kept
+        assert x is not None
+        self.storage = storage
+        self.layout = x.dtype, x.storage_offset(), x.size(), x.stride()
+        self.kept = None
+
+    def empty(self) -> None:
+        """Let go of the tensor, and of the storage."""
+        self.kept = self.storage = None
+
+    def rebuild(self, device: torch.device) -> Tensor:
+        """Make the tensor from what has come back."""
+        assert self.storage is not None
+        assert self.storage.here is not None
+        dtype, *layout = self.layout
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.kept = x = empty.set_(self.storage.here.untyped_storage(), *layout)
+        self.version = x._version
+        return x
+
+
+def is_own_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or the like, which no graph leads to.
+
+    Autograd itself saves those as they are: after ``parameter.data = ...`` it uses the new values.
+    """
+    return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All bytes of the storage of a tensor."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def key_of(tensor: Tensor, device: torch.device) -> int:
+    """A number for the storage of a tensor that may leave; 0 for one that stays where it is.
+
+    Weights stay, and views of these. So do tensors of other devices, and those that are more than
+    strided views of a storage.
+    """
+    base = tensor._base
+    # guard: weights stay
+    if type(tensor) is not Tensor or is_own_leaf(tensor):
+        return 0
+    if base is not None and (type(base) is not Tensor or is_own_leaf(base)):
+        return 0
+    if tensor.device != device or tensor.nbytes < LEAST or not is_dense(tensor):
+        return 0
+    # guard: more than views
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        # Those of functorch have no storage of their own.
+        return 0
+
+
+def size_of(views: list[View]) -> int:
+    """The bytes of the storage of some views."""
+    return _first(views).untyped_storage().nbytes()
+
+
+def is_held(views: list[View]) -> bool:
+    """Whether anybody but these views has a storage, which would stay on the device anyway."""
+    storage = _first(views).untyped_storage()
+    # One is Python's own object for it.
+    return bool(_torch.count_uses(storage._cdata) > len(views) + 1)
+
+
+def sent(views: list[View], memory: HostMemory) -> Storage:
+    """The storage of some views, which let go of it."""
+    storage = Storage(_first(views), memory)
+    for view in views:
+        view.leave(storage)
+    return storage
+
+
+def _first(views: list[View]) -> Tensor:
+    found = views[0].kept
+    assert found is not None
+    return found
