@@ -26,6 +26,7 @@ NAMES = (
     "one_gpu",
     "overhead",
     "parts",
+    "projects",
     "render",
     "schedules",
     "speed",

@@ -162,7 +162,7 @@ class MappedGPipe(Wrapper):
                 batches, devices = [Batch(given)], [*self._map.values()]
                 own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
                 batches[0] = batches[0].replace(own)
-                step = MappedStep(self._lasting, self._attributes, devices, 1, 0)
+                step = MappedStep(self._lasting, self._attributes, devices, self.module, 1, 0)
                 run = partial(self._run, step, batches, Order(self.module))
                 compute(partial(holding, step.numbers.locks, run), self, [])
         finally:
@@ -296,7 +296,7 @@ class MappedGPipe(Wrapper):
         # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
         late = output_device is not None and not has_streams(output_device)
         step = MappedStep(
-            *(self._lasting, self._attributes, devices, m, checkpointed),
+            *(self._lasting, self._attributes, devices, self.module, m, checkpointed),
             None if late else output_device,
             mode,
         )

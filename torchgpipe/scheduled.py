@@ -223,11 +223,6 @@ class ScheduledLoss(Alone):
             self.outputs,
         )
         chosen = self._plan(m, forward=not recorded)
-        if self.stages == "graph" and any(crew.stages.lent):
-            raise ValueError(
-                "stages that are graphs must not share a weight with one on another device "
-                "(stages: 'graph'); pass stages='eager', or devices that name one twice"
-            )
         executor = Executor(crew, chosen, batches, criterion, arriving)
         if any(map(is_shard, chain(*executor.sums.weights))):
             raise ValueError(

@@ -1,9 +1,6 @@
 """The private names of PyTorch's pipelining that several processes need."""
 
-import numpy as np
 import pytest
-import torch
-from torch import nn
 from torch.distributed.pipelining import schedules
 
 from torchgpipe._torch import pipelining
@@ -28,25 +25,6 @@ def test_names():
     assert callable(runtime._load_csv)
     kinds = {x.name for x in schedules._ComputationType}
     assert kinds >= {*pipelining.LETTERS, *pipelining.MESSAGES, *pipelining.OTHERS}
-
-
-def test_memory_of_its_own():
-    weight = torch.rand(3, 3, requires_grad=True)
-    product = weight @ weight
-    assert pipelining.is_alone(product)
-    assert pipelining.is_alone(torch.autograd.grad(product.sum(), weight)[0])
-    other = product.detach()
-    assert not pipelining.is_alone(other)
-    del product
-    assert pipelining.is_alone(other)
-    # Saved for backward.
-    saved = (other + weight).tanh()
-    assert not pipelining.is_alone(saved.detach())
-    assert not pipelining.is_alone(torch.from_numpy(np.ones(3)))
-    assert not pipelining.is_alone(torch.rand(4)[:2])
-    assert not pipelining.is_alone(torch.rand(2, 3).t())
-    module = nn.BatchNorm1d(3)
-    assert not pipelining.is_alone(module.running_mean.detach())
 
 
 def test_actions_of_a_file(tmp_path):

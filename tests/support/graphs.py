@@ -27,7 +27,8 @@ def traced(layers, x, *, recorded=True, roots=None):
 
     batch = Batch(x)
     own = chosen(places.read(), weights)
-    joint, form = trace(places, run, batch, (), own, recorded=recorded, roots=roots)
+    devices = [tensor.device for tensor in places.read()]
+    joint, form = trace(places, devices, run, batch, (), own, recorded=recorded, roots=roots)
     return SimpleNamespace(joint=joint, form=form, places=places, weights=weights, batch=batch)
 
 

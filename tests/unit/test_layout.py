@@ -52,6 +52,8 @@ ELSEWHERE = {
     "executor/executor": "virtual/test_schedules.py",
     "graphs/interleaving": "virtual/test_graph_overlaps.py",
     "executor/links": "virtual/test_schedules.py",
+    "mapped/changes": "virtual/test_mapped_state.py",
+    "mapped/functions": "virtual/test_mapped_together.py",
     "mapped/body": "unit/test_mapped_gpipe.py",
     "mapped/calls": "unit/test_mapped_gpipe.py",
     "mapped/numbers": "virtual/test_mapped_code.py",

@@ -58,6 +58,14 @@ TESTS = {
         "threads streams": ("test_mapped_threads", "streams_of_the_caller", {}),
         "skips": ("test_mapped_code", "skips_that_come_back", {}),
         "lent": ("test_mapped_lent", "training", {"kind": "home behind", "threads": 1}),
+        **{
+            kind: (
+                "test_mapped_state",
+                "numbers_are_those_of_one_micro_batch_after_another",
+                {"kind": kind, "threads": 1, "mode": "never"},
+            )
+            for kind in ("Behind", "ReadLater")
+        },
         "lost": ("test_mapped_together", "changes_in_place_that_would_be_lost", {}),
     }.items()
 } | {
@@ -127,7 +135,7 @@ MUTANTS = {
     "attributes of a call": (("now is not value", "False"), "attributes of a call"),
     "contents of a call": (("if _same", "if True or _same"), "contents of a call"),
     "contents of several devices": (("self.lock, ", ""), "mapped shared box"),
-    "attributes of threads": (("before != after", "False"), "mapped threads attributes"),
+    "attributes of threads": (("if changed", "if False"), "mapped threads attributes"),
     "the caller's streams in a thread": (DROP, "mapped threads streams"),
     "weights that are lent": (DROP, "mapped lent"),
     "weights that several threads lend": (("with self._lock", "if True"), "lent to threads"),
@@ -137,5 +145,7 @@ MUTANTS = {
     ),
     "changes in mappings": (("again and self", "False and self"), "exchanged in place"),
     "changes that would be lost": (("!= version", "is None"), "mapped lost"),
+    "changes of state": (DROP, "mapped Behind"),
+    "state in use": (DROP, "mapped ReadLater"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

@@ -74,7 +74,7 @@ MUTANTS = {
     "recording targets": (DROP, "evaluation"),
     "workers after the caller": (DROP, "workers of one device"),
     "the caller after workers": (DROP, "workers of one device"),
-    "sums of what is not ours": (("found + grad", "found.add_(grad)"), "shared sums"),
+    "sums of what is not ours": (("is_alone(found)", "True"), "shared sums"),
     "sums instead of gradients": (("grad is found", "False"), "at once"),
     "sums of weights that workers share": ((" if count[key] == 1", ""), "sums of all"),
     "recording what is handed over": (DROP, "workers of one device"),

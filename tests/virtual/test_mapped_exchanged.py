@@ -2,6 +2,7 @@
 
 import copy
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,3 +116,101 @@ def test_what_blocks_change_is_there_for_later_ones(kind, devices, mode):
         output.square().sum().backward()
     for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
+class Store:
+    """A plain object with a list of others, as a cache of layers is."""
+
+    def __init__(self):
+        self.layers = [SimpleNamespace(), SimpleNamespace()]
+
+
+#: Objects, how a value is put into them, and how it is found there.
+OBJECTS = {
+    "namespace": (
+        SimpleNamespace,
+        lambda shared, x: setattr(shared, "x", x),
+        lambda shared: shared.x,
+    ),
+    "list of an object": (
+        lambda: SimpleNamespace(all=[]),
+        lambda shared, x: shared.all.append(x),
+        lambda shared: shared.all[-1],
+    ),
+    "objects of an object": (
+        Store,
+        lambda shared, x: setattr(shared.layers[1], "x", x),
+        lambda shared: shared.layers[1].x,
+    ),
+    "mapping of a mapping": (
+        lambda: UserDict(inner=UserDict()),
+        lambda shared, x: shared["inner"].update(x=x),
+        lambda shared: shared["inner"]["x"],
+    ),
+    "mapping of a dict": (
+        lambda: {"inner": UserDict()},
+        lambda shared, x: shared["inner"].update(x=x),
+        lambda shared: shared["inner"]["x"],
+    ),
+}
+
+
+class Handing(nn.Module):
+    """A layer that puts a value into an object, or finds one there."""
+
+    def __init__(self, kind, first):
+        super().__init__()
+        _, self.put, self.find = OBJECTS[kind]
+        self.layer, self.first = nn.Linear(4, 4), first
+
+    def forward(self, x, shared):
+        if self.first:
+            self.put(shared, (2 * x).tanh())
+            return self.layer(x).tanh()
+        return self.layer(x + self.find(shared)).tanh()
+
+
+class Handed(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList([Handing(kind, k == 0) for k in range(3)])
+
+    def forward(self, x):
+        shared = OBJECTS[self.kind][0]()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x + OBJECTS[self.kind][2](shared)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_of_other_kinds(kind, devices, mode):
+    plain = Handed(kind)
+    x = torch.rand(4, 4)
+    for rows in x.chunk(2):
+        plain(rows).square().sum().backward()
+    names = {f"layers.{k}": devices[k] for k in range(3)}
+    pipe = MappedGPipe(copy.deepcopy(plain), names, chunks=2, checkpoint=mode)
+    verify_steps(pipe, plain, x, 0, SEEDS[:1])
+
+
+class Holding(nn.Linear):
+    """A layer that holds what it shares with others, and is not called with it."""
+
+    def __init__(self, shared):
+        super().__init__(4, 4)
+        self.shared = shared
+
+    def forward(self, x):
+        if "x" in self.shared:
+            x = x + self.shared["x"]
+        self.shared["x"] = x
+        return super().forward(x)
+
+
+def test_what_layers_hold_on_several_devices(devices, mode):
+    model = nn.Sequential(*[Holding(shared) for shared in [{}] for _ in range(2)])
+    pipe = MappedGPipe(model, {"0": devices[0], "1": devices[1]}, chunks=2, checkpoint=mode)
+    message = r"must not hand .*\(module: 1 on virtual:1, found: shared on virtual:0\)"
+    with pytest.raises(RuntimeError, match=message):
+        pipe(torch.rand(4, 4))

@@ -55,7 +55,15 @@ class Backwards(Tied):
         return x
 
 
-KINDS = {"tied": Tied, "shared": Shared, "home behind": Backwards}
+class Again(Chain):
+    """One layer is called again and again, under one name after another."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.layers = nn.ModuleList([self.layers[0] for _ in range(n)])
+
+
+KINDS = {"tied": Tied, "shared": Shared, "home behind": Backwards, "again": Again}
 
 
 def wrapped(plain, devices, n, m, mode, **options):
@@ -64,7 +72,9 @@ def wrapped(plain, devices, n, m, mode, **options):
     return MappedGPipe(copy.deepcopy(plain), names, chunks=m, checkpoint=mode, **options)
 
 
-@pytest.mark.parametrize(("kind", "cost"), [("tied", 1), ("shared", 2), ("home behind", 1)])
+@pytest.mark.parametrize(
+    ("kind", "cost"), [("tied", 1), ("shared", 2), ("home behind", 1), ("again", 1)]
+)
 def test_gradients_and_makespan(devices, kind, cost, mode):
     n, m = 4, 8
     torch.manual_seed(0)

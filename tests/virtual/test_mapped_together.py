@@ -151,6 +151,93 @@ def test_changes_in_place_that_would_be_lost(devices):
     assert "changes one of another device in place (function: embedding" in message
 
 
+class Product(torch.autograd.Function):
+    """A function that combines its tensors in both directions."""
+
+    @staticmethod
+    def forward(ctx, x, name, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y, None, gradient * x
+
+
+class First(Product):
+    """A function that returns one tensor, and takes the other's gradient for its own."""
+
+    @staticmethod
+    def forward(ctx, x, name, y):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None, gradient
+
+
+class Apart(First):
+    """A function whose gradients are on the devices of its tensors."""
+
+    @staticmethod
+    def forward(ctx, x, name, y):
+        ctx.save_for_backward(y)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient, None, 2 * y
+
+
+class Applied(Chain):
+    """The model applies a function to tensors of two devices."""
+
+    def __init__(self, function, near=False):
+        super().__init__(2)
+        self.function, self.near = function, near
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        y = self.layers[1](x)
+        return self.function.apply(x.to(y.device) if self.near else x, "name", y)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (Product, "combines them (function: Product"),
+        (First, "returns a gradient on virtual:0 for a tensor on virtual:1 (function: First"),
+    ],
+)
+def test_functions_whose_backward_combines_devices(devices, mode, function, message):
+    pipe = mapped(Applied(function), devices[:2], mode, 2)
+    x = torch.rand(4, 4, device=devices[0])
+    # The first step finds such a function, and later ones know of it.
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            pipe(x).sum().backward()
+        assert message in str(caught.value)
+        assert f"line: {__file__}:" in str(caught.value)
+        assert "devices: virtual:0, virtual:1); bring its tensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [Product, First, Apart])
+def test_functions_whose_backward_goes_with_their_devices(devices, mode, function):
+    near = function is not Apart
+    plain = Applied(function, near)
+    pipe = mapped(copy.deepcopy(plain), devices[:2], mode, 2)
+    x = torch.rand(4, 4)
+    for rows in x.chunk(2):
+        plain(rows).square().sum().backward()
+    with observe(jitter=0) as seen:
+        pipe(x.to(devices[0])).square().sum().backward()
+    assert_no_races(seen)
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), other.grad)
+
+
 # The same as skips: a layer hands all outputs before it on, and reads them all.
 
 

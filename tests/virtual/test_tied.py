@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import assert_no_races
+from tests.support.helpers import assert_graphs, assert_no_races
 from tests.virtual.stages import SEEDS, Stage, limit
 from torchgpipe import GPipe, ScheduledLoss
 from torchgpipe.testing import observe
@@ -75,11 +75,21 @@ def test_training_and_makespan(devices, schedule, mode):
         assert makespan == limit(mode, N, M)
 
 
-def test_graphs_are_refused(devices):
-    model = GPipe(tied(), [1] * N, devices=devices[:N], chunks=M)
-    step = ScheduledLoss(model, squared, "1f1b", stages="graph")
-    with pytest.raises(ValueError, match="pass stages='eager', or devices that name one twice"):
-        step(torch.rand(M, 4, device=devices[0]), torch.rand(M, 4, device=devices[3]))
+def linears():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(N)]
+    layers[-1][0].weight = layers[1][0].weight = layers[0][0].weight
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zbh1"])
+def test_graphs(devices, schedule, mode):
+    expected, _ = trained(Plain(*linears()), "cpu")
+    model = GPipe(linears(), [1] * N, devices=devices[:N], chunks=M, checkpoint=mode)
+    loss = ScheduledLoss(model, squared, schedule, stages="graph")
+    found, _ = trained(Piped(model, loss), devices[0])
+    torch.testing.assert_close([*found.values()], [*expected.values()])
+    assert_graphs(loss)
 
 
 def test_a_copy_and_evaluation(devices):

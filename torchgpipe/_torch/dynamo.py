@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd import graph
 
 from torchgpipe import _torch
+from torchgpipe._torch.modules import modules_of
 from torchgpipe._torch.names import has
 
 __all__: list[str] = []
@@ -86,7 +87,7 @@ def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
     """
     if _preparation.done or "torch._dynamo" not in sys.modules:
         return
-    if _torch.compiled_codes.seen or any(is_compiled(layer) for layer in layers.modules()):
+    if _torch.compiled_codes.seen or any(map(is_compiled, modules_of(layers))):
         prepare()
         return
     if not has("compile_callbacks"):

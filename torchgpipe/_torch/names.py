@@ -169,6 +169,8 @@ NAMES: dict[str, Name] = {
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without it, second runs of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
+    # Without it, memory is taken for shared.
+    "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: object()),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
     # Without it, what others hold is copied to the host, too.
     "count_uses": Name(_C + "_storage_Use_Count", "what leaves for the host", lambda _: 0),
@@ -256,6 +258,8 @@ ATTRIBUTES = {
     "_torchdynamo_disable": "What the compiler asks functions for.",
     "_torchdynamo_disable_msg": "Likewise.",
     "_sequence_nr": "The number of a node, by which autograd chooses among nodes that are ready.",
+    "_forward_cls": "The torch.autograd.Function that a node is of.",
+    "_input_metadata": "The devices of the gradients that come to a node.",
     "_check_input_dim": "What a batch normalisation checks of its input.",
 }
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -88,23 +88,6 @@ def read(action: Any) -> tuple[str, list[tuple[int, str, int]]]:
         does, letter = MESSAGES[name] if name in MESSAGES else ("compute", LETTERS[name])
         found.append((x.stage_index, letter, x.microbatch_index))
     return does, found
-
-
-def is_alone(tensor: Tensor) -> bool:
-    """Whether a tensor has contiguous memory of its own, which nobody else can write to."""
-    storage = tensor.untyped_storage()
-    # Memory that PyTorch has not allocated may be anybody's.
-    return (
-        tensor.is_contiguous()
-        and storage.nbytes() == tensor.nbytes
-        and storage.resizable()
-        and _uses(tensor) == _uses(torch.empty(1, device="cpu"))
-    )
-
-
-def _uses(tensor: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
 
 
 def reduce_gradients(module: Any) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchgpipe import _torch
+from torchgpipe._torch.alone import is_alone
 from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe.devices.streams import CPU, AbstractStream, record_stream
 from torchgpipe.values.blocks import contextmanager
@@ -37,16 +38,19 @@ LARGE = 2**18
 class Sums:
     """The gradients of some tensors on one device, summed up over micro-batches.
 
-    Sums are computed in place. A gradient that came alone may share its memory with another one, as
-    those of the two terms of an addition do, so it is never changed in place.
+    Sums are computed in place. The first gradient of a tensor may share its memory with another
+    one, as those of the two terms of an addition do. So it becomes a sum only if it has its memory
+    alone when the next gradient comes.
     """
 
     def __init__(self) -> None:
         #: The tensors, by identity.
         self.tensors: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
-        #: The tensors whose sum is a new tensor, made here, which may be changed in place.
+        #: The tensors whose sum has memory of its own, which may be changed in place.
         self._own: set[int] = set()
+        #: The hooks of tensors whose gradients are added at once.
+        self._hooks: dict[int, Any] = {}
 
     def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of some tensors; None adds nothing."""
@@ -58,8 +62,13 @@ class Sums:
             self.tensors[key] = tensor
             found = self._sums.get(key)
             if found is None:
-                self._sums[key] = grad
-            elif key in self._own:
+                # Detached: whoever else holds the gradient shares the memory, which can be seen.
+                self._sums[key] = grad.detach()
+                continue
+            # guard: sums of what is not ours
+            if key not in self._own and is_alone(found):
+                self._own.add(key)
+            if key in self._own:
                 # guard: sums instead of gradients
                 if grad is found:
                     # It was added as soon as it was there.
@@ -71,7 +80,6 @@ class Sums:
                     terms.append(grad)
             else:
                 # One by one, so that the memory of the two terms is free for the next sum.
-                # guard: sums of what is not ours
                 self._sums[key] = found + grad
                 if not self._sums[key].is_sparse:
                     self._own.add(key)
@@ -80,24 +88,25 @@ class Sums:
 
     @contextmanager
     def adding_at_once(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Add large gradients as soon as backward has computed them, within a ``with`` block.
+        """Add gradients as soon as backward has computed them, within a ``with`` block.
 
         Otherwise the gradients of all weights of a stage are in memory at the end of its backward,
         beside their sums. Small ones wait, since one call that adds them all costs less than many.
+        But on the CPU, one that waits lies behind a large one, whose memory is then no longer of
+        one piece with what is free around it, and no place for the next large one.
 
         Args:
             tensors: those whose gradients no other thread computes.
         """
-        handles = [
-            x.register_hook(partial(self._add_at_once, x))
-            for x in tensors
-            if type(x) in (Tensor, Parameter) and x.is_leaf and x.nbytes >= LARGE
-        ]
+        found = [x for x in tensors if type(x) in (Tensor, Parameter) and x.is_leaf]
+        large = [x for x in found if x.nbytes >= LARGE]
+        for x in found if large and large[0].device == CPU else large:
+            self._hooks[id(x)] = x.register_hook(partial(self._add_at_once, x))
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            while self._hooks:
+                self._hooks.popitem()[1].remove()
 
     def _add_at_once(self, tensor: Tensor, grad: Tensor) -> Tensor | None:
         """Add a gradient, and have backward return the sum instead, so that it can be freed."""
@@ -105,7 +114,11 @@ class Sums:
         if key not in self._sums or grad.is_sparse:
             return None
         self.add([tensor], [grad])
-        return self._sums[key]
+        found = self._sums[key]
+        if key in self._own:
+            # From now on without Python: this adds in place, and returns the sum.
+            self._hooks[key].hooks_dict_ref()[self._hooks[key].id] = found.add_
+        return found
 
     def take(self, tensor: Tensor) -> Tensor:
         """Let go of the sum of a tensor, in memory of its own; zeros if it has none."""

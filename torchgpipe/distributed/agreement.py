@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchgpipe._torch.modules import modules_of
 from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.failures import shared_failures
@@ -248,7 +249,7 @@ def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
             *([object()] if type(x) is nn.RReLU and x.training else []),
         )
         for some in layers
-        for x in some.modules()
+        for x in modules_of(some)
     ]
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe._torch import pipelining
+from torchgpipe._torch.alone import is_alone
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.messages import Form, Forms, Meta, pack, unpack
 from torchgpipe.distributed.peers import Peers
@@ -173,7 +173,7 @@ class Mail(Post):
             if x.numel():
                 # A layer may return the same memory the next time, or a view of more.
                 # guard: clone of what goes to a process
-                if not pipelining.is_alone(x):
+                if not is_alone(x):
                     x = x.clone(memory_format=torch.contiguous_format)
                 works.append(dist.isend(x.detach(), group=self._group, group_dst=peer, tag=tag))
         return works

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from torchgpipe._torch import pipelining
+from torchgpipe._torch.modules import modules_of
 from torchgpipe.partition.sharding import is_sharded
 from torchgpipe.values.blocks import contextmanager
 
@@ -25,7 +26,7 @@ def sharded_in(partitions: Sequence[nn.Module]) -> list[Any]:
     found: list[Any] = []
     inner: set[nn.Module] = set()
     for partition in partitions:
-        for module in partition.modules():
+        for module in modules_of(partition):
             if is_sharded(module) and module not in inner:
                 found.append(module)
                 inner.update(module.modules())

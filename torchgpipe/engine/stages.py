@@ -77,8 +77,9 @@ class Stages:
         #: For each partition, a lock that is held while the partition computes.
         self.locks = [locks[group] for group in self.groups]
         #: For each partition, the places of tensors that partitions on several devices have.
-        places = places_of(dict(zip(self.partitions, devices)))
-        self.lent: list[list[Place]] = [places.get(x, []) for x in self.partitions]
+        self.lent: list[list[Place]] = [
+            found or [] for found in places_of(zip(self.partitions, devices))
+        ]
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.pool = StreamPool()
         self.workers = Workers(devices)

@@ -15,7 +15,7 @@ tell autograd where the gradient of the input is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -237,8 +237,12 @@ NewCell = Callable[["Forward"], Cell]
 class Cells:
     """The kind of cells that steps have: these are the eager ones."""
 
-    def begin(self) -> NewCell:
-        """Begin a step, and return what makes its cells."""
+    def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
+        """Begin a step, and return what makes its cells.
+
+        Args:
+            copies: for each stage, copies of weights that it computes with in their place.
+        """
         return EagerCell
 
     def compute(self, function: Callable[[], None]) -> None:

@@ -104,12 +104,13 @@ class Executor:
         behind = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, behind)
-        #: What gradients are summed for.
-        copies = copies_of_weights(stages)
-        for body, places, own in zip(self.step.bodies, stages.lent, copies):
+        #: For each stage, copies of weights that it computes with in their place.
+        self.copies = copies_of_weights(stages)
+        for body, places, own in zip(self.step.bodies, stages.lent, self.copies):
             lend(body, places, partial(in_place_of, own))
-        self.sums = StepSums(plan, self.step.modules, batches, copies)
-        self.new_cell = crew.cells.begin()
+        #: What gradients are summed for.
+        self.sums = StepSums(plan, self.step.modules, batches, self.copies)
+        self.new_cell = crew.cells.begin(self.copies)
         #: The cells between F and their last instruction.
         self.cells: dict[tuple[int, int], Cell] = {}
         recorder = None if recording is None else recording.recorder

@@ -308,9 +308,10 @@ class GraphCells(Cells):
     def __init__(self, graphs: Sequence[StageGraphs]) -> None:
         self.graphs = graphs
 
-    def begin(self) -> NewCell:
+    def begin(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> NewCell:
         settings = current_settings()
-        return partial(_cell, [graphs.begin(settings) for graphs in self.graphs])
+        stages = [graphs.begin(settings, own) for graphs, own in zip(self.graphs, copies)]
+        return partial(_cell, stages)
 
     def compute(self, function: Callable[[], None]) -> None:
         # guard: computing beside a trace

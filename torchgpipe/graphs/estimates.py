@@ -42,7 +42,7 @@ def traced_all(executor: Executor, graphs: Sequence[StageGraphs]) -> list[Traced
         batch = parcels.unpacked(batch, layout.popped[j])
         run = Forward(executor, executor.plan.schedule.placement[j], Op(j, "F", 0))
         run.given = batch
-        entry, _ = stage.begin(settings).find(run, at_once=True)
+        entry, _ = stage.begin(settings, executor.copies[j]).find(run, at_once=True)
         if entry is None or entry.traced is None:
             raise ValueError(
                 "the costs of a stage are those of its graph, and one is eager (stage: "

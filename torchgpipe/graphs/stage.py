@@ -10,7 +10,7 @@ and why.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike
 from typing import Any
@@ -77,12 +77,17 @@ class StageGraphs:
         #: The graph that was traced last.
         self.last: Traced | None = None
 
-    def begin(self, settings: Settings) -> StageInStep:
-        """Look at the layers, at the beginning of a step."""
+    def begin(self, settings: Settings, copies: Mapping[Tensor, Tensor]) -> StageInStep:
+        """Look at the layers, at the beginning of a step.
+
+        Args:
+            settings: what is set in this step.
+            copies: copies of weights that the stage computes with in their place.
+        """
         with self._lock:
             state = self._current_state()
             state.steps += 1
-            return StageInStep(self, state, settings)
+            return StageInStep(self, state, settings, copies)
 
     def _current_state(self) -> StageState:
         for state in self.states:
@@ -120,13 +125,15 @@ class StageGraphs:
 
         # All that it takes to trace again. What has the graph holds none of those that hold it.
         places, casts, recorded = now.state.places, now.settings.casts, torch.is_grad_enabled()
-        make, recompute = self._make, self._recompute
+        make, recompute, devices = self._make, self._recompute, [x.device for x in now.tensors]
 
         def parts(needs_grad: Sequence[bool] | None = None) -> tuple[Parts, OutputForm]:
             # Backward has no casts.
             with body.lock, with_autocast(casts):
                 joint, form = trace(
-                    *(places, compute, batch, more, own), recorded=recorded, roots=needs_grad
+                    *(places, devices, compute, batch, more, own),
+                    recorded=recorded,
+                    roots=needs_grad,
                 )
             return Parts(joint, make, recompute), form
 
@@ -138,7 +145,7 @@ class StageGraphs:
             self.say(str(error))
             return None
         batch, more = made.joint.like(batch, more)
-        self.last = Traced(made, form, now.tensors, lambda needs_grad: parts(needs_grad)[0])
+        self.last = Traced(made, form, places.read(), lambda needs_grad: parts(needs_grad)[0])
         return self.last
 
     def print(self, split: bool = True) -> None:
@@ -190,12 +197,19 @@ class StageInStep:
         graphs: the graphs of the stage.
         state: the state that the layers are in.
         settings: what is set in this step.
+        copies: copies of weights that the stage computes with in their place.
     """
 
-    def __init__(self, graphs: StageGraphs, state: StageState, settings: Settings) -> None:
+    def __init__(
+        self,
+        graphs: StageGraphs,
+        state: StageState,
+        settings: Settings,
+        copies: Mapping[Tensor, Tensor],
+    ) -> None:
         self.graphs, self.state, self.settings = graphs, state, settings
         #: The parameters and buffers.
-        self.tensors = state.places.read()
+        self.tensors = [copies.get(x, x) for x in state.places.read()]
 
     def find(self, run: Forward, *, at_once: bool = False) -> tuple[Entry | None, Sequence[Tensor]]:
         """Find what is known of the kind of micro-batch that an F has come to.

@@ -64,6 +64,7 @@ Run = Callable[[Batch, Sequence[Tensor]], tuple[Batch, tuple[Sequence[Tensor], S
 
 def trace(
     places: Places,
+    devices: Sequence[torch.device],
     run: Run,
     batch: Batch,
     more: Sequence[Tensor],
@@ -76,6 +77,7 @@ def trace(
 
     Args:
         places: where the layers have their tensors.
+        devices: the device on which the stage has each of these.
         run: runs the layers.
         batch: a micro-batch.
         more: the tensors among the further arguments of the loss.
@@ -86,7 +88,7 @@ def trace(
     Raises:
         UntraceableError: the stage cannot be a graph.
     """
-    tensors = places.read()
+    tensors = [*map(_on, places.read(), devices)]
     if roots is None:
         verify_plain([*tensors, *batch, *more])
     if recorded and {k for k, x in enumerate(tensors) if x.requires_grad} - {*chosen}:
@@ -147,6 +149,14 @@ def trace(
     made = _with_roles(module, [len(x) for x in arguments], counts, forms[0])
     _verify(made)
     return made, forms[0]
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor in place of one that is at home on another device: a trace asks for no values."""
+    if tensor.device == device:
+        return tensor
+    found = torch.empty_like(tensor, device=device)
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def chosen(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int]:

@@ -17,6 +17,7 @@ from operator import is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 __all__: list[str] = []
@@ -125,12 +126,31 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 
 def _container(x: Any) -> Any:
     """The container that holds the elements of a value, or its attributes; None without any."""
+    return x if type(x) in _SEQUENCES or type(x) in _DICTS else attributes_of(x)
+
+
+def attributes_of(x: Any) -> dict[str, Any] | None:
+    """The attributes of a plain object; None of anything else."""
     kind = type(x)
-    if kind in _SEQUENCES or kind in _DICTS:
-        return x
     if kind.__module__.split(".")[0] in _OTHERS or isinstance(x, Tensor | nn.Module):
         return None
     # Objects with a way of their own may keep more than their attributes in step.
     owners = [owner for owner in kind.__mro__[:-1] if owner is not SimpleNamespace]
     own = any("__setattr__" in vars(owner) for owner in owners)
-    return None if own else getattr(x, "__dict__", None)
+    found: dict[str, Any] | None = None if own else getattr(x, "__dict__", None)
+    return found
+
+
+def elsewhere_in(module: nn.Module, device: torch.device) -> list[str]:
+    """The attributes of a module, and of those within, that have tensors of other devices."""
+    found = []
+    for name, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            # Parameters and buffers are looked at before each step.
+            if key not in ("_parameters", "_buffers", "_modules"):
+                contents = Contents.of(value)
+                values = [x for _, elements in contents.found for x in elements] if contents else ()
+                places = [x.device for x in (value, *values) if isinstance(x, Tensor)]
+                if other := next((x for x in places if x != device), None):
+                    found.append(f"{name}.{key}".lstrip(".") + f" on {other}")
+    return found

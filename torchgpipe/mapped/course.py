@@ -21,6 +21,7 @@ micro-batch would wait for this one to come back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -39,6 +40,7 @@ from torchgpipe.devices.streams import has_streams, make_current, use_stream, wa
 from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.cell import Cell
 from torchgpipe.mapped.containers import replaced, tensors_of, unfilled
+from torchgpipe.mapped.contents import elsewhere_in
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers
@@ -77,6 +79,8 @@ class Course:
         #: Where code between mapped modules is.
         self._place = "in front of the first mapped module"
         self._noted = False
+        #: How often each module with names on several devices was called.
+        self._counts: Counter[Mapped] = Counter()
         #: The label of what the thread computes besides.
         self._outer = labels.current.label
         #: The cells of later visits, by device, once the model came back to one.
@@ -105,10 +109,20 @@ class Course:
             inner: calls the module's own forward, with its hooks.
             value: the positional arguments, and the keyword arguments.
         """
-        note = f"raised in {mapped.place}, micro-batch {self.i}"
         self._noted = True
+        if mapped.turns:
+            # Under the first name when it is called first, under the second one then, and so on.
+            count, places = self._counts[mapped], (mapped, *mapped.turns)
+            self._counts[mapped] += 1
+            mapped = places[count % len(places)]
+        note = f"raised in {mapped.place}, micro-batch {self.i}"
+        changes = self.step.changes
         with paused(self.glue), noted(note):
+            if changes:
+                changes.wait(tensors_of(value))
             before, cell = self._cell, self._enter(mapped.device, value)
+            if changes:
+                self._wait_for_state(module, cell)
             if cell.label is not None:
                 # Code behind the module belongs to the cell, too.
                 labels.put(cell.label)
@@ -116,11 +130,42 @@ class Course:
             value, copies = self._fetch(cell, value)
             if before is not None and before is not cell:
                 before.leave()
-            output = self._compute(mapped, cell, body, value, copies, note)
+            try:
+                output = self._compute(mapped, cell, body, value, copies, note)
+            except RuntimeError as error:
+                found = elsewhere_in(module, mapped.device) if "same device" in str(error) else []
+                if not found:
+                    raise
+                raise RuntimeError(
+                    "modules of a device map must not hand tensors to modules on other devices "
+                    f"through lists, dicts or objects that they hold (module: {mapped.place}, "
+                    f"found: {', '.join(found[:5])}); call the modules with the object, whose "
+                    "tensors come along then, or map them to one device"
+                ) from error
             if cell.stage.visit:
                 cell.made(output)
         self._noted, self._place = False, f"behind {mapped.place}"
         return output
+
+    def _wait_for_state(self, module: nn.Module, cell: Cell) -> None:
+        """Have a module wait for what the model's own code has changed of it."""
+        step = self.step
+        for x in (*module.parameters(), *module.buffers()):
+            home = cell.stage.compute if x.device == cell.stage.device else step.outside(x.device)
+            step.changes.wait([x], home)
+
+    def verify_alone(self, name: str) -> None:
+        """Check that no other micro-batch changes the model's state at the same time.
+
+        Raises:
+            RuntimeError: several threads compute micro-batches.
+        """
+        if self._turns:
+            raise RuntimeError(
+                "while several threads compute micro-batches, code between the modules of a "
+                f"device map must not change parameters or buffers (function: {name}); have a "
+                "module of the map change them, or pass threads=1"
+            )
 
     def _fetch(self, cell: Cell, value: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Any]]:
         """Bring the arguments of a call to a cell.
@@ -218,6 +263,7 @@ class Course:
         assert target is not None
         cell = self._goes_on(target)
         elsewhere = [x for x in own if x.device != target]
+        self.step.changes.wait(elsewhere)
         on_lanes = {x.device for x in elsewhere if has_streams(x.device) and has_streams(target)}
         return cell.fetch(elsewhere, {device: self._at(device) for device in on_lanes})
 
@@ -235,6 +281,8 @@ class Course:
         batch = Batch(output)
         if self._cell:
             self._cell.leave()
+        if self.step.needs_glue:
+            self.step.watch(batch)
         if self._turns:
             # guard: leaving a device with its numbers
             self._numbers.leave()

@@ -12,7 +12,7 @@ modules in a name that has. All code between mapped modules runs where its tenso
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ __all__: list[str] = []
 class Mapped:
     """A module that is computed as a whole on one device.
 
-    Where it shares tensors with modules on other devices, they may be at home there.
+    Where it shares tensors with modules on other devices, they may be at home there. A module with
+    names on several devices is called under one name after another.
 
     It does not hold the module, whose call holds it: only Python's collector would free both.
 
@@ -40,13 +41,15 @@ class Mapped:
         place: its name and its device, as messages say them. Each call needs it.
     """
 
-    __slots__ = ("_module", "device", "lent", "name", "place")
+    __slots__ = ("_module", "device", "lent", "name", "place", "turns")
 
     def __init__(self, name: str, module: nn.Module, device: torch.device, place: str) -> None:
         self.name, self.device, self.place = name, device, place
         self._module = weakref.ref(module)
         #: The places in it of tensors that modules on several devices have, if there are any.
         self.lent: list[Place] | None = None
+        #: Its further places, in the order of their names, if it has names on several devices.
+        self.turns: Sequence[Mapped] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -155,23 +158,29 @@ def owner(name: str, device_map: Mapping[str, torch.device]) -> str | None:
 
 
 def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> list[Mapped]:
-    """The modules that are computed as a whole, each once.
+    """The modules that are computed as a whole, each once, or once for each name.
 
     These are the modules that the map names. Where a module cannot be computed as a whole, since
     the map has a name below it, or since it is a list that is not called itself, these are its
     modules with parameters or buffers, and all entries of a list.
     """
-    found: dict[nn.Module, Mapped] = {}
+    found: dict[nn.Module, list[Mapped]] = {}
     several = with_several_names(model)
     for key, device in device_map.items():
         named = model.get_submodule(key)
         for name, module in _computed_as_a_whole(key, named, device_map, several):
             place = f"{name or 'the model'} on {device}"
-            found.setdefault(module, Mapped(name, module, device, place))
-    places = places_of({module: mapped.device for module, mapped in found.items()})
-    for module, own in places.items():
-        found[module].lent = own
-    return [*found.values()]
+            found.setdefault(module, []).append(Mapped(name, module, device, place))
+    every = [
+        (module, x)
+        for module, own in found.items()
+        for x in (own if len({x.device for x in own}) > 1 else own[:1])
+    ]
+    for (_, mapped), lent in zip(every, places_of([(module, x.device) for module, x in every])):
+        mapped.lent = lent
+    for module, (first, *others) in found.items():
+        first.turns = [x for other, x in every if other is module and x in others]
+    return [first for first, *_ in found.values()]
 
 
 def _computed_as_a_whole(

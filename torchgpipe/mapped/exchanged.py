@@ -1,4 +1,4 @@
-"""Exchanged: mappings through which modules hand values on to later ones.
+"""Exchanged: mappings and plain objects through which modules hand values on to later ones.
 
 Some models call all layers with one object, into which one layer writes keys and values that later
 layers read. It must stay the same object, so no layer can get a copy with tensors of its device.
@@ -8,7 +8,7 @@ or changes stays, and all else that was there before comes back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,19 +16,46 @@ from torch import Tensor
 
 from torchgpipe.autograd.versions import version_of
 from torchgpipe.mapped.containers import lists_and_dicts, tensors_of
+from torchgpipe.mapped.contents import COUNT, DEPTH, attributes_of
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.values.structure import ATOMS
 
 __all__: list[str] = []
 
 
 def mappings_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MutableMapping[Any, Any]]:
-    """The mappings among the arguments of a call that keep their identity, as no dict does."""
-    return [
-        x
-        for x in (*args, *kwargs.values())
+    """The mappings among the arguments of a call that keep their identity, as no dict does.
+
+    The attributes of a plain object that holds tensors are such a mapping, too.
+    """
+    found: dict[int, MutableMapping[Any, Any]] = {}
+    _collect((*args, *kwargs.values()), found, set(), DEPTH)
+    return [*found.values()]
+
+
+def _collect(
+    values: Collection[Any],
+    found: dict[int, MutableMapping[Any, Any]],
+    seen: set[int],
+    depth: int,
+) -> None:
+    if len(values) > COUNT:
+        return
+    for x in values:
         # Most are tensors, and asking for an abstract class takes longer.
-        if not isinstance(x, Tensor | dict | tuple) and isinstance(x, MutableMapping)
-    ]
+        if isinstance(x, Tensor) or type(x) in ATOMS:
+            continue
+        inner: Any = x if isinstance(x, dict | list | tuple) else None
+        if inner is None and isinstance(x, MutableMapping):
+            inner = found[id(x)] = x
+        elif inner is None:
+            inner = attributes_of(x)
+            if inner and tensors_of(inner):
+                found[id(inner)] = inner
+        if inner and depth and id(inner) not in seen:
+            seen.add(id(inner))
+            within = inner.values() if isinstance(inner, Mapping) else inner
+            _collect(within, found, seen, depth - 1)
 
 
 class Exchanged:

@@ -16,7 +16,8 @@ microsecond for each operator.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -56,9 +57,44 @@ class Glue(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ATTRIBUTES:
             return self._moved(func, args, kwargs)
+        changes, changed = self._course.step.changes, tensors_of(_changed(name, args, kwargs))
+        if not (changed and (state := changes.of(changed))):
+            return self._together(func, name, args, kwargs, changed)
+        versions = [*map(version_of, state)]
+        result = self._together(
+            func,
+            name,
+            args,
+            kwargs,
+            changed,
+            partial(changes.begin, state, self._course.step.streams_of),
+        )
+        # Statistics are not changed in evaluation.
+        if versions != [*map(version_of, state)]:
+            self._course.verify_alone(name)
+            changes.end(state)
+        return result
+
+    def _together(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        changed: Sequence[Tensor],
+        begin: Callable[[], None] | None = None,
+    ) -> Any:
+        """Call a function with its tensors on one device."""
         brought: dict[int, Tensor] = {}
         if func not in TARGETS and name not in APART and not name.startswith("_foreach_"):
-            brought = self._brought(name, args, kwargs)
+            tensors = tensors_of((args, kwargs))
+            if len({x.device for x in tensors}) > 1:
+                device = changed[0].device if changed else None
+                brought = self._course.together(tensors, device)
+        if changes := self._course.step.changes:
+            changes.wait([x for x in tensors_of((args, kwargs)) if id(x) not in brought])
+        if begin is not None:
+            begin()
         if not brought:
             return self._called(func, args, kwargs)
         versions = [(x, version_of(x)) for x in brought.values()]
@@ -68,21 +104,6 @@ class Glue(TorchFunctionMode):
         if any(version_of(x) != version for x, version in versions):
             raise _apart(name, tensors_of((args, kwargs)), "changes one of another device in place")
         return result
-
-    def _brought(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> dict[int, Tensor]:
-        """Bring the tensors of a call together; return those that came, by identity."""
-        tensors = tensors_of((args, kwargs))
-        if len({x.device for x in tensors}) < 2:
-            return {}
-        changed = kwargs.get("out")
-        if name in STATISTICS:
-            changed = args[1] if len(args) > 1 else kwargs.get("running_mean")
-        elif changed is None and (is_in_place(name) or kwargs.get("inplace")):
-            changed = args[0] if args else kwargs.get("input")
-        own = tensors_of(changed)
-        return self._course.together(tensors, own[0].device if own else None)
 
     def _called(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -192,6 +213,15 @@ def _apart(name: str, tensors: Iterable[Tensor], what: str) -> RuntimeError:
         f"together, and here it {what} (function: {name}, line: {line}, devices: {devices}); move "
         "them there by .to(), or put the code into a module of the map (docs/device_map.rst)"
     )
+
+
+def _changed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The argument that a call changes; None without one."""
+    if name in STATISTICS:
+        return args[1:3] or [kwargs.get("running_mean"), kwargs.get("running_var")]
+    if is_in_place(name) or kwargs.get("inplace"):
+        return args[0] if args else kwargs.get("input")
+    return kwargs.get("out")
 
 
 def is_in_place(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,9 @@ from torchgpipe.engine.recorded import Recording
 from torchgpipe.engine.weights import Weights
 from torchgpipe.mapped.attributes import Attributes
 from torchgpipe.mapped.body import MappedBody
+from torchgpipe.mapped.changes import Changes
 from torchgpipe.mapped.device_map import Mapped
+from torchgpipe.mapped.functions import watch
 from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
@@ -84,6 +86,8 @@ class Lasting:
         self.learned: Learned = WeakKeyDictionary()
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
+        #: Whether functions of the user's get tensors of several devices; None before a step.
+        self.functions: bool | None = None
         #: The figures of the last step that was traced.
         self.figures: Figures | None = None
 
@@ -96,6 +100,7 @@ class MappedStep:
         known: the attributes of mapped modules that earlier steps have looked at. Calls of these
             modules refer to ``lasting``, and would never be free if it held the modules.
         devices: the devices of the map.
+        model: the model.
         m: the number of micro-batches.
         checkpointed: how many micro-batches, from the first, are computed under checkpointing.
         output_device: where outputs go to; None if they stay where they are.
@@ -107,6 +112,7 @@ class MappedStep:
         lasting: Lasting,
         known: dict[nn.Module, Attributes],
         devices: Sequence[torch.device],
+        model: nn.Module,
         m: int,
         checkpointed: int,
         output_device: torch.device | None = None,
@@ -129,6 +135,8 @@ class MappedStep:
         #: Whether the code between mapped modules is watched.
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
         self._stages: dict[tuple[torch.device, int], Stage] = {}
+        #: What code between mapped modules has changed of the model's state.
+        self.changes = Changes(model)
         #: The bodies of each module, one for each stage that calls the module.
         self._bodies: dict[nn.Module, dict[Stage, MappedBody]] = {}
         #: The devices of the outputs of the last micro-batch.
@@ -136,6 +144,8 @@ class MappedStep:
         #: The stage in which each module was called last.
         self._last: dict[nn.Module, Stage] = {}
         self._weights: Weights | None = None
+        #: Whether a function of the user's got tensors of several devices.
+        self._functions = False
         self._contexts: list[Context] = []
         self._outside = {device: current_stream(device) for device in self.devices}
         self._streams = current_streams(self.devices)
@@ -165,6 +175,22 @@ class MappedStep:
         if has_streams(device):
             wait_all(others, caller)
         return found
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Look for functions of the user's that got tensors of several devices, if there are any.
+
+        A walk through a graph takes the host long, so most steps do without.
+        """
+        if self._lasting.functions is not False and torch.is_grad_enabled():
+            self._functions |= watch(outputs)
+
+    def outside(self, device: torch.device) -> AbstractStream:
+        """The caller's stream on a device."""
+        return self._outside.get(device) or current_stream(device)
+
+    def streams_of(self, device: torch.device) -> list[AbstractStream]:
+        """The streams that compute on a device."""
+        return [x.compute for x in [*self._stages.values()] if x.device == device]
 
     def body(
         self, stage: Stage, mapped: Mapped, module: nn.Module, inner: Callable[..., Any]
@@ -243,6 +269,8 @@ class MappedStep:
         for stage in self._stages.values():
             if stage.line is not None:
                 stage.line.end()
+        if torch.is_grad_enabled():
+            self._lasting.functions = self._functions
         for bodies in self._bodies.values():
             for body in bodies.values():
                 body.settle()
@@ -264,9 +292,10 @@ class MappedStep:
         """Whether another such step gives the same if several threads compute it.
 
         The numbers that code draws behind a cell would be those of another micro-batch. And where
-        several stages change the buffers of a module, threads would take turns as they come.
+        several stages change the buffers of a module, or code between modules changes any, threads
+        would take turns as they come.
         """
-        return not self.drawn_behind and not any(
+        return not (self.drawn_behind or self.changes) and not any(
             len(bodies) > 1 and any(True for _ in module.buffers())
             for module, bodies in self._bodies.items()
         )

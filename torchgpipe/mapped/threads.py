@@ -19,6 +19,7 @@ from torchgpipe.devices.streams import CPU, has_streams
 from torchgpipe.engine.workers import Task, Workers
 from torchgpipe.mapped.step import MappedStep
 from torchgpipe.mapped.turns import Turns
+from torchgpipe.values.structure import MISSING
 
 __all__: list[str] = []
 
@@ -55,6 +56,7 @@ class Threads:
             BaseException: what a course has raised; of several, the first micro-batch's.
         """
         context, numbers = Context(), get_state(CPU)
+        buffers = _buffers(model) if count > 1 else {}
         # guard: modes that the caller of a model computes in
         if count > 1 and self._equal[model.training] and not context.alone:
             with unset(model.named_modules()):
@@ -64,8 +66,10 @@ class Threads:
                 course(i, None)
         # guard: numbers of the CPU in threads
         drawn = content(numbers) != content(get_state(CPU))
-        accelerators = all(map(has_streams, step.devices))
-        self._equal[model.training] = accelerators and step.is_divisible and not drawn
+        # Another buffer in the place of one is of a micro-batch, as an attribute is.
+        replaced = count > 1 and _differing(buffers, _buffers(model))
+        equal = step.is_divisible and not drawn and not replaced
+        self._equal[model.training] = equal and all(map(has_streams, step.devices))
 
     def _divide(
         self,
@@ -108,17 +112,16 @@ class unset:
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._found = [(name, module, _identities(module)) for name, module in modules]
+        self._found = [(name, module, _attributes(module)) for name, module in modules]
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, module, before in self._found if kind is None else ():
-            after = _identities(module)
+            changed = _differing(before, _attributes(module))
             # guard: attributes of threads
-            if before != after:
-                changed = sorted({key for key, _ in before.items() ^ after.items()})
+            if changed:
                 raise RuntimeError(
                     "while several threads compute micro-batches, forward must not set attributes "
                     f"of modules (module: {name or 'the model'}, set: {changed[:5]}); have "
@@ -126,5 +129,18 @@ class unset:
                 )
 
 
-def _identities(module: nn.Module) -> dict[str, Any]:
-    return {key: id(value) for key, value in vars(module).items()}
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes and buffers of a module, held so that no other object gets their identity."""
+    return {**vars(module), **module._buffers}
+
+
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    """The buffers of a model by name."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The names under which two tables hold different objects."""
+    return sorted(
+        key for key in before | after if before.get(key, MISSING) is not after.get(key, MISSING)
+    )

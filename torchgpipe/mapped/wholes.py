@@ -103,15 +103,10 @@ class Wholes(NamedTuple):
         return own and not within
 
     def _once(self, found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-        """Modules by their first name: one with two names is one block."""
-        names: dict[nn.Module, str] = {}
-        for name, module in found:
-            names.setdefault(module, name)
+        """Modules by name; one with several names may be called several times."""
         several = with_several_names(self.model)
         return {
-            name: module
-            for module, name in names.items()
-            if _has_weights(module) or module not in several
+            name: module for name, module in found if _has_weights(module) or module not in several
         }
 
     def _is_whole(self, module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ At home modules compute with an alias of the parameter: see :mod:`torchgpipe.aut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -27,33 +27,32 @@ __all__: list[str] = []
 Place: TypeAlias = tuple[dict[str, Tensor | None], str]
 
 
-def places_of(modules: Mapping[nn.Module, torch.device]) -> dict[nn.Module, list[Place]]:
+def places_of(modules: Iterable[tuple[nn.Module, torch.device]]) -> list[list[Place] | None]:
     """The places of modules that hold tensors at home elsewhere, or parameters used elsewhere.
 
     Args:
-        modules: the modules, and the device that each computes on.
+        modules: modules, each with a device that it computes on.
 
     Returns:
-        The places of each module. Modules without any are left out, unless they have a table of
-        another one.
+        For each, its places; None without any, unless it has a table of another one.
     """
+    modules = [(module, canonical_device(device)) for module, device in modules]
     entries = {
         module: [(t, name, x) for t in tables(module) for name, x in t.items() if x is not None]
-        for module in modules
+        for module, _ in modules
     }
-    modules = {module: canonical_device(device) for module, device in modules.items()}
     away = [
         (table, x)
-        for module, device in modules.items()
+        for module, device in modules
         for table, _, x in entries[module]
         if x.device != device
     ]
     lent, shared = {x for _, x in away if isinstance(x, nn.Parameter)}, {id(t) for t, _ in away}
-    found = {}
-    for module, device in modules.items():
+    found: list[list[Place] | None] = []
+    for module, device in modules:
         places = [(t, name) for t, name, x in entries[module] if x.device != device or x in lent]
-        if places or not shared.isdisjoint(map(id, tables(module))):
-            found[module] = places
+        known = places or not shared.isdisjoint(map(id, tables(module)))
+        found.append(places if known else None)
     return found
 
 

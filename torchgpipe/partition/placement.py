@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe._torch.modules import modules_of
 from torchgpipe.values.blocks import contextmanager
 
 __all__: list[str] = []
@@ -219,7 +220,7 @@ def elsewhere(
 def tables(module: nn.Module) -> list[dict[str, Tensor | None]]:
     """The tables in which each submodule holds its parameters and its buffers."""
     found: list[dict[str, Tensor | None]] = []
-    for submodule in module.modules():
+    for submodule in modules_of(module):
         found += [submodule._parameters, submodule._buffers]  # type: ignore[list-item]
     return found
 

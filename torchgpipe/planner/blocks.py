@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import cycle
 from math import hypot
 from typing import Any, NamedTuple
 
@@ -84,9 +84,10 @@ def timed(
 
     def once() -> None:
         rounds.append({})
-        model(*args, **kwargs)
+        with hooked(blocks, before, behind):
+            model(*args, **kwargs)
 
-    with unchanged(model), torch.no_grad(), hooked(blocks, before, behind):
+    with unchanged(model), torch.no_grad():
         once()
         rounds.clear()
         repeat(once, timeout)
@@ -139,9 +140,10 @@ def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict
 
 
 class Units:
-    """The blocks of a model in the order of their calls, those that share a parameter together.
+    """The blocks of a model in the order of their calls.
 
-    A block without parameters goes with the one before it.
+    A block without parameters goes with the one before it. Blocks that share a parameter may be on
+    several devices, but not those that share the statistics of a norm, which they change.
 
     Args:
         blocks: the blocks by name.
@@ -155,40 +157,42 @@ class Units:
         costs: Mapping[str, float],
         spreads: Mapping[str, float] | None = None,
     ) -> None:
-        self._order = order = [*costs, *[name for name in blocks if name not in costs]]
-        leaders: dict[Tensor, str] = {}
-        #: For each block, the first one that it shares a parameter with.
-        leader = {
-            name: min(
-                (leaders.setdefault(x, name) for x in blocks[name].parameters()),
-                key=order.index,
-                default=name,
-            )
-            for name in order
-        }
+        self._order = [*costs, *[name for name in blocks if name not in costs]]
         bare = {name for name, block in blocks.items() if not any(True for _ in block.parameters())}
-        home = next((name for name in order if name not in bare), "")
-        for name in order:
+        leader = {name: name for name in blocks}
+        #: For each parameter, the first block that is called with it.
+        called: dict[Tensor, str] = {}
+        norms: dict[Tensor, str] = {}
+        home = next((name for name in self._order if name not in bare), "")
+        for name in costs:
             # An activation goes with the layer before it.
-            if name in bare and name in costs:
+            if name in bare:
                 leader[name] = leader.get(home, name)
             home = name
+            for module in blocks[name].modules():
+                if isinstance(mean := getattr(module, "running_mean", None), Tensor):
+                    leader[name] = leader[norms.setdefault(mean, name)]
+            for x in blocks[name].parameters():
+                called.setdefault(x, name)
         #: The names of the blocks of each unit, by the first one.
         self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
         home = next(iter(self.members), "")
         for name in blocks:
-            if leader[name] in self.members:
-                home = leader[name]
             # What was not called may have a weight that the code around uses, as a table of
-            # positions has. It goes with the block that was made before it.
-            elif leader[name] != name:
-                home = next(x for x, own in self.members.items() if leader[name] in own)
+            # positions has. It goes with the block that is called with its weight, or else with
+            # the one that was made before it.
+            own = (
+                name
+                if name in costs
+                else next((called[x] for x in blocks[name].parameters() if x in called), None)
+            )
+            home = home if own is None else leader[own]
             self.members.setdefault(home, []).append(name)
-        own = self.members.values()
+        units = self.members.values()
         #: What each unit costs, and how far that may be off.
-        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in own]
+        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in units]
         spreads = spreads or {}
-        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in own]
+        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
 
     def verify(self, devices: Sequence[Device]) -> None:
         """Check that each device can have a unit.
@@ -219,7 +223,7 @@ def proposed(
     costs: Mapping[str, float],
     spreads: Mapping[str, float] | None = None,
 ) -> dict[str, Device]:
-    """Spread blocks over devices in the order of their costs, and keep tied ones together."""
+    """Spread blocks over devices in the order of their costs."""
     units = Units(blocks, costs, spreads)
     units.verify(devices)
     return units.placed(devices, evenest(units.costs, len(devices), units.spreads))
@@ -238,14 +242,24 @@ def hooked(
 ) -> Iterator[None]:
     """Call functions with the name of a block before and behind its forward.
 
-    The first one gets the block, its arguments, and its keyword arguments, too.
+    The first one gets the block, its arguments, and its keyword arguments, too. A block with
+    several names is called under one after another.
     """
+    names: dict[nn.Module, list[str]] = {}
+    for name, block in blocks.items():
+        names.setdefault(block, []).append(name)
     handles = []
     try:
-        for name, block in blocks.items():
-            pre_hook = partial(before, name)
-            handles.append(block.register_forward_pre_hook(pre_hook, with_kwargs=True))
-            handles.append(block.register_forward_hook(partial(behind, name)))
+        for block, own in names.items():
+            firsts, seconds = cycle(own), cycle(own)
+            handles += [
+                block.register_forward_pre_hook(
+                    lambda *given, names=firsts: before(next(names), *given), with_kwargs=True
+                ),
+                block.register_forward_hook(
+                    lambda *given, names=seconds: behind(next(names), *given)
+                ),
+            ]
         yield
     finally:
         for handle in handles:

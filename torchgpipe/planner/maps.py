@@ -7,7 +7,8 @@ recorded once. Each device gets blocks that follow each other, so all maps are s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from math import hypot, inf
@@ -108,12 +109,15 @@ def fitting_map(
         state_of(torch.optim.AdamW),
     )
     members = [*units.members.values()]
+    shared = shared_by(times.blocks)
 
     @cache
     def peak(start: int, stop: int) -> float:
         # What belongs to no block goes with the first one.
-        own = chain([None] if not start else [], *members[start:stop])
-        return footprint.peak({*own})
+        own = {*chain([None] if not start else [], *members[start:stop])}
+        if shared.isdisjoint(own):
+            return footprint.peak(own)
+        return replace(footprint, weights=weights_of(model, times.blocks, own)).peak(own)
 
     if excesses(fastest, limits, peak):
         fastest = fitted(units.costs, units.spreads, limits, peak)
@@ -176,21 +180,47 @@ def fitted(
     return found
 
 
-def weights_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str | None, Weights]:
+def shared_by(blocks: Mapping[str, nn.Module]) -> set[str]:
+    """The names of blocks that share a weight with another one."""
+    counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
+    return {
+        name for name, block in blocks.items() if any(counts[x] > 1 for x in block.parameters())
+    }
+
+
+def weights_of(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    own: Collection[str | None] | None = None,
+) -> dict[str | None, Weights]:
     """The memory of the weights of each block, and under None of what belongs to none.
 
     A weight that several blocks share counts for the last one of them, the first in backward.
+
+    Args:
+        model: the model.
+        blocks: its blocks by name.
+        own: the names of those on one device; None for all. A weight whose home is another device
+            comes as a copy, whose gradient leaves.
     """
     owners: dict[Tensor, str | None] = {}
+    homes: dict[Tensor, str | None] = {}
+    deepest = sorted(blocks.items(), key=lambda x: -len(x[0].split(".")))
+    for name, module in (*deepest, (None, model)):
+        for x in chain(module.parameters(), module.buffers()):
+            homes.setdefault(x, name)
     for name, module in ((None, model), *blocks.items()):
-        owners |= dict.fromkeys(chain(module.parameters(), module.buffers()), name)
-    found: dict[str | None, list[Tensor]] = {}
+        if own is None or name in own or name is None:
+            owners |= dict.fromkeys(chain(module.parameters(), module.buffers()), name)
+    found: dict[str | None, Weights] = {}
     for x, name in owners.items():
-        found.setdefault(name, []).append(x)
-    return {
-        name: Weights(sum(x.nbytes for x in own), sum(x.nbytes for x in own if x.requires_grad))
-        for name, own in found.items()
-    }
+        before = found.get(name, Weights())
+        changed = x.nbytes if x.requires_grad else 0
+        if own is None or homes[x] in own:
+            found[name] = Weights(before.all + x.nbytes, before.trainable + changed)
+        elif name is not None:
+            found[name] = Weights(before.all + x.nbytes + changed, before.trainable)
+    return found
 
 
 def too_large(

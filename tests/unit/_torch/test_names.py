@@ -17,6 +17,12 @@ SINCE = {"set_lru_cache": (2, 10)}
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_canary(name):
     """PyTorch has the name. If this fails, put the new name into the table."""
@@ -30,7 +36,9 @@ def test_canary_of_attributes(attribute):
         owners = (nn.Linear(1, 1).state_dict(), torch.compiler.disable(lambda: None))
     elif attribute in ("_indices", "_values"):
         owners = (torch.empty(1).to_sparse(),)
-    elif attribute in ("_sequence_nr", "_register_hook_dict"):
+    elif attribute == "_forward_cls":
+        owners = (type(Doubled.apply(torch.empty(1, requires_grad=True)).grad_fn),)
+    elif attribute in ("_sequence_nr", "_register_hook_dict", "_input_metadata"):
         owners = (torch.empty(1, requires_grad=True).exp().grad_fn,)
     assert any(hasattr(owner, attribute) for owner in owners)
 

@@ -64,22 +64,45 @@ class Constant(torch.autograd.Function):
 
 
 def test_gradients_added_at_once(monkeypatch):
-    weight, small = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(2))
+    weight, other = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(2))
     monkeypatch.setattr(outcome, "LARGE", weight.nbytes)
     before = Constant.grad.clone()
     sums = Sums()
-    with sums.adding_at_once([weight, small]):
+    with sums.adding_at_once([weight, other]):
         for k in range(4):
-            loss = Constant.apply(weight) + (small * k).sum()
-            found = torch.autograd.grad(loss, [weight, small])
+            loss = Constant.apply(weight) + (other * k).sum()
+            found = torch.autograd.grad(loss, [weight, other])
             # The gradient itself is free for the next one.
             assert (found[0] is sums._sums.get(id(weight))) == (k > 0)
-            sums.add([weight, small], found)
+            assert (found[1] is sums._sums.get(id(other))) == (k > 0)
+            sums.add([weight, other], found)
     assert not weight._backward_hooks
-    loss_of(sums, weight, small).backward()
+    loss_of(sums, weight, other).backward()
     torch.testing.assert_close(weight.grad, 4 * before)
-    torch.testing.assert_close(small.grad, torch.full((2,), 6.0))
+    torch.testing.assert_close(other.grad, torch.full((2,), 6.0))
     assert torch.equal(Constant.grad, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [("meta", [3, 2], [3]), ("cpu", [3, 2], [3, 2]), ("cpu", [2, 1], [])],
+)
+def test_small_gradients_wait_but_beside_large_ones_on_the_cpu(monkeypatch, kind, sizes, expected):
+    monkeypatch.setattr(outcome, "LARGE", 12)
+    weights = [nn.Parameter(torch.rand(size, device=kind)) for size in sizes]
+    with Sums().adding_at_once(weights):
+        assert [len(x) for x in weights if x._backward_hooks] == expected
+
+
+def test_first_gradient_becomes_the_sum(weight):
+    terms = [torch.rand(3) for _ in range(3)]
+    expected, memory = sum(x.clone() for x in terms), terms[0].data_ptr()
+    sums = Sums()
+    while terms:
+        sums.add([weight], [terms.pop(0)])
+    loss_of(sums, weight).backward()
+    assert weight.grad.data_ptr() == memory
+    torch.testing.assert_close(weight.grad, expected)
 
 
 def test_sum_becomes_the_gradient(weight):
@@ -91,15 +114,16 @@ def test_sum_becomes_the_gradient(weight):
     assert weight.grad.data_ptr() == memory
 
 
-def test_sparse_gradients():
+def test_sparse_gradients(monkeypatch):
+    monkeypatch.setattr(outcome, "LARGE", 1)
     table = nn.Embedding(5, 2, sparse=True)
-    terms = [
-        torch.autograd.grad(table(torch.tensor([k, k + 1])).sum(), table.weight)[0]
-        for k in range(3)
-    ]
+    terms = []
     sums = Sums()
-    for term in terms:
-        sums.add([table.weight], [term])
+    with sums.adding_at_once([table.weight]):
+        for k in range(3):
+            loss = table(torch.tensor([k, k + 1])).sum()
+            terms += torch.autograd.grad(loss, [table.weight])
+            sums.add([table.weight], terms[-1:])
     (loss_of(sums, table.weight) * 2).backward()
     assert table.weight.grad.is_sparse
     expected = 2 * sum(term.to_dense() for term in terms)

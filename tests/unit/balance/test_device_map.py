@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.architectures import build
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size, map_by_time
-from torchgpipe.planner.blocks import blocks_of, proposed
+from torchgpipe.planner.blocks import blocks_of, hooked, proposed
 
 
 class Block(nn.Module):
@@ -157,9 +157,41 @@ def test_buffers_that_a_forward_replaces_or_cannot_change(propose):
     assert count == 0
 
 
-def test_tied_blocks_stay_together():
+def test_tied_blocks_may_be_apart():
     blocks = {name: nn.Linear(2, 2) for name in "abcd"}
     blocks["d"].weight = blocks["a"].weight
+    found = proposed([0, 1], blocks, dict.fromkeys("abcd", 1.0))
+    assert found == {"": 0, "a": 0, "b": 0, "c": 1, "d": 1}
+
+
+def test_a_block_that_is_called_under_several_names():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.Linear(4, 4)
+            self.layers = nn.ModuleList([layer, nn.Linear(4, 4), layer, layer])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model, seen = Again(), []
+
+    def before(name, *_):
+        seen.append(name)
+
+    with hooked(blocks_of(model), before, lambda *_: None):
+        model(torch.rand(2, 4))
+    assert seen == [f"layers.{k}" for k in range(4)]
+    device_map = map_by_size([0, 1], model, torch.rand(2, 4))
+    assert [*device_map.values()] == [0, 0, 0, 1, 1]
+
+
+def test_blocks_that_share_a_norm_stay_together():
+    blocks = {name: nn.Sequential(nn.Linear(2, 2)) for name in "abcd"}
+    blocks["a"].append(nn.BatchNorm1d(2))
+    blocks["d"].append(blocks["a"][1])
     found = proposed([0, 1], blocks, dict.fromkeys("abcd", 1.0))
     assert found == {"": 0, "a": 0, "b": 1, "c": 1, "d": 0}
 

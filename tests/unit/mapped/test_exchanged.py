@@ -4,8 +4,10 @@ import threading
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchgpipe.mapped import exchanged
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
@@ -16,8 +18,12 @@ def fetched(items):
 
 
 def test_mappings():
-    mapping = UserDict()
-    assert mappings_of((1, {}, mapping), {"a": [mapping], "b": mapping}) == [mapping, mapping]
+    mapping, inner = UserDict(), UserDict()
+    plain = SimpleNamespace(a=1, inner=[inner])
+    full = SimpleNamespace(a=torch.rand(1), itself=None)
+    full.itself = full
+    found = mappings_of((1, {}, mapping, plain), {"a": [mapping], "b": mapping, "c": full})
+    assert [*map(id, found)] == [*map(id, (mapping, inner, vars(full)))]
 
 
 def test_what_is_written_stays_and_what_was_there_comes_back():

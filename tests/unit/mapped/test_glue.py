@@ -1,9 +1,12 @@
 """Code between mapped modules has its tensors brought to other devices before it copies them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from torchgpipe.mapped.changes import Changes
 from torchgpipe.mapped.course import paused
 from torchgpipe.mapped.glue import Glue
 
@@ -16,6 +19,7 @@ class Course:
     def __init__(self):
         self.moved = []
         self.later = {}
+        self.step = SimpleNamespace(changes=Changes(nn.Module()))
 
     def move(self, tensor, device):
         self.moved.append((tensor, device))

@@ -65,9 +65,9 @@ def test_activations_of_a_list_are_blocks_unless_they_have_two_names():
     assert [*first.members.values()] == [["a", "b"]]
 
 
-def test_a_module_with_two_names_is_one_block():
+def test_a_module_with_two_names_is_a_block_under_each():
     block = Block()
-    assert names(Model(a=block, b=nn.ModuleList([block, linear()]))) == ["a", "b.1"]
+    assert names(Model(a=block, b=nn.ModuleList([block, linear()]))) == ["a", "b.0", "b.1"]
 
 
 @pytest.mark.parametrize(

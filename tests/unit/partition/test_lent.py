@@ -17,21 +17,27 @@ def test_places():
     home, away, other, alone = (nn.Linear(2, 2) for _ in range(4))
     away.weight = home.weight
     other.bias, other.inner = None, away
-    devices = {home: CPU, away: META, other: META, alone: CPU}
+    devices = [(home, CPU), (away, META), (other, META), (alone, CPU)]
     away.bias = nn.Parameter(torch.empty(2, device=META))
     other.weight = nn.Parameter(torch.empty(2, 2, device=META))
     found = places_of(devices)
     place = (away._parameters, "weight")
-    assert found == {home: [(home._parameters, "weight")], away: [place], other: [place]}
+    assert found == [[(home._parameters, "weight")], [place], [place], None]
+
+
+def test_places_of_a_module_on_two_devices():
+    module = nn.Linear(2, 2)
+    places = [(module._parameters, name) for name in ("weight", "bias")]
+    assert places_of([(module, CPU), (module, META)]) == [places, places]
 
 
 def test_a_table_that_is_lent_elsewhere_counts_without_a_place_of_its_own():
     """Another thread may call the module while its buffer stands aside."""
     norm = nn.BatchNorm1d(2)
     outer = nn.Sequential(norm)
-    found = places_of({norm: CPU, outer: META})
-    assert len(found[outer]) == 5
-    assert {name for _, name in found[norm]} == {"weight", "bias"}
+    at_home, away = places_of([(norm, CPU), (outer, META)])
+    assert len(away) == 5
+    assert {name for _, name in at_home} == {"weight", "bias"}
 
 
 def lend(module, log=None):

@@ -1,0 +1,19 @@
+"""The modules of a model, found faster than by PyTorch, which names each on the way."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__: list[str] = []
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """All modules that a module consists of, itself included, as ``root.modules()`` has them."""
+    found: dict[nn.Module, None] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [x for x in reversed(module._modules.values()) if x is not None]
+    return [*found]
