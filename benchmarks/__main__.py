@@ -20,6 +20,7 @@ NAMES = (
     "graphs",
     "host_bound",
     "instructions",
+    "large",
     "links",
     "mapped",
     "memory",

@@ -12,8 +12,6 @@ and `benchmarks/*/main.py`).
 from __future__ import annotations
 
 import argparse
-import resource
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -24,12 +22,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import command
+from benchmarks.alone import alone, warmed
 from benchmarks.models.experiments import MEMORY, SPEED, Experiment, build, samples
 from benchmarks.progress import progress
 from benchmarks.report.files import Result, head, publish
 from benchmarks.report.summary import Chart, Summary, Table
 from torchgpipe import GPipe
-from torchgpipe.testing import Prediction, dry_run, load
+from torchgpipe.testing import Prediction, dry_run
 
 __all__ = ["main", "summarise"]
 
@@ -37,7 +36,7 @@ GIB = 2**30
 HARDWARE = "p40-24gb"
 
 #: The most micro-batches of a row. A row with more has so many of the same size.
-MOST = 160
+MOST = 256
 
 #: The published balances: layers of a U-Net or a ResNet, cells of an AmoebaNet-D.
 BALANCES = {
@@ -139,14 +138,19 @@ def maker(
             target = torch.randint(1000, (len(input),), device=last)
             loss = F.cross_entropy
 
-        def step() -> None:
-            loss(wrapped(input), target).backward()
+        m = experiment.m or 1
+
+        def step(few: int) -> None:
+            if isinstance(wrapped, GPipe):
+                wrapped.chunks = few
+            rows = len(input) * few // m
+            loss(wrapped(input[:rows]), target[:rows]).backward()
             optimizer.step()
             # The published benchmarks of memory keep their gradients. Where some are there already,
             # ours needs room for a second set, since it adds up those of a mini-batch first.
             optimizer.zero_grad()
 
-        return step
+        return warmed(step, m)
 
     return make
 
@@ -157,7 +161,7 @@ def row_of(setting: Setting) -> dict[str, Any]:
     if experiment.m and experiment.m > MOST:
         rows = -(-experiment.batch // experiment.m)
         experiment = replace(experiment, m=MOST, batch=MOST * rows)
-    start = time.process_time()
+    torch.set_num_threads(1)
     found: Prediction = dry_run(maker(kind, model, experiment, balance), experiment.n, HARDWARE)
     return {
         "kind": kind,
@@ -171,8 +175,6 @@ def row_of(setting: Setting) -> dict[str, Any]:
         "fits": found.fits,
         "seconds": found.time,
         "published": published,
-        "processor": time.process_time() - start,
-        "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
@@ -193,11 +195,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Predict and publish."""
     options = parser().parse_args(argv)
-    torch.set_num_threads(1)
     chosen = [x for x in settings(options.kinds, options.most) if x[1] in options.models]
-    # Before the first backward of the process.
-    load(max(setting[2].n for setting in chosen))
-    rows = [row_of(setting) for setting in progress(chosen, "dry_run", "row")]
+    rows = [alone(row_of, setting) for setting in progress(chosen, "dry_run", "row")]
     path = command.output(options, "dry_run")
     publish(path, head("dry_run", argv, hardware=HARDWARE), rows, summarise)
 
@@ -227,7 +226,8 @@ def summarise(result: Result) -> Summary:
             [
                 *(row["model"], row["name"], row["n"], row["m"] or "-"),
                 *(f"{predicted:.3g}", text, "-" if off is None else f"{off:+.1%}"),
-                *("yes" if row["fits"] else "no", f"{row['processor']:.0f}"),
+                "yes" if row["fits"] else "no",
+                *(f"{row['processor']:.0f}", f"{row['rss'] / GIB:.2f}"),
             ]
         )
         if off:
@@ -238,7 +238,7 @@ def summarise(result: Result) -> Summary:
         if (found := [x for of, x in shares if of == kind])
     }
     columns = ["model", "experiment", "n", "m"]
-    more = ["published", "off", "fits", "CPU s"]
+    more = ["published", "off", "fits", "CPU s", "laptop GiB"]
     tables = [
         Table([*columns, unit, *more], lines[kind])
         for kind, unit in (("memory", "predicted GiB"), ("speed", "predicted speed-up"))

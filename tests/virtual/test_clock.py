@@ -300,7 +300,7 @@ WRONG = [
     ({"costs": {"aten::conv2d": 1.0}}, "not made of others"),
     *[
         ({"costs": {op: 1.0}}, "not made of others")
-        for op in ("clone", "embedding", "native_layer_norm", "native_dropout", "_foreach_add")
+        for op in ("clone", "embedding", "native_dropout", "_foreach_add")
     ],
     ({"costs": {"to": 1.0}}, "not made of others"),
     ({"bandwidth": {(0, 1): 0}}, r"must be positive.*\(link: \(0, 1\), bandwidth: 0\); leave out"),

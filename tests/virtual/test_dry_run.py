@@ -1,21 +1,20 @@
 """Dry runs: shapes alone give the memory and the time of the same step with values."""
 
 import gc
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from tests.support.helpers import MODES
-from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
+from tests.support.dry import HARDWARE, dry, real
+from torchgpipe import GPipe
 from torchgpipe.testing import Hardware, dry_run
-from torchgpipe.testing.dry_run.run import begin_step, observe
 from torchgpipe.testing.dry_run.weightless import weightless
-from torchgpipe.testing.hardware import NAMED
 
 CLASSES = 10
-HARDWARE = NAMED["a100-40gb"]
 
 OPTIMIZERS = {
     "none": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -78,29 +77,6 @@ def _exact():
     gc.enable()
 
 
-def real(make, devices):
-    """Figures of the third step on the same hardware, with values."""
-    ops = torch.ops.virtual_accelerator
-    ops.set_capacity(HARDWARE.memory)
-    try:
-        step = make(devices)
-        for _ in range(3):
-            begin_step(devices)
-            with observe(costs=HARDWARE) as seen:
-                step()
-        accelerator = torch.accelerator
-        allocated = tuple([accelerator.max_memory_allocated(x) for x in devices])
-        reserved = tuple([accelerator.max_memory_reserved(x) for x in devices])
-        return allocated, reserved, seen.makespan / 1e3
-    finally:
-        ops.set_capacity(0)
-
-
-def dry(make, devices):
-    found = dry_run(make, len(devices), HARDWARE)
-    return found.allocated, found.reserved, found.time
-
-
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
@@ -113,81 +89,6 @@ def test_bytes_and_time_are_those_of_a_real_step(devices, model, optimizer):
 def test_autocast(devices):
     make = maker("words", "adam", autocast=True)
     assert dry(make, devices[:1]) == real(make, devices[:1])
-
-
-@pytest.mark.usefixtures("_exact")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", MODELS)
-def test_pipelines(devices, model, mode):
-    """Threads of the host free tensors sooner or later: up to one activation lies between runs."""
-    make = maker(model, "momentum", mode)
-    (allocated, _, time), (expected, _, expected_time) = (
-        dry(make, devices[:2]),
-        real(make, devices[:2]),
-    )
-    assert time == pytest.approx(expected_time, rel=1e-12)
-    activation = 2 * 8 * 16 * 16 * 4
-    assert allocated == pytest.approx(expected, abs=activation)
-
-
-def driven(wrap):
-    """A function that makes a step over two devices by a wrapper, which gives the loss."""
-
-    def make(devices):
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU()) for _ in "abc"]
-        layers = nn.Sequential(*blocks, nn.Linear(128, CLASSES))
-        loss, parameters = wrap(layers, devices)
-        optimizer = torch.optim.Adam(parameters)
-        input, target = (
-            torch.rand(8, 128).to(devices[0]),
-            torch.randint(CLASSES, (8,)).to(devices[1]),
-        )
-
-        def step():
-            optimizer.zero_grad()
-            loss(input, target).backward()
-            optimizer.step()
-
-        return step
-
-    return make
-
-
-def scheduled(schedule, **more):
-    def wrap(layers, devices):
-        model = GPipe(layers, [2, 2], devices=devices[:2], chunks=4)
-        return ScheduledLoss(model, cross_entropy, schedule, **more), [*model.parameters()]
-
-    return wrap
-
-
-def mapped(layers, devices):
-    places = {str(k): devices[k // 2] for k in range(4)}
-    model = MappedGPipe(layers, places, chunks=4, checkpoint="never")
-    return lambda x, y: cross_entropy(model(x), y), [*model.parameters()]
-
-
-DRIVERS = {
-    "1f1b": scheduled("1f1b"),
-    "zbh1": scheduled("zbh1"),
-    "1f1b, graphs": scheduled("1f1b", stages="graph"),
-    "zbh1, graphs": scheduled("zbh1", stages="graph"),
-    "mapped": mapped,
-}
-
-
-@pytest.mark.usefixtures("_exact")
-@pytest.mark.parametrize("name", DRIVERS)
-def test_drivers(devices, name):
-    """Threads of autograd's free small tensors sooner or later, in either run."""
-    make = driven(DRIVERS[name])
-    (allocated, _, time), (expected, _, expected_time) = (
-        dry(make, devices[:2]),
-        real(make, devices[:2]),
-    )
-    assert time == pytest.approx(expected_time, rel=1e-12)
-    assert allocated == pytest.approx(expected, rel=0.005)
 
 
 def test_a_large_model_takes_no_memory(devices):
@@ -318,6 +219,53 @@ def test_what_cannot_be_run_dry(devices, layer, dtype, words):
         dry_run(plain(layer, dtype), 2, hardware)
     # The devices are as before.
     assert (torch.ones(2, device=devices[0]) + 1).tolist() == [2, 2]
+
+
+class Tries(nn.Module):
+    def forward(self, x):
+        with suppress(RuntimeError):
+            x.sum().item()
+        raise ValueError("another")
+
+
+def test_an_error_of_another_kind_is_left_as_it_is(devices):
+    with pytest.raises(ValueError, match="another"):
+        dry_run(plain(Tries()), 2, HARDWARE)
+
+
+@pytest.mark.parametrize(
+    ("more", "fused"),
+    [
+        ({"is_causal": True}, True),
+        ({"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, True),
+        ({"dropout_p": 0.5}, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_attention_is_one_kernel(devices, dtype, more, fused):
+    def make(devices):
+        shape = {"device": devices[0], "dtype": dtype, "requires_grad": True}
+        query = torch.rand(2, 4, 6, 8, **shape)
+        key, value = (torch.rand(2, 2, 6, 8, **shape) for _ in "kv")
+        own = {k: x.to(devices[0]) if k == "attn_mask" else x for k, x in more.items()}
+        attend = partial(scaled_dot_product_attention, enable_gqa=True, **own)
+        return lambda: attend(query, key, value).sum().backward()
+
+    assert dry(make, devices[:1]) == real(make, devices[:1])
+    parts = dry_run(make, 1, HARDWARE).parts
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+    names = [part.op for part in parts if part.kind == "attention"]
+    expected = [kernel, f"{kernel}_backward"] if fused and dtype != torch.float64 else []
+    assert names == expected
+
+
+def test_layer_norm_is_one_kernel(devices):
+    def make(devices):
+        norm, x = nn.LayerNorm(8).to(devices[0]), torch.rand(4, 8, device=devices[0])
+        return lambda: norm(x).sum().backward()
+
+    assert dry(make, devices[:1]) == real(make, devices[:1])
+    assert "native_layer_norm" in {part.op for part in dry_run(make, 1, HARDWARE).parts}
 
 
 def test_a_read_gives_a_number_on_request(devices):

@@ -44,6 +44,21 @@ def test_a_script(script, devices, capsys):
     assert sys.argv is before
 
 
+def test_a_script_that_measures_its_layers_before(tmp_path, devices, capsys):
+    """Its first layers run within whatever the profiler sets in PyTorch's dispatcher."""
+    path = tmp_path / "script.py"
+    measured = SCRIPT.replace("balance=[2, 2]", "balance=balance").replace(
+        "model = GPipe",
+        "from torchgpipe.balance import balance_by_time\n"
+        "balance = balance_by_time(2, layers, torch.rand(1, 64), timeout=0.1)\n"
+        "model = GPipe",
+    )
+    measured = measured.replace("2**14", "64")
+    path.write_text(measured, "utf-8")
+    main(["--devices", "2", "--device", "p40-24gb", "--value-read", "0", str(path), "8", "100"])
+    assert "predicted for 2 x p40-24gb" in capsys.readouterr().out
+
+
 def test_a_script_that_reads_values(script, devices):
     with pytest.raises(RuntimeError, match=r"no values.*operator: item, layer: none that is known"):
         main(["--devices", "2", script, "8", "100"])

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.models.experiments import MEMORY, SPEED, amoebanetd, build
-from benchmarks.suites import dry_run
+from benchmarks.suites import dry_run, large
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "dry_run.rst"
 
@@ -21,8 +21,7 @@ def test_page(run, devices, capsys):
     assert names["measured"] > names["predicted"].time
 
 
-def test_tables(devices, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dry_run, "load", lambda number: devices[:number])
+def test_tables(devices, tmp_path, capsys):
     path = tmp_path / "dry_run.json"
     few = ["--kinds", "speed", "--models", "unet", "--most", "1"]
     assert main(["dry_run", *few, "--output", str(path)]) == 0
@@ -52,3 +51,11 @@ def test_cells_of_an_amoebanet(place):
     assert sum(balance) == len(layers)
     names = [name for name, _ in layers.named_children()]
     assert names[sum(balance[:1])].endswith(("_stash", "_current"))
+
+
+def test_settings_of_large_models():
+    for x in large.SETTINGS:
+        if x.balance:
+            assert len(x.balance) == x.n
+            assert sum(x.balance) == large.LLAMA[x.model][2]
+    assert {x.schedule for x in large.SETTINGS} == {"", "1f1b", "zbh1", "zbv", "dualpipev"}

@@ -128,7 +128,7 @@ def test_sparse_tensors_are_refused(devices):
 
 #: Operators that differ from the CPU, or whose values nobody can compare: see docs/testing.rst.
 OTHERS = ("empty", "as_strided", "sparse", "_scaled_mm", "tensor_split")
-PLACES = {"to", "native_layer_norm"}
+PLACES = {"to"}
 
 
 def database():

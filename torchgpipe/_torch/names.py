@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import count
+from math import nan
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -169,11 +170,10 @@ NAMES: dict[str, Name] = {
     "current_node": Name(_C + "_current_autograd_node", "memory of the backward of blocks"),
     # Without it, second runs of cells go to their ends.
     "next_node": Name(_AUTOGRAD + "_get_sequence_nr", "the end of recomputation", lambda: -1),
-    # Without it, memory is taken for shared.
-    "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: object()),
+    # Without it, memory is not known to be of one tensor, nor to be held by others: no number is
+    # equal to this one, or less.
+    "count_uses": Name(_C + "_storage_Use_Count", "memory of one tensor", lambda _: nan),
     "is_alias_of": Name(_C + "_is_alias_of", "views that share memory", _is_alias_of),
-    # Without it, what others hold is copied to the host, too.
-    "count_uses": Name(_C + "_storage_Use_Count", "what leaves for the host", lambda _: 0),
     # Draws that are seen.
     "dispatch_key": Name(_C + "_parse_dispatch_key", _DRAWS),
     "including": Name(_C + "_IncludeDispatchKeyGuard", _DRAWS),

@@ -7,7 +7,7 @@ own forward runs on a sample, and each of its blocks is measured there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from math import hypot
 from typing import Any, NamedTuple
@@ -285,7 +285,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             table.update(before)
         with torch.no_grad():
             for x, values in buffers.items():
-                if not x.equal(values):
-                    x.copy_(values)
+                # Tensors without values cannot be compared, and are copied at no cost.
+                with suppress(RuntimeError):
+                    if x.equal(values):
+                        continue
+                x.copy_(values)
         for generator, state in states.items():
             set_state(generator, state)

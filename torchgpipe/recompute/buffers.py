@@ -399,10 +399,11 @@ def _with_other_values(parameters: Sequence[SeenParameter]) -> set[Place]:
             asked.setdefault(differing.device, []).append((seen.place, differing.any()))
     found = set()
     for pairs in asked.values():
-        # Meta tensors have no values.
+        # Meta tensors have no values. In a dry run a read of values may give any number, and the
+        # number of them that are not zero raises.
         with suppress(RuntimeError, NotImplementedError):
-            answers = torch.stack([answer for _, answer in pairs]).tolist()
-            found |= {place for (place, _), answer in zip(pairs, answers) if answer}
+            answers = torch.stack([answer for _, answer in pairs]).nonzero()
+            found |= {pairs[k][0] for k in answers.flatten().tolist()}
     return found
 
 

@@ -102,7 +102,7 @@ struct State {
   std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
   Speed speed;
   std::map<std::tuple<int, std::string, std::string>, Part> parts;  // By device, kind and operator.
-  std::vector<Place> failures, too_large;           // The first of each kind.
+  std::vector<Place> failures, too_large;           // The last failure, and the first that did not fit.
   std::atomic<bool> hollow{false};                  // Whether operators compute shapes alone,
   std::atomic<bool> was_hollow{false};              // and whether they ever did.
   std::optional<double> value_read;                 // What a hollow tensor gives to a reader.

@@ -36,11 +36,11 @@ inline bool is_hollow(const void* pointer) {
 inline c10::DeviceType inner_device() { return state().hollow ? c10::kMeta : c10::kCPU; }
 inline c10::DispatchKey inner_key() { return state().hollow ? c10::DispatchKey::Meta : c10::DispatchKey::CPU; }
 
-// Note the first piece of work of its kind that cannot be done, so that its layer can be told.
+// Note a piece of work that cannot be done, so that its layer can be told.
 inline void note(std::vector<Place>& places, Place place) {
   VIRTUAL_LOCK;
   place.labels = current_labels();
-  if (places.empty()) places.push_back(std::move(place));
+  places.assign(1, std::move(place));
 }
 inline void fail(const char* kind, const std::string& op, const std::string& rule, const char* remedy) {
   note(state().failures, {kind, op, rule + "; " + remedy});

@@ -1,8 +1,10 @@
 // Operators that the fallback cannot compute: memory, copies, streams, and some for which the CPU
 // has no kernel that would do.
 #pragma once
+#include <ATen/Context.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include "relabel.h"
 
 namespace virtual_accelerator {
@@ -139,10 +141,17 @@ inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input
   mask.bernoulli_(1 - p);
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1 - p)), mask};
 }
-// Attention is computed by plain operators (0). The other ways need kernels of the device's own.
-inline int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                                double, bool, std::optional<double>, bool) {
-  return 0;
+// Attention is computed by plain operators (0). A described device has a kernel for it, as GPUs have,
+// which never has the scores of all queries and keys in memory (1): that of the CPU, without dropout.
+inline int64_t fused_sdp_choice(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
+                                double dropout, bool causal, std::optional<double>, bool) {
+  auto& settings = at::globalContext();
+  bool is_wanted = state().speed.described && (settings.userEnabledFlashSDP() || settings.userEnabledMemEfficientSDP());
+  bool is_half = q.scalar_type() == c10::kHalf || q.scalar_type() == c10::kBFloat16;
+  bool is_dense = q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.size(3) == k.size(3) && k.size(3) == v.size(3);
+  bool is_masked = mask && mask->defined();
+  bool may_be = (is_half || q.scalar_type() == c10::kFloat) && dropout == 0 && !(is_masked && (causal || mask->requires_grad()));
+  return is_wanted && is_dense && may_be;
 }
 
 inline void register_kernels(torch::Library& all, torch::Library& aten, torch::Library& conjugate, torch::Library& negative) {
@@ -159,10 +168,11 @@ inline void register_kernels(torch::Library& all, torch::Library& aten, torch::L
   aten.impl("set_.source_Tensor", &set_tensor);
   aten.impl("native_dropout", &native_dropout);
   aten.impl("_fused_sdp_choice", &fused_sdp_choice);
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&fused_sdp_choice);
   // PyTorch has other kernels for these, and would not call the fallback. That of group_norm takes
-  // contiguous tensors alone.
+  // contiguous tensors alone, and that of layer_norm is made of other operators.
   for (auto* name : {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss", "conj_physical_",
-                     "native_group_norm"})
+                     "native_group_norm", "native_layer_norm"})
     aten.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   conjugate.impl("_copy_from", torch::CppFunction::makeFallthrough());
   negative.impl("_copy_from", torch::CppFunction::makeFallthrough());

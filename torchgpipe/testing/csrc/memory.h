@@ -113,6 +113,7 @@ inline void name_places(const Block* block, const std::string& op) {
 inline void touch(Block* block, int s, int64_t low, int64_t high, bool write, const std::string& op, int64_t stack) {
   if (!block || high <= low) return;
   if (write) name_places(block, op);
+  if (state().hollow) return;  // Nobody looks for races there, and a large step has many accesses.
   auto& clock = state().streams[s].clock;
   Access access{s, clock[s], low, high, write, op, stack, current_labels()};
   auto& all = block->accesses;

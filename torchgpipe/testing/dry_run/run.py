@@ -124,5 +124,8 @@ def watched(hardware: Hardware) -> Iterator[Observation]:
         if failed is None:
             raise
         rule, _, remedy = failed.detail.partition("; ")
+        if rule not in str(error):
+            # Whoever read a value before has done without it.
+            raise
         layer = failed.layer or "none that is known"
         raise RuntimeError(f"{rule} (operator: {failed.op}, layer: {layer}); {remedy}") from error

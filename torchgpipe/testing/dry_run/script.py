@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,15 @@ class Steps:
         hardware: the hardware.
         devices: the devices.
         stack: closes what is under way when the script ends.
+        made: closes what is under way until the end of the first step.
     """
 
-    def __init__(self, hardware: Hardware, devices: list[torch.device], stack: ExitStack) -> None:
+    def __init__(
+        self, hardware: Hardware, devices: list[torch.device], stack: ExitStack, made: ExitStack
+    ) -> None:
         self.hardware = hardware
         self.devices = devices
-        self.stack = stack
+        self.stack, self.made = stack, made
         self.count = 0
         self.too_large: Place | None = None
         self.state: list[State] = []
@@ -52,6 +56,7 @@ class Steps:
         self.too_large = self.too_large or self.observation._places()[0]
         if self.count == COUNTED:
             raise Enough
+        self.made.close()
         self.stack.close()
         self.state = begin_step(self.devices)
         self.observation = self.stack.enter_context(watched(self.hardware))
@@ -78,12 +83,14 @@ def run_script(
     with ExitStack() as hooks, without_values(hardware, value_read):
         hooks.callback(setattr, sys, "argv", before)
         # Until the first layer runs, the script makes its model and reads none of its weights.
+        # PyTorch's dispatcher may be in any state within a layer, so the mode goes with the step.
         made = hooks.enter_context(ExitStack())
-        begins = nn.modules.module.register_module_forward_pre_hook(lambda *_: made.close())
+        mode = made.enter_context(weightless())
+        stop = partial(setattr, mode, "is_wanted", False)
+        begins = nn.modules.module.register_module_forward_pre_hook(lambda *_: stop())
         made.callback(begins.remove)
-        made.enter_context(weightless())
         with ExitStack() as stack:
-            steps = Steps(hardware, found, stack)
+            steps = Steps(hardware, found, stack, made)
             hooks.callback(register_optimizer_step_post_hook(steps.end).remove)
             try:
                 runpy.run_path(path, run_name="__main__")

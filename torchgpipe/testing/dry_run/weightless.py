@@ -38,10 +38,15 @@ LAYOUTS = {
 
 
 def weightless() -> AbstractContextManager[Any]:
-    """Leave out whatever writes to large tensors of the host, within a ``with`` block."""
+    """Leave out whatever writes to large tensors of the host, within a ``with`` block.
+
+    Its value has ``is_wanted``, which may be made false before the block ends.
+    """
 
     # A private name of PyTorch, which types do not know.
     class Mode(_torch.DispatchMode):  # type: ignore[misc]
+        is_wanted = True
+
         def __torch_dispatch__(
             self,
             func: Any,
@@ -50,7 +55,9 @@ def weightless() -> AbstractContextManager[Any]:
             kwargs: Mapping[str, Any] | None = None,
         ) -> Any:
             options = dict(kwargs or {})
-            found = stand_in(func.overloadpacket.__name__, args, options)
+            found = None
+            if self.is_wanted:
+                found = stand_in(func.overloadpacket.__name__, args, options)
             return func(*args, **options) if found is None else found
 
     mode: AbstractContextManager[Any] = Mode()
