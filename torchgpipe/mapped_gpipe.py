@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
@@ -26,7 +26,12 @@ from torchgpipe.mapped.calls import Call, Signed, intercept, is_intercepted, let
 from torchgpipe.mapped.course import Course
 from torchgpipe.mapped.device_map import checked_map, mapped_modules, place, placed
 from torchgpipe.mapped.glue import Glue
-from torchgpipe.mapped.hugging_face import takes_cache, without_cache
+from torchgpipe.mapped.hugging_face import (
+    bring_adapters_home,
+    takes_cache,
+    verify_trainer,
+    without_cache,
+)
 from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
@@ -246,7 +251,15 @@ class MappedGPipe(Wrapper):
         except AttributeError:
             if "module" not in self.__dict__:
                 raise
-        return getattr(self.module, name)
+        found = getattr(self.module, name)
+        return partial(self._merged, found) if name == "merge_and_unload" else found
+
+    def _merged(self, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Merge the adapters of a model of PEFT, whose modules are replaced by others then."""
+        bring_adapters_home(self.module)
+        found = merge(*args, **kwargs)
+        self._prepare()
+        return found
 
     def _traced(self) -> tuple[Lasting, list[torch.device]]:
         return self._lasting, [*dict.fromkeys(self._map.values())]
@@ -287,6 +300,8 @@ class MappedGPipe(Wrapper):
         mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
         (checkpointed,), (mode,) = mini_batch.checkpointed, mini_batch.modes
+        if recorded:
+            verify_trainer()
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
@@ -300,15 +315,20 @@ class MappedGPipe(Wrapper):
             None if late else output_device,
             mode,
         )
+        # Mode "except_last" keeps all of a micro-batch, and policies serve one second run.
+        step.omits = mode == "always"
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))
+        omitted = step.omitted
+        omitted.take(mini_batch.batches)
         output = mini_batch.joined(order.blocks)
         if late:
             output = trees.map_leaves(
-                lambda x: x.to(output_device) if isinstance(x, Tensor) else x, output
+                lambda x: x.to(output_device) if isinstance(x, Tensor) and not x.is_meta else x,
+                output,
             )
-        return output
+        return omitted.put(output, output_device)
 
     def _run(self, step: MappedStep, batches: list[Batch], order: Order) -> None:
         def course(i: int, turns: Turns | None = None) -> None:

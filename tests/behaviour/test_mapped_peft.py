@@ -21,20 +21,24 @@ CPU = torch.device("cpu")
 START = "base_model.model."
 
 
-def adapted(layers=None, packed=False, saved=None):
+def adapted(layers=None, packed=False, saved=None, targets=("q_proj", "v_proj"), tied=False):
     """A Llama of three layers with LoRA, some of which may go without, and four rows for it.
 
     Args:
         layers: those with LoRA; by default all.
         packed: whether the weights of the others have four bits.
         saved: modules that are trained as a whole.
+        targets: modules with LoRA.
+        tied: whether the head has the weight of the embedding.
     """
     peft = pytest.importorskip("peft", exc_type=MISSING)
     model, inputs = build("llama")
     model = pack(model) if packed else model
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
     config = peft.LoraConfig(
         r=2,
-        target_modules=["q_proj", "v_proj"],
+        target_modules=[*targets],
         layers_to_transform=layers,
         # Or one of the two gradients of each adapter is zero.
         init_lora_weights=False,

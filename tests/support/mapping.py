@@ -110,7 +110,9 @@ def measured(model, device_map, arguments, chunks, checkpoint):
         optimizer.zero_grad()
         for device in devices:
             torch.accelerator.reset_peak_memory_stats(device)
-        output = pipe(*arguments)
+        # Held until backward is over, as most callers do.
+        returned = pipe(*arguments)
+        output = getattr(returned, "loss", returned)
         loss = (
             F.cross_entropy(output.flatten(0, 1), arguments[0].to(output.device).flatten())
             if output.dim() > 1
@@ -120,5 +122,5 @@ def measured(model, device_map, arguments, chunks, checkpoint):
         found = {x: torch.accelerator.max_memory_allocated(x) - before[x] for x in devices}
         if not step:
             optimizer.step()
-        del output, loss
+        del returned, output, loss
     return found

@@ -66,6 +66,8 @@ TESTS = {
             )
             for kind in ("Behind", "ReadLater")
         },
+        "logits": ("test_mapped_logits", "the_most_memory", {}),
+        "looks": ("test_mapped_logits", "a_caller_who_looks", {}),
         "lost": ("test_mapped_together", "changes_in_place_that_would_be_lost", {}),
     }.items()
 } | {
@@ -79,8 +81,21 @@ TESTS = {
         "test_what_blocks_change_is_there_for_later_ones",
         {"kind": "tensor", "mode": "always"},
     ),
+    "tail given": (
+        "unit.mapped.test_tail",
+        "test_what_the_code_was_given_has_changed",
+        {},
+    ),
     "exchanged by threads": ("unit.mapped.test_exchanged", "test_second_runs_take_turns", {}),
     "lent to threads": ("unit.partition.test_lent", "test_threads_take_turns", {}),
+    **{
+        f"tail {name}": (
+            "unit.mapped.test_tail",
+            "test_code_of_any_kind",
+            {"name": name, "mode": "always"},
+        )
+        for name in ("function", "cast", "hooked", "changed_later", "drawn")
+    },
     "contents of a call": (
         "behaviour.test_mapped_attributes",
         "test_what_is_within_an_attribute",
@@ -147,5 +162,16 @@ MUTANTS = {
     "changes that would be lost": (("!= version", "is None"), "mapped lost"),
     "changes of state": (DROP, "mapped Behind"),
     "state in use": (DROP, "mapped ReadLater"),
+    "what was changed past the tail": (
+        ("all(states[id(x)].fits(x) for x in tensors if id(x) in states)", "True"),
+        "tail function",
+    ),
+    "casts of the tail": (("casts_as(self._checkpoint.context.modes)", "True"), "tail cast"),
+    "hooks within the tail": (("current_hooks() is None", "True"), "tail hooked"),
+    "numbers of the tail": (("not self._numbers.drawn", "True"), "tail drawn"),
+    "changes within the tail": (("version_of(x) == version", "True"), "tail changed_later"),
+    "what the tail was given": (("version_of(x) != version", "False"), "tail given"),
+    "dropping what the tail has kept": (DROP, "mapped logits"),
+    "waiting for what somebody looks at": (DROP, "mapped looks"),
     "copies of the model itself": (("TARGETS.get(func)", "None"), "mapped labels"),
 }

@@ -45,7 +45,7 @@ def test_a_script(script, devices, capsys):
 
 
 def test_a_script_that_measures_its_layers_before(tmp_path, devices, capsys):
-    """Its first layers run within whatever the profiler sets in PyTorch's dispatcher."""
+    """The layers run first within whatever the profiler sets in PyTorch's dispatcher."""
     path = tmp_path / "script.py"
     measured = SCRIPT.replace("balance=[2, 2]", "balance=balance").replace(
         "model = GPipe",

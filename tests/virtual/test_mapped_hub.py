@@ -104,6 +104,22 @@ def test_adapters_that_are_merged(devices, saved):
     compare(again.train(), plain.requires_grad_(True).train(), inputs)
 
 
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+def test_an_adapter_of_a_head_whose_weight_is_at_home_elsewhere(devices):
+    """The weight that the embedding shares with the head is on the first device."""
+    model, inputs = adapted(targets=["q_proj", "lm_head"], tied=True)
+    plain = copy.deepcopy(model)
+    first = {START + name: devices[0] for name in ("model.embed_tokens", "model.layers.0")}
+    pipe = MappedGPipe(model, {"": devices[1], **first}, chunks=2)
+    compare(pipe, plain, inputs)
+    merged, plain = pipe.eval().merge_and_unload(), plain.eval().merge_and_unload()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    with torch.no_grad():
+        expected = plain(**inputs).logits
+        torch.testing.assert_close(merged(**inputs).logits.cpu(), expected)
+        torch.testing.assert_close(pipe(**inputs).logits.cpu(), expected)
+
+
 def test_packed_weights_in_partitions(devices):
     layers = nn.Sequential(*[PackedLinear(nn.Linear(4, 4)) for _ in range(2)], nn.Linear(4, 4))
     plain, x = copy.deepcopy(layers), torch.rand(4, 4)

@@ -16,12 +16,12 @@ from torchgpipe import Offload
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.testing import observe
 
-M = 8
+M = 6
 
 
 def attention(devices, mode, **options):
     torch.manual_seed(0)
-    return wrap([Attention() for _ in range(8)], devices, mode, M, **options)
+    return wrap([Attention() for _ in range(4)], devices, mode, M, **options)
 
 
 def trained(model, devices, *, steps=2, jitter=None, **options):
@@ -65,8 +65,8 @@ def test_gradients_are_the_same_bit_by_bit(devices, kind, n):
 @pytest.mark.parametrize("n", some([2, 3, 4], [2, 4]))
 def test_partitions_that_share_a_device(devices, n):
     places = [devices[k // 2] for k in range(n)]
-    expected, _ = trained(attention(places, "never", balance=[8 // n] * n), places)
-    model = attention(places, "offload", balance=[8 // n] * n)
+    expected, _ = trained(attention(places, "never", balance=[4 // n] * n), places)
+    model = attention(places, "offload", balance=[4 // n] * n)
     for own in (False, True):
         with own_streams(devices[:n], own):
             found, seen = trained(model, places, jitter=0)
@@ -93,6 +93,26 @@ def step_of(devices, mode, ratio, m=M, layers=8, n=4):
     assert_no_races(seen)
     peaks = map(torch.accelerator.max_memory_allocated, places)
     return seen.makespan, [(peak - old) / ACTIVATION for peak, old in zip(peaks, before)]
+
+
+def test_copies_are_in_the_timeline_beside_the_cells(devices):
+    model = attention(devices[:2], "offload")
+    links = {link: 1e5 for k in range(2) for link in ((k, "cpu"), ("cpu", k))}
+    _, seen = trained(model, devices, costs={"addmm": 1.0, "mm": 1.0}, bandwidth=links)
+    assert_no_races(seen)
+    found = {}
+    for span in seen.timeline.spans:
+        found.setdefault((span.stream.device, span.kind), []).append(span)
+    for k in range(2):
+        (out,), (back,) = ({x.stream for x in found[k, kind]} for kind in ("out", "back"))
+        assert len({out, back, found[k, "F"][0].stream}) == 3
+        # Each cell but the last two, in order, and the other way round.
+        names = [list(dict.fromkeys(x.name for x in found[k, kind])) for kind in ("out", "back")]
+        assert names[0] == [f"{k} out {i}" for i in range(M - 2)]
+        assert names[1] == [f"{k} back {i}" for i in reversed(range(M - 2))]
+        first = {x.microbatch: x.start for x in reversed(found[k, "out"])}
+        ends = {x.microbatch: x.end for x in found[k, "F"]}
+        assert all(start >= ends[i] for i, start in first.items())
 
 
 @pytest.mark.parametrize("ratio", some([0.5, 1, 1.5, 2, 3], [1, 3]))
@@ -216,7 +236,7 @@ def test_buffers_are_used_again(devices):
     trained(model, devices, steps=2)
     made = [x.bytes for x in memories(model).values()]
     assert min(made) > 0
-    for jitter in (None, 0, 1):
+    for jitter in (None, 0):
         trained(model, devices, jitter=jitter)
     assert [x.bytes for x in memories(model).values()] == made
     assert [x.free for x in memories(model).values()] == made
@@ -260,7 +280,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("where", ["forward", "backward", "no backward"])
 def test_a_step_that_fails_leaves_no_buffer_lost(devices, where):
     failing = Failing()
-    layers = [*[Attention() for _ in range(6)], failing, Attention()]
+    layers = [Attention(), Attention(), failing, Attention()]
     model = wrap(layers, devices[:2], "offload", M)
     trained(model, devices)
     made = [x.free for x in memories(model).values()]

@@ -12,7 +12,7 @@ from torchgpipe.executor.plan import plan
 from torchgpipe.schedule import Op
 from torchgpipe.testing import observe
 
-M = 8
+M = 6
 #: Operators of a block of attention: F = 6 and B = 12.
 COSTS = {"addmm": 1.0, "mm": 1.0, "bmm": 1.0}
 #: What a block saves, and what leaves of the first one, whose input is the caller's.

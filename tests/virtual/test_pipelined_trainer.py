@@ -52,6 +52,27 @@ def test_losses_and_predictions_come_to_the_device_of_the_inputs(smoothing, devi
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+def test_evaluation_in_half_precision(devices, tmp_path):
+    """The Trainer does not bring the model to the one device that it knows."""
+    from torchgpipe.transformers import pipelined
+
+    model, inputs = build("llama")
+    plain = copy.deepcopy(model)
+    pipe = MappedGPipe(model, places(model, devices[:2]), chunks=2)
+    data = [dict(zip(inputs, row)) for row in zip(*inputs.values())]
+    found = []
+    for kind, one in ((transformers.Trainer, plain), (pipelined(transformers.Trainer), pipe)):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), bf16_full_eval=True, report_to=[], disable_tqdm=True, use_cpu=True
+        )
+        trainer = kind(one, arguments, eval_dataset=data)
+        found.append(trainer.evaluate()["eval_loss"])
+        assert {x.dtype for x in trainer.model.parameters()} == {torch.bfloat16}
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+    assert {x.device for x in model.parameters()} == {*devices[:2]}
+    assert "to" not in vars(model)
+
+
 @pytest.mark.parametrize("target", ["first", "cpu"])
 def test_outputs_come_to_a_device(target, devices):
     model, inputs = build("llama")

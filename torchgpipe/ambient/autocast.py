@@ -25,6 +25,15 @@ def is_within_autocast(modes: Modes) -> bool:
     return autocast_nesting() > 0 or True in [autocast.enabled for autocast in modes.autocast]
 
 
+def casts_as(modes: Modes) -> bool:
+    """Whether autocast casts here as it does in other modes."""
+    return all(
+        torch.is_autocast_enabled(kind) == enabled
+        and (not enabled or torch.get_autocast_dtype(kind) == dtype)
+        for kind, enabled, dtype in modes.autocast
+    )
+
+
 def is_within_float16() -> bool:
     """Whether autocast computes in float16 here, in which small gradients become zero."""
     kinds = [kind for kind in device_types() if torch.is_autocast_enabled(kind)]

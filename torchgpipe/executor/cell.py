@@ -111,7 +111,7 @@ class EagerCell(Cell):
     """A cell that runs the layers, and autograd, which keeps what backward needs."""
 
     __slots__ = (
-        *("_checkpoint", "_halves", "_hooks", "_inputs", "_is_away", "_offloaded", "_outputs"),
+        *("_checkpoint", "_halves", "_hooks", "_inputs", "_offloaded", "_outputs"),
         "_within",
         *("run", "step"),
     )
@@ -127,7 +127,6 @@ class EagerCell(Cell):
             self.run = partial(body.run, note=note)
         # What the checkpoint holds, it must not hold the step.
         self._within = noted(str(run)) if self.again else None
-        self._is_away = (self.j, self.i) in run.executor.plan.away
         #: For each part of the input and of the output, the edges of its tensors, each tensor once.
         self._inputs: dict[Any, list[GradientEdge | None]] = {}
         self._outputs: dict[Any, list[GradientEdge | None]] = {}
@@ -147,7 +146,7 @@ class EagerCell(Cell):
         if self._within is not None:
             self._checkpoint = body.checkpoint(run, context, self.stream, self._within)
             run = self._checkpoint.forward
-        elif self._is_away and body.line is not None:
+        elif body.line is not None and body.line.sends(self.i):
             self._offloaded = body.line.cell(self.stream, self.i)
             run = partial(self._offloaded.forward, run)
         batch = batch.take()

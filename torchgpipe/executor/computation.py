@@ -153,7 +153,7 @@ class Forward(Computation):
             executor.post.send(j, i, self.output)
         else:
             executor.links.leave(executor.criterion.results(i), j)
-        if executor.plan.away:
+        if executor.windows:
             # Whoever holds the output would keep it on the device.
             del self.output
             if (j, i) in executor.plan.away:
@@ -209,7 +209,7 @@ class BackwardInput(BackwardWeight):
         for grads in self.inputs.values():
             self.executor.links.give_back(grads, self.w, self.stream)
         self.executor.post.send_grads(self.j, self.i, self.inputs)
-        if self.executor.plan.away:
+        if self.executor.windows:
             self.executor.windows[self.w].passed()
 
 

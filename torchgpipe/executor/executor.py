@@ -117,7 +117,7 @@ class Executor:
         self.links = Links(plan, stages.pool, stages.groups, recorder, arriving)
         for body, mode in zip(self.step.bodies, plan.keepings):
             body.policy = policy_of(mode)
-        #: For each worker, the cells that leave for the host.
+        #: For each worker, the cells that leave for the host; empty if none do.
         self.windows = [Window() for _ in plan.devices] if plan.away else []
         for j, w in enumerate(plan.schedule.placement) if plan.away else ():
             offload = plan.offloads[j]
@@ -165,7 +165,7 @@ class Executor:
             BaseException: what a layer raised, with a note that names the computation.
         """
         main = self.links.compute[w]
-        if self.plan.away:
+        if self.windows:
             for cell in self.plan.fetches.get(instruction, ()):
                 self.cells[cell].fetch()
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]

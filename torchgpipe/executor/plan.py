@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.devices.streams import has_streams
-from torchgpipe.partition.arguments import Modes
+from torchgpipe.partition.arguments import CHECKPOINT_MODES, Modes
 from torchgpipe.partition.keeping import (
     Keeping,
     Keepings,
@@ -179,7 +179,7 @@ def plan(
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
         [f"worker {w}" for w in range(len(schedule.program))],
-        () if forward else each,
+        () if forward or {*each} <= {*CHECKPOINT_MODES} else each,
     )
 
 

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torchgpipe import _torch
 from torchgpipe.ambient import labels
 from torchgpipe.ambient.autocast import own_casts
-from torchgpipe.ambient.context import is_in_checkpoint
+from torchgpipe.ambient.context import current_hooks, is_in_checkpoint
 from torchgpipe.ambient.notes import add_note, noted
 from torchgpipe.devices.streams import has_streams, make_current, use_stream, wait_stream
 from torchgpipe.mapped.body import MappedBody
@@ -44,8 +44,11 @@ from torchgpipe.mapped.contents import elsewhere_in
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.exchanged import Exchanged, mappings_of
 from torchgpipe.mapped.numbers import CourseNumbers
+from torchgpipe.mapped.on_demand import omissible
 from torchgpipe.mapped.step import MappedStep
+from torchgpipe.mapped.tail import Tail
 from torchgpipe.mapped.turns import Turns
+from torchgpipe.recompute.verification import is_verifying
 from torchgpipe.values.microbatch import Batch
 from torchgpipe.values.structure import Arguments
 
@@ -88,6 +91,9 @@ class Course:
         self._numbers = CourseNumbers(step.numbers, i, step.devices, alone=turns is None)
         #: The mode of code between mapped modules, which they are computed without.
         self.glue: TorchFunctionMode | None = None
+        #: The code behind the latest mapped module, if it may be the last one.
+        self.tail: Tail | None = None
+        self._latest = ""
 
     def note(self, error: BaseException) -> None:
         """Add a note to what the model has raised, unless a mapped module did."""
@@ -110,11 +116,15 @@ class Course:
             value: the positional arguments, and the keyword arguments.
         """
         self._noted = True
+        if self.tail:
+            self.tail.keep()
+            self.tail = None
         if mapped.turns:
             # Under the first name when it is called first, under the second one then, and so on.
             count, places = self._counts[mapped], (mapped, *mapped.turns)
             self._counts[mapped] += 1
             mapped = places[count % len(places)]
+        self._latest = mapped.name
         note = f"raised in {mapped.place}, micro-batch {self.i}"
         changes = self.step.changes
         with paused(self.glue), noted(note):
@@ -225,7 +235,11 @@ class Course:
                 within = noted(note, label and label._replace(kind="R"))
                 checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
                 cell.checkpoints.append(checkpoint)
-                output = checkpoint.forward(body.kept(batch), batch).value
+                goes_on = self._may_be_last(mapped.name)
+                found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
+                if goes_on:
+                    self.tail = Tail(checkpoint, found)
+                output = found.value
             else:
                 if stage.line is not None:
                     run = partial(cell.away(stage.line).forward, run)
@@ -234,6 +248,12 @@ class Course:
             if body.attributes and given:
                 body.attributes.end(given)
         return output
+
+    def _may_be_last(self, name: str) -> bool:
+        """Whether code behind a module may be computed again with the module."""
+        if self.glue is None or current_hooks() is not None or is_verifying():
+            return False
+        return self.step.last in (None, name)
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Bring a tensor to another device, for code between mapped modules."""
@@ -279,6 +299,8 @@ class Course:
     def end(self, output: Any) -> Batch:
         """Fence the output of the model."""
         batch = Batch(output)
+        self.step.last = self._latest
+        omitted = self._end_tail(output, batch)
         if self._cell:
             self._cell.leave()
         if self.step.needs_glue:
@@ -292,7 +314,8 @@ class Course:
         places = [wanted] * len(batch) if wanted else self.step.places
         if len(places) == len(batch):
             moved = [
-                x if x.device == place else self.move(x, place) for x, place in zip(batch, places)
+                x if x.device == place or id(x) in omitted else self.move(x, place)
+                for x, place in zip(batch, places)
             ]
             batch = batch.replace(moved)
         self.step.places = [x.device for x in batch]
@@ -300,7 +323,19 @@ class Course:
         for device in dict.fromkeys(x.device for x in batch):
             here = [x for x in batch if x.device == device]
             found |= dict(zip(map(id, here), self._at(device).stay(tuple(here))))
-        return batch.replace([found[id(x)] for x in batch])
+        return self.step.omitted.without(self.i, batch.replace([found[id(x)] for x in batch]))
+
+    def _end_tail(self, output: Any, batch: Batch) -> set[int]:
+        """Drop what the code behind the last module keeps; identities of outputs to let go of."""
+        tail, step = self.tail, self.step
+        if tail is None:
+            return set()
+        tensors = omissible(output, batch, tail) if step.omits else []
+        maker = tail.end([number for x in tensors if (number := tail.number(x)) is not None])
+        if maker is None:
+            return set()
+        step.omitted.add(self.i, batch, tensors, maker)
+        return {*map(id, tensors)}
 
     def close(self) -> None:
         """End the course, after a failure too, and let go of all tensors."""
@@ -311,7 +346,7 @@ class Course:
         for cell in self._all:
             cell.close()
         # The mode refers to the course.
-        self.glue = None
+        self.glue = self.tail = None
         self._all.clear()
         self._cells.clear()
         self.later.clear()

@@ -30,6 +30,7 @@ from torchgpipe.autograd.versions import version_of
 from torchgpipe.devices.streams import canonical_device, has_streams
 from torchgpipe.mapped.containers import replaced, tensors_of
 from torchgpipe.mapped.course import Course
+from torchgpipe.mapped.in_place import STATISTICS, is_in_place
 
 __all__: list[str] = []
 
@@ -126,7 +127,8 @@ class Glue(TorchFunctionMode):
         wanted = TARGETS.get(func)
         if wanted is not None:
             args = wanted(self, *args, **kwargs)
-        return func(*args, **kwargs)
+        tail = self._course.tail
+        return func(*args, **kwargs) if tail is None else tail.call(func, args, kwargs)
 
     def _later(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -192,10 +194,6 @@ ATTRIBUTES |= {"register_post_accumulate_grad_hook", "requires_grad_", "record_s
 SHAPES = frozenset({"detach_", "resize_", "resize_as_", "set_", "squeeze_", "unsqueeze_", "t_"})
 SHAPES |= {"transpose_", "swapaxes_", "swapdims_", "as_strided_", "share_memory_", "rename_"}
 
-
-#: Functions that change statistics, which are the second argument.
-STATISTICS = frozenset({"batch_norm", "instance_norm"})
-
 #: Functions that look at no values of their arguments, or take tensors each for itself.
 APART = frozenset({"expand_as", "view_as", "reshape_as", "is_same_size", "is_set_to", "grad"})
 APART |= {"result_type", "can_cast", "broadcast_tensors"}
@@ -222,13 +220,6 @@ def _changed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if is_in_place(name) or kwargs.get("inplace"):
         return args[0] if args else kwargs.get("input")
     return kwargs.get("out")
-
-
-def is_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
-    return name.endswith("_")
 
 
 def _to(glue: Glue, tensor: Tensor, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

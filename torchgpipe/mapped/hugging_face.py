@@ -1,4 +1,4 @@
-"""Models of Hugging Face: the map by which Accelerate has dispatched one, and caches of text.
+"""Models of Hugging Face: the map by which Accelerate has dispatched one, caches, and adapters.
 
 ``from_pretrained(..., device_map="auto")`` dispatches a model. Caches are for models that write
 text: in training they take memory, and they cannot be joined.
@@ -7,8 +7,10 @@ text: in training they take memory, and they cannot be joined.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,6 +91,49 @@ def release(model: nn.Module) -> None:
     """Remove the hooks of Accelerate, which would take tensors back to the devices of its map."""
     if any(_hooks(module) for module in model.modules()):
         import_module("accelerate.hooks").remove_hook_from_submodules(model)
+
+
+def verify_trainer() -> None:
+    """Check that no Trainer as it is waits for the loss of a wrapper.
+
+    Autograd would say no more than that it needs a scalar. The Trainer must be asked, since those
+    with a loss of their own work.
+
+    Raises:
+        RuntimeError: one does.
+    """
+    kind: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    plain = getattr(kind, "compute_loss", None)
+    code = getattr(plain, "__code__", None)
+    frame: FrameType | None = sys._getframe(1) if code else None
+    while frame and frame.f_code is not code:
+        frame = frame.f_back
+    trainer: Any = frame.f_locals["self"] if frame else None
+    if (
+        trainer
+        and type(trainer).compute_loss is plain
+        and not (trainer.label_smoother or trainer.compute_loss_func)
+    ):
+        name = type(trainer).__name__
+        raise RuntimeError(
+            "a Trainer needs the loss of the mini-batch, and a wrapper returns those of its "
+            f"micro-batches (Trainer: {name}); use the class "
+            f"torchgpipe.transformers.pipelined({name})"
+        )
+
+
+def bring_adapters_home(model: nn.Module) -> None:
+    """Bring the adapters of PEFT to the weights that they will be merged into.
+
+    The weight of a tied head may be at home on another device than the head and its adapter.
+    """
+    for module in model.modules():
+        base: Any = getattr(module, "base_layer", None)
+        has_base = isinstance(base, nn.Module)
+        weight: Any = next(base.parameters(), None) if has_base else None
+        for x in module.parameters() if weight is not None else ():
+            if x.device != weight.device:
+                x.data = x.data.to(weight.device)
 
 
 def _hooks(module: nn.Module) -> list[Any]:

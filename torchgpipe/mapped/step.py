@@ -40,6 +40,7 @@ from torchgpipe.mapped.body import MappedBody
 from torchgpipe.mapped.changes import Changes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.functions import watch
+from torchgpipe.mapped.on_demand import Omitted
 from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
@@ -84,6 +85,8 @@ class Lasting:
         #: The thread that runs a step.
         self.thread: int | None = None
         self.learned: Learned = WeakKeyDictionary()
+        #: The name of the mapped module that was called last; None if nobody knows.
+        self.last: str | None = None
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
         #: Whether functions of the user's get tensors of several devices; None before a step.
@@ -128,12 +131,16 @@ class MappedStep:
         #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)
+        #: Whether outputs are computed when somebody looks at them, and those that are not there.
+        self.omits = False
+        self.omitted = Omitted()
         #: The fence, if forks and joins are needed.
         self.fence: Fence | None = None
         if torch.is_grad_enabled() and any(map(has_streams, self.devices)):
             self.fence = Fence(defaultdict(dict))
         #: Whether the code between mapped modules is watched.
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
+        self.needs_glue |= checkpointed > 0
         self._stages: dict[tuple[torch.device, int], Stage] = {}
         #: What code between mapped modules has changed of the model's state.
         self.changes = Changes(model)
@@ -152,6 +159,15 @@ class MappedStep:
         self._lock = threading.Lock()
         #: Whether code has drawn random numbers on a device behind the cell that was on its way.
         self.drawn_behind = False
+
+    @property
+    def last(self) -> str | None:
+        """The mapped module that the latest micro-batch has called last; None if nobody knows."""
+        return self._lasting.last
+
+    @last.setter
+    def last(self, name: str) -> None:
+        self._lasting.last = name
 
     def stage(self, device: torch.device, visit: int) -> Stage:
         """The stage of a visit."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias
 
 from torchgpipe.checks import verify, verify_number
@@ -112,7 +114,8 @@ def words_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[str, ...
 
 def is_policy(mode: object) -> bool:
     """Whether a mode is a policy, which names what is not computed again."""
-    return callable(mode) and not isinstance(mode, type)
+    # Modules can be called, too, and classes.
+    return isinstance(mode, partial | FunctionType)
 
 
 def recomputed_by(mode: Keeping) -> str:

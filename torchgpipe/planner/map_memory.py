@@ -7,7 +7,7 @@ first. Each visit of the device is a partition, and what is in between is on ano
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any
@@ -68,7 +68,11 @@ class Footprint:
 
     @cached_property
     def _stage(self) -> Callable[[range], Stage]:
-        return cache(lambda own: stage_of(self.found, self._each, own, by_call=True))
+        found = self.found
+        if found.has_loss and found.fills_itself and self.again == self.chunks:
+            # What the model returns beside its loss is not there.
+            found = replace(found, values=[replace(x, output=0) for x in found.values])
+        return cache(lambda own: stage_of(found, self._each, own, by_call=True))
 
     def peak(self, blocks: Collection[str | None]) -> float:
         """Find the most bytes of a device that has some blocks.
@@ -100,7 +104,7 @@ class Footprint:
                 state=self.state,
                 given=self.chunks * self.found.given,
                 is_summed=False,
-                loss=None if self.found.has_loss else LOSS,
+                loss=LossMemory(0, 0) if self.found.has_loss else LOSS,
             )[0]
         )
 

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchgpipe import _torch
 from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.autograd.sequence import next_number, number_of
+from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import hooked, kind_of, unchanged
 from torchgpipe.planner.halved import Halved, Root, halved, own_outputs, sizes_of
@@ -115,7 +116,9 @@ class MemoryTracker:
                 hooked(blocks, self._enter, self._leave),
                 saved_tensors_hooks(self._save, lambda x: x),
             ):
-                outputs = [*Batch(model(*args, **kwargs))]
+                output = model(*args, **kwargs)
+                outputs, fills_itself = [*Batch(output)], can_fill_itself(output)
+                del output
             self._begin(Section(None, False, next_number()))
             self.sections.pop()
             # From here on no section uses anything.
@@ -128,7 +131,7 @@ class MemoryTracker:
             del outputs, roots
             self._backward(root, weights, ends)
         values = [x.value for x in self._pieces.values() if x.is_used]
-        return Record(self.sections, values, size, bool(losses))
+        return Record(self.sections, values, size, bool(losses), fills_itself)
 
     def _return(self, x: Tensor) -> int:
         """Take note that the caller gets a tensor; the identity of its value."""

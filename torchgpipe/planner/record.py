@@ -126,12 +126,14 @@ class Record:
         values: what several of them use.
         given: the bytes that the caller gives.
         has_loss: whether the model returns a loss.
+        fills_itself: whether an output is of a kind that is computed when somebody looks at it.
     """
 
     sections: Sequence[Section]
     values: Sequence[Value]
     given: float = 0
     has_loss: bool = False
+    fills_itself: bool = False
 
     @cached_property
     def _by_section(self) -> dict[int, list[int]]:

@@ -179,7 +179,7 @@ class _Partition:
         held = sum(x.size for x in self._made if x.first_saver is not None)
         held += sum(self._section(k).kept for k in self._own)
         stored = sum(x.size for x in self._made if x.is_stored)
-        stored += sum(self._section(k).kept for k in self._own if not self._section(k).is_call)
+        stored += sum(self._section(k).kept for k in self._own if not self._repeats(k))
         trainable = [float(x.trainable) for x in own]
         small = [float(x.small) for x in own]
         none = [0.0] * len(own)
@@ -236,6 +236,10 @@ class _Partition:
         saved |= {k for k in self._own if self._section(k).kept}
         return max(saved, default=None)
 
+    def _repeats(self, k: int) -> bool:
+        """Whether a section is computed again: a call, and the code behind the last one."""
+        return self._section(k).is_call or k + 1 == len(self._all.sections)
+
     def _section(self, k: int) -> Section:
         return self._all.sections[k]
 
@@ -265,6 +269,8 @@ class _Partition:
             for hop in v.hops:
                 if hop.source in self._inside and hop.target not in self._inside:
                     found[n, hop.source, hop.is_skip] = v.gradient
+            if self._all.has_loss:
+                continue
             if v.output and v.made in self._inside:
                 found[n, v.made, False] = v.gradient
             elif v.output and self._own[-1] + 1 == len(self._all.sections):
@@ -288,7 +294,7 @@ class _Partition:
         savers = self._savers(n)
         # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
         stored = any(self._section(k).is_call and self._section(k).free.first for k in used)
-        stored = stored or any(not self._section(k).is_call for k in savers)
+        stored = stored or any(not self._repeats(k) for k in savers)
         return _Value(
             n,
             v.size,
@@ -297,7 +303,7 @@ class _Partition:
             bool(v.output) or self._leaves_to_others(n),
             min(savers) if savers else None,
             self._by_call and stored,
-            self._section(v.made).is_call and v.made in savers,
+            self._repeats(v.made) and v.made in savers,
         )
 
     def _at(self, key: str) -> dict[int | None, list[_Value]]:
@@ -323,7 +329,7 @@ class _Partition:
             section = self._section(k)
             is_end = again and k == self._own[-1]
             peak = max(peak, level + (section.again if is_end else section.forward))
-            level += section.kept if keeps or not section.is_call else 0.0
+            level += section.kept if keeps or not self._repeats(k) else 0.0
             level += sum(x.size for x in self._at("made").get(k, ()))
             gone = self._at("last").get(k, ())
             level -= sum(x.size for x in gone if not self._stays(x, keeps))
@@ -368,7 +374,7 @@ class _Partition:
 
     def _second(self, k: int) -> float:
         """The memory that a second run of a section leaves behind."""
-        if not self._section(k).is_call:
+        if not self._repeats(k):
             return 0.0
         made = self._at("made").get(k, ())
         return self._section(k).kept + sum(
@@ -395,7 +401,7 @@ class _Partition:
         level = peak = self._given
         for k, more in zip(reversed(self._own), reversed(stay)):
             section, outer = self._section(k), self._gone_out.get(k, 0.0)
-            if again and section.is_call:
+            if again and self._repeats(k):
                 peak = max(peak, level + section.forward)
                 level += self._second(k)
             is_held = held is not None and outer > 0

@@ -115,12 +115,13 @@ class Checkpoint:
         self.stored: tuple[StoredInput, FirstNumbers] | None = None
         self.lock = threading.RLock()
 
-    def forward(self, batch: Batch, given: Batch | None = None) -> Batch:
+    def forward(self, batch: Batch, given: Batch | None = None, *, goes_on: bool = False) -> Batch:
         """Run the function, and save nothing but its input.
 
         Args:
             batch: the input.
             given: what this run computes, if it changes that in place, and the input is a clone.
+            goes_on: whether the caller adds to the function and calls :meth:`settle`.
 
         Raises:
             RuntimeError: the function changed its input in place.
@@ -136,7 +137,7 @@ class Checkpoint:
             self.dropped, function = dropped, filling_memory(function)
         outer, current.then = current.then, stored.look
         try:
-            with checkpointing(self.values), saved_tensors_hooks(self._drop, self._unpack):
+            with checkpointing(self.values), saved_tensors_hooks(self._drop, self.unpack):
                 output = function((batch if given is None else given).copy())
         finally:
             current.then = outer
@@ -145,16 +146,23 @@ class Checkpoint:
         self.kept.close()
         for slot in self._compared(self.places):
             slot.close()
-        if len(self.kept.tensors) == len(self.places):
-            # Nothing was dropped, so there will be no second run.
-            self.places = []
-            self.kept.let_go()
-            del self.function, self.lasting, self.context, self.values
-        else:
+        if goes_on or self._has_dropped():
             numbers.settle()
             stored.pack()
             self.stored = stored, numbers
+        else:
+            self.settle()
         return output
+
+    def _has_dropped(self) -> bool:
+        return len(self.kept.tensors) != len(self.places)
+
+    def settle(self) -> None:
+        """Let go of everything if nothing was dropped, so that there will be no second run."""
+        if not self._has_dropped():
+            self.places, self.stored = [], None
+            self.kept.let_go()
+            del self.function, self.lasting, self.context, self.values
 
     def recompute(self) -> None:
         """Fill the slots, unless that was done, and let go of the input.
@@ -185,24 +193,39 @@ class Checkpoint:
                 # The graph lives on, and layers or hooks may refer to it.
                 del self.function, self.lasting, self.context, self.values
 
+    def compute(self) -> Batch:
+        """Run the function once more for what it returns, and keep the input."""
+        output: list[Batch] = []
+
+        def run(numbers: FirstNumbers, again: Batch) -> None:
+            with numbers.restored(), recomputing(self.values.copied()):
+                output.append(self.context.run(self.function, again))
+
+        self._again(run, let_go=False)
+        return output[0]
+
     def _repeat(self, places: Sequence[Saved]) -> None:
-        assert self.stored is not None
-        device = get_device(self.stream)
-        if has_streams(device) and _torch.is_multithreading_enabled():
+        if has_streams(get_device(self.stream)) and _torch.is_multithreading_enabled():
             # This is a thread of autograd's own.
             self.context.lend_threads()
+        self._again(partial(self._fill, places), let_go=True)
+
+    def _again(self, run: Callable[[FirstNumbers, Batch], None], *, let_go: bool) -> None:
+        """Do a second run, as the first one was done."""
+        assert self.stored is not None
+        device = get_device(self.stream)
         found = SavedSettings([device], self.context.modes)
         within = is_within_autocast(found.modes)
         # guard: stream of recomputation
         with found, use_stream(self.stream), self.within:
             # guard: letting go of what was kept
-            (stored, numbers), self.stored = self.stored, None
+            (stored, numbers), self.stored = self.stored, None if let_go else self.stored
             # Unpack in the modes of backward, as autograd does where it calls the caller's hooks.
             # From here on the second run alone holds the memory of the input.
             again = stored.unpack()
             del stored
             with self.context.entered(found), own_casts() if within else nullcontext():
-                holding(numbers.locks, partial(self._fill, places, numbers, again))
+                holding(numbers.locks, partial(run, numbers, again))
 
     def _fill(self, places: Sequence[Saved], numbers: FirstNumbers, again: Batch) -> None:
         # Layers behind the last dropped tensor need not run again, unless all that the first run
@@ -263,7 +286,8 @@ class Checkpoint:
         return place
 
     @uncompiled
-    def _unpack(self, place: Saved) -> Tensor:
+    def unpack(self, place: Saved) -> Tensor:
+        """Return what a layer has saved, in backward."""
         if not isinstance(place, Slot):
             # guard: versions of what is kept
             if place._version != self.kept.versions[id(place)]:

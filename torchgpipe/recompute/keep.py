@@ -44,6 +44,12 @@ class Values:
             self._leaves.append((leaf, 0))
         return leaf
 
+    def copied(self) -> Values:
+        """The same leaves, for a run besides the second one."""
+        found = Values()
+        found._leaves.extend(self._leaves)
+        return found
+
     def take(self, leaf: Any) -> Any:
         """The leaf of the first run in place of the one of the second.
 

@@ -117,6 +117,10 @@ class Line:
         self.window = window or Window()
         self._last: Offloaded | None = None
 
+    def sends(self, i: int) -> bool:
+        """Whether micro-batch ``i`` leaves."""
+        return i in self._leaving
+
     def cell(self, stream: AbstractStream, i: int) -> Offloaded:
         """The next cell.
 
@@ -124,7 +128,7 @@ class Line:
             stream: the compute stream.
             i: the number of the micro-batch.
         """
-        share = self._share if i in self._leaving else 0.0
+        share = self._share if self.sends(i) else 0.0
         cell = Offloaded(self, stream, i, share, self._last)
         if self.ahead:
             self._last = cell

@@ -54,7 +54,8 @@ class Span:
         after: the index of the span whose end let this one start; -1 if nothing held it up, or
             nobody knows.
         kind: ``F``, ``R``, ``B``, ``I`` or ``W`` for a computation of a cell, ``copy`` for what
-            passes between cells; empty for anything else.
+            passes between cells, ``out`` and ``back`` for what a cell keeps in the memory of the
+            host; empty for anything else.
         stage: the partition, or the one that a copy leaves; None if the work belongs to no cell.
         microbatch: the number of the micro-batch, likewise.
         target: the partition that a copy goes to.
@@ -81,12 +82,17 @@ class Span:
 
     @property
     def cell(self) -> str:
-        """The cell, as ``0F3``, or ``0 to 1 3`` for a copy; empty if the work belongs to none."""
+        """The cell, as ``0F3``, or ``0 to 1 3`` for a copy; empty if the work belongs to none.
+
+        A cell leaves for the host as ``0 out 3``, and comes back as ``0 back 3``.
+        """
         if self.stage is None:
             return ""
         if self.kind == "copy":
             way = f"from {self.stage}" if self.target is None else f"{self.stage} to {self.target}"
             return f"{way} {self.microbatch}"
+        if self.kind in ("out", "back"):
+            return f"{self.stage} {self.kind} {self.microbatch}"
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @property

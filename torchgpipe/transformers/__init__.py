@@ -1,4 +1,4 @@
-"""Trainers of Hugging Face Transformers, for models that are trained by pipeline parallelism.
+"""Trainers and models of Hugging Face Transformers, trained by pipeline parallelism.
 
 ::
 
@@ -9,10 +9,14 @@
     trainer = pipelined(Trainer)(model=pipe, args=args, train_dataset=data)
     trainer.train()
 
+:func:`layers_of` makes an :class:`nn.Sequential` of a causal model, for the other wrappers.
+
 Nothing else of the package imports this, since it needs Transformers (``pip install
 torchgpipe[transformers]``).
 """
 
-from torchgpipe.transformers.trainer import pipelined
+# This one says what to install, so it comes first.
+from torchgpipe.transformers.trainer import pipelined  # isort: skip
+from torchgpipe.transformers.layers import layers_of
 
-__all__ = ["pipelined"]
+__all__ = ["layers_of", "pipelined"]

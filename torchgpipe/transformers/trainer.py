@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -54,7 +57,21 @@ def pipelined(trainer: type) -> Any:
         )
     if issubclass(trainer, Pipelined):
         return trainer
-    return type(f"Pipelined{trainer.__name__}", (Pipelined, trainer), {})
+    kinds = (Made,) if issubclass(Made, type(trainer)) else (Made, type(trainer))
+    kind: Any = Made if len(kinds) == 1 else type(Made.__name__, kinds, {})
+    copyreg.pickle(kind, reduced)
+    return kind(f"Pipelined{trainer.__name__}", (Pipelined, trainer), {})
+
+
+class Made(type):
+    """The class of pipelined classes: pickle makes them again, since it finds none by its name."""
+
+
+def reduced(made: type) -> Any:
+    """The pickle of a pipelined class, or of one that inherits from it."""
+    if made.__bases__[0] is not Pipelined:
+        return made.__qualname__
+    return pipelined, made.__bases__[1:]
 
 
 class Pipelined:
@@ -125,6 +142,15 @@ class Pipelined:
         called = self._called(model, not needed)
         return above.compute_loss(called, inputs, return_outputs, *args, **kwargs)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the Trainer's class does, on the devices of the model.
+
+        In half precision it would bring the whole model to one device.
+        """
+        above: Any = super()
+        with unmoved(self.pipe.module):
+            return above.evaluation_loop(*args, **kwargs)
+
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict a mini-batch, as the Trainer's class does, by the wrapper."""
         above: Any = super()
@@ -137,6 +163,17 @@ class Pipelined:
         return PipelinedModel(
             self.pipe, self.label_names, shifts_labels(self.model), self.args.device, alone
         )
+
+
+@contextmanager
+def unmoved(model: Any) -> Iterator[None]:
+    """Have ``model.to()`` change the dtype alone within a ``with`` block."""
+    to = model.to
+    vars(model)["to"] = lambda *_, dtype=None, **__: model if dtype is None else to(dtype=dtype)
+    try:
+        yield
+    finally:
+        del vars(model)["to"]
 
 
 def shifts_labels(model: nn.Module) -> bool:

@@ -290,7 +290,7 @@ def gather(outputs: Sequence[Batch], rows: Sequence[int] = (), blocks: Container
             else:
                 if rows:
                     verify_rows(partial(_name, first, k), tensors, rows, k in blocks)
-                joined[key] = _joined(tensors)
+                joined[key] = join_tensors(tensors)
         found.append(joined[key])
     value = first.structures[VALUE].unflatten(tuple(found))
     return value if marked is None else unmarked(value)
@@ -337,10 +337,11 @@ def _stacked(tensors: Tensors, rows: Sequence[int]) -> Tensor:
             f"are stacked (shapes: {[tuple(x.shape) for x in tensors]}); have the last layer pad "
             f"it to one shape{', or pass rows that are a multiple of chunks' * (len({*rows}) > 1)}"
         )
-    return _joined(tuple([x.unsqueeze(0) for x in tensors]))
+    return join_tensors(tuple([x.unsqueeze(0) for x in tensors]))
 
 
-def _joined(tensors: Tensors) -> Tensor:
+def join_tensors(tensors: Tensors) -> Tensor:
+    """Join the tensors of all micro-batches along dimension 0, or stack those without one."""
     if len({(x.dim(), x.shape[1:]) for x in tensors}) > 1:
         raise ValueError(
             "the outputs of all micro-batches must have the same shape but for dimension 0, along "

@@ -18,7 +18,7 @@ class Course:
 
     def __init__(self):
         self.moved = []
-        self.later = {}
+        self.later, self.tail = {}, None
         self.step = SimpleNamespace(changes=Changes(nn.Module()))
 
     def move(self, tensor, device):

@@ -49,7 +49,7 @@ def images():
     return [{"pixel_values": torch.rand(3, 8, 8), "labels": torch.tensor(k % 3)} for k in range(14)]
 
 
-def made(trainer, model, folder, data, **options):
+def made(trainer, model, folder, data, given=None, **options):
     chosen = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 5,
@@ -68,7 +68,10 @@ def made(trainer, model, folder, data, **options):
         arguments,
         train_dataset=data,
         eval_dataset=data,
-        compute_metrics=lambda seen: {"labels": float(seen.label_ids.sum())},
+        **{
+            "compute_metrics": lambda seen: {"labels": float(seen.label_ids.sum())},
+            **(given or {}),
+        },
     )
 
 

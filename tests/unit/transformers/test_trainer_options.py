@@ -1,0 +1,113 @@
+"""Options of a Trainer that have it look at more than a loss, or count labels otherwise."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.examples import MISSING
+from tests.unit.transformers.test_trainer import assert_same_weights, made, model_of, rows, wrapped
+
+transformers = pytest.importorskip("transformers", exc_type=MISSING)
+
+# Not before it is known that Transformers is there.
+from torchgpipe.transformers import pipelined  # noqa: E402
+
+
+def packed(batch):
+    """Two texts in each row, which positions tell apart."""
+    found = {key: torch.stack([x[key] for x in batch]) for key in ("input_ids", "labels")}
+    count = len(batch) // 2
+    found = {key: x[: 2 * count].reshape(count, -1) for key, x in found.items()}
+    return {**found, "position_ids": torch.arange(6).repeat(2).expand(count, -1).contiguous()}
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+class WithPenalty(transformers.Trainer):
+    """Add something of the logits to the model's loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        out = model(**inputs)
+        loss = out.loss + out.logits.square().mean()
+        return (loss, out) if return_outputs else loss
+
+
+def metrics(seen):
+    found = {"mean": float(np.mean(seen.predictions[0] if seen.losses is None else seen.losses))}
+    return found if seen.inputs is None else {**found, "inputs": int(np.sum(seen.inputs))}
+
+
+OPTIONS = {
+    # The last step of an epoch has fewer mini-batches, and the last of these fewer rows.
+    "ragged": ({"gradient_accumulation_steps": 3, "num_train_epochs": 2, "max_steps": -1}, {}),
+    "own loss": ({"gradient_accumulation_steps": 2}, {"compute_loss_func": own_loss}),
+    "losses": ({"include_for_metrics": ["loss", "inputs"]}, {"compute_metrics": metrics}),
+    "parts": (
+        {"eval_accumulation_steps": 1},
+        {
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+            "compute_metrics": metrics,
+        },
+    ),
+    "packed": ({"max_grad_norm": 0.1}, {"data_collator": packed}),
+    "penalty": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, tmp_path):
+    arguments, given = OPTIONS[name]
+    data, model = rows(15), model_of("llama")
+    kind = WithPenalty if name == "penalty" else transformers.Trainer
+    found = []
+    for make, one in ((kind, copy.deepcopy(model)), (pipelined(kind), wrapped(model))):
+        trainer = made(make, one, tmp_path, data, given=given, **arguments)
+        trainer.train()
+        steps = [(x["loss"], x["grad_norm"]) for x in trainer.state.log_history if "loss" in x]
+        seen = trainer.evaluate()
+        found.append(
+            (steps, {k: x for k, x in seen.items() if "_per_" not in k and "time" not in k})
+        )
+        if make is kind:
+            plain = trainer.model
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert_same_weights(model, plain)
+
+
+class Inherited(pipelined(transformers.Trainer)):
+    """A class of a user's own."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pipelined(transformers.Trainer), pipelined(WithPenalty), Inherited]
+)
+def test_classes_are_pickled(kind):
+    assert pickle.loads(pickle.dumps(kind)) is kind
+
+
+def test_a_class_with_a_class_of_its_own():
+    class Meta(type):
+        pass
+
+    class Other(transformers.Trainer, metaclass=Meta):
+        pass
+
+    found = pipelined(Other)
+    assert isinstance(found, Meta)
+    assert issubclass(found, Other)
+
+
+def test_a_trainer_as_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match=r"use the class .*pipelined\(Trainer\)"):
+        made(transformers.Trainer, wrapped(model_of("llama")), tmp_path, rows()).train()
+    # It computes a loss from what the wrapper returns.
+    given = {"compute_loss_func": own_loss}
+    made(transformers.Trainer, wrapped(model_of("llama")), tmp_path, rows(), given=given).train()
