@@ -3,7 +3,7 @@
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe
 from torchgpipe.partition.keeping import Offload
-from torchgpipe.plans.plan import plan
+from torchgpipe.plans import plan
 from torchgpipe.recompute.keep import keep
 from torchgpipe.recompute.phase import is_checkpointing, is_recomputing
 from torchgpipe.recompute.verification import verify_recomputation

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchgpipe._torch.dynamo import is_compiled, uncompiled
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.autograd.ends import drain_after_failure
-from torchgpipe.balance.device_map import unchanged
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import DescribedPart, Description
@@ -39,6 +38,7 @@ from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
 from torchgpipe.partition.keeping import Keeping, recomputed_by
 from torchgpipe.partition.placement import elsewhere, tensors
+from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.map_choice import chosen_map
 from torchgpipe.values import trees

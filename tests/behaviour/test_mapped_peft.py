@@ -10,8 +10,8 @@ from tests.examples import MISSING
 from tests.support.architectures import build
 from tests.support.packed import pack
 from torchgpipe import MappedGPipe, is_recomputing
-from torchgpipe.balance.device_map import timed
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import timed
 
 #: PEFT asks Transformers so.
 IGNORED = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchgpipe._torch.dynamo import VERSION
-from torchgpipe.balance.device_map import timed
+from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.plan import ranked
 
 ROOT = Path(__file__).parents[2]

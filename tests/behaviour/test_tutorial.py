@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.support.fresh import METHOD, preload
 from tests.support.size import soak
 from torchgpipe._torch.dynamo import VERSION
-from torchgpipe.balance.device_map import timed
+from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.plan import ranked
 
 ROOT = Path(__file__).parents[2]

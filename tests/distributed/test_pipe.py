@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import torchgpipe
 from tests.distributed.test_schedules import beside, pipe_of
 from tests.support.schedules import linear, relu, same
-from torchgpipe.balance.storages import LiveStorages
 from torchgpipe.distributed import Pipe
+from torchgpipe.planner.storages import LiveStorages
 from torchgpipe.schedule import named
 
 

@@ -17,8 +17,8 @@ PUBLIC += ("transformers",)
 #: Classes that public functions return, which nobody makes by hand.
 RETURNED = {
     "torchgpipe.describe.description.Description",
-    "torchgpipe.plans.candidates.Candidate",
-    "torchgpipe.plans.candidates.Plans",
+    "torchgpipe.plans.Candidate",
+    "torchgpipe.plans.Plans",
     "torchgpipe.timeline.advice.Advice",
     "torchgpipe.timeline.shares.Shares",
 }

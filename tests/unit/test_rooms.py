@@ -30,7 +30,7 @@ ROOMS[""] = ROOMS.pop("torchgpipe")
 APART = {"testing": {"_torch", "checks", "timeline", "ambient"}}
 
 #: Modules that do without torch.
-PLAIN = {"balance.blockpartition", "checks", "schedule"}
+PLAIN = {"balance.blockpartition", "planner.cuts", "checks", "schedule"}
 PLAIN |= {"timeline", *(f"timeline.{x.stem}" for x in (PACKAGE / "timeline").glob("[!_]*.py"))}
 PLAIN |= {f"schedule.{path.stem}" for path in (PACKAGE / "schedule").glob("[!_]*.py")}
 

@@ -9,10 +9,10 @@ from torch import nn
 from tests.support.helpers import assert_no_races
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import balance_by_size, balance_by_time, map_by_time
-from torchgpipe.balance.device_map import timed
 from torchgpipe.balance.profile import profile_layers
 from torchgpipe.devices.measures import memory_free
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import timed
 from torchgpipe.testing import observe
 
 
@@ -57,7 +57,7 @@ def test_times_are_exact(free, devices, monkeypatch):
     """Copies are made anew for each round, or they stay."""
     # Virtual accelerators do not say how much is free.
     assert memory_free(devices[0]) == 0
-    monkeypatch.setattr("torchgpipe.balance.sandbox.memory_free", lambda device: free)
+    monkeypatch.setattr("torchgpipe.planner.sandbox.memory_free", lambda device: free)
     with observe(costs={"addmm": 1.0, "mm": 2.0}) as seen:
         table = profile_layers(linears(), torch.rand(2, 4), timeout=0)
     assert_no_races(seen)

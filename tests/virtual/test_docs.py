@@ -12,7 +12,7 @@ import torchgpipe
 from tests.examples import MISSING
 from tests.support.architectures import build, spread
 from tests.support.size import some
-from torchgpipe.balance.device_map import timed
+from torchgpipe.planner.blocks import timed
 from torchgpipe.planner.plan import ranked
 from torchgpipe.testing import observe
 

@@ -12,9 +12,9 @@ from tests.support.size import some
 from tests.virtual.stages import limit
 from tests.virtual.test_mapped import Chain
 from torchgpipe import MappedGPipe
-from torchgpipe.balance.device_map import timed
 from torchgpipe.planner import map_choice as choice
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import timed
 from torchgpipe.testing import observe
 
 # Tied weights are used on the streams of two visits.

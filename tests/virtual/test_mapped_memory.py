@@ -12,12 +12,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
 from tests.support.size import some
 from torchgpipe import MappedGPipe
-from torchgpipe.balance.device_map import Times, Units, blocks_of
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import Times, Units, blocks_of
 from torchgpipe.planner.given import USABLE
-from torchgpipe.planner.map_memory import Footprint
-from torchgpipe.planner.sections import recorded
+from torchgpipe.planner.map_memory import Footprint, recorded
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -293,6 +292,6 @@ def test_a_block_too_large_for_the_first_device(devices, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr("torchgpipe.planner.sections.copied", full)
+    monkeypatch.setattr("torchgpipe.planner.map_memory.copied", full)
     _, found = predicted(GPT(), [4, 5], devices[:2], (tokens(ROWS),), 4, "never")
     assert all(x > 0 for x in found)

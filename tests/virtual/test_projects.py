@@ -8,8 +8,8 @@ from benchmarks.models.projects import PROJECTS
 from benchmarks.simulate.projects import M, measure
 from tests.support.helpers import MODES
 from tests.support.size import some
-from torchgpipe.balance.device_map import timed
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import timed
 
 #: Models of different kinds, of which a test run takes these alone.
 FEW = ["encoder-decoder", "Perceiver, tied"]

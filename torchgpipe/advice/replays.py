@@ -7,22 +7,77 @@ that the replay knows nothing of, and no advice is better than a wrong one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
 from torchgpipe.advice.figures import Figures
-from torchgpipe.advice.memory import most
 from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replay import Host, replayed
-from torchgpipe.advice.setting import Setting
+from torchgpipe.executor.plan import Choice, chosen, completed
+from torchgpipe.partition.arguments import CHECKPOINT_MODES
+from torchgpipe.planner.memory import issued, peaks
+from torchgpipe.planner.stages import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
+from torchgpipe.schedule.looped import fill_drain
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.schedule.simulator import in_order
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The way in which a model is wrapped.
+
+    Args:
+        balance: the layers of each partition.
+        placement: the worker of each partition.
+        chunks: the micro-batches of a step.
+        modes: the checkpoint mode of each partition.
+        schedule: the choice of a :class:`~torchgpipe.ScheduledLoss`; None for the order of
+            :class:`~torchgpipe.GPipe`.
+        skips: the partitions that each skip leads from and to.
+        threads: the threads of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of
+            one micro-batch behind another; 0 for other wrappers.
+    """
+
+    balance: tuple[int, ...]
+    placement: tuple[int, ...]
+    chunks: int
+    modes: tuple[str, ...]
+    schedule: Choice | None
+    skips: tuple[tuple[int, int], ...]
+    threads: int = 0
+
+    def made(self) -> Schedule | None:
+        """The schedule of a step, with its recomputations; None if the choice has none.
+
+        Copies to the host, and back, have no instructions that could be replayed.
+        """
+        if not {*self.modes} <= {*CHECKPOINT_MODES}:
+            return None
+        schedule = self._chosen()
+        if schedule is None or schedule.chunks != self.chunks:
+            return None
+        if schedule.placement != self.placement:
+            return None
+        return completed(schedule, self.modes, self.skips, forward=False)
+
+    def _chosen(self) -> Schedule | None:
+        workers = max(self.placement) + 1
+        if self.schedule is None:
+            return fill_drain(workers, self.chunks)
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        # Some schedules need a number of micro-batches that their workers divide.
+        with suppress(ValueError):
+            return chosen(self.schedule, len(self.placement), [workers], self.chunks)
+        return None
+
 
 #: By which factor several threads take longer to issue, since they take the interpreter from each
 #: other. It was measured for small layers on four devices.
@@ -167,8 +222,17 @@ class Replays:
         inner = ends[1:] if setting.threads else [k + 1 for k in ends]
         given = [0, *(x.bytes for x in figures.layers)]
         inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
-        kept = {j: scale * size for j, size in traced.kept.items()}
-        return most(self._order(schedule, setting.threads), traced.places, kept, inputs)
+        stages = [known(j, scale * traced.kept[j], x) for j, x in enumerate(inputs)]
+        # Cells keep activations from F, or from R, until their backward, and only their input from
+        # F until R. The difference between two settings is added to what was measured.
+        names = [*dict.fromkeys(traced.places)]
+        placement = [names.index(x) for x in traced.places]
+        order = self._order(schedule, setting.threads)
+        steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
+        found = peaks(
+            issued(steps), placement, stages, state=0.0, given=0.0, is_summed=True, loss=None
+        )
+        return dict(zip(names, found))
 
     def gain(self, setting: Setting) -> float:
         """The share of the step's time that a setting saves.

@@ -14,8 +14,7 @@ from torchgpipe.advice.advisor import Advisor
 from torchgpipe.advice.figures import Layer, figures_of
 from torchgpipe.advice.layers import Layers
 from torchgpipe.advice.modules import Modules
-from torchgpipe.advice.replays import Traced
-from torchgpipe.advice.setting import Setting
+from torchgpipe.advice.replays import Setting, Traced
 from torchgpipe.advice.waits import Wait, Waits
 from torchgpipe.devices.measures import memory_total
 from torchgpipe.devices.streams import has_streams

@@ -20,11 +20,11 @@ from torch import nn
 from torchgpipe.ambient.notes import add_note
 from torchgpipe.balance import blockpartition
 from torchgpipe.balance.device_map import map_by_size, map_by_time
-from torchgpipe.balance.evenest import evenest
 from torchgpipe.balance.profile import profile_layers
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import MISSING, checked_timeout, positive_int, verify_scale
 from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.cuts import evenest
 
 __all__ = ["balance_by_time", "balance_by_size", "map_by_time", "map_by_size"]
 

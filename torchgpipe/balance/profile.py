@@ -16,20 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.ambient.nesting import holding
-from torchgpipe.ambient.random_numbers import FirstNumbers
-from torchgpipe.balance.alike import pooled
-from torchgpipe.balance.progress import Progress
-from torchgpipe.balance.rounds import LEAST, repeat, spread, undisturbed, verify_timed
-from torchgpipe.balance.sandbox import Sandbox, Sandboxes, copied, leaves
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.devices.streams import (
     Device,
     accelerators,
-    use_device,
 )
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_device, checked_timeout
 from torchgpipe.partition.split import verify_module
+from torchgpipe.planner.rounds import pooled, spread, undisturbed, verify_timed
+from torchgpipe.planner.sandbox import Sandbox, Sandboxes, copied, in_rounds, leaves
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.timeline.tables import aligned, in_bytes
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
@@ -172,49 +167,22 @@ def profile_layers(
             "kwargs: None); pass a sample, or several arguments as args=(...) and kwargs={...}"
         )
     where = checked_device(device) if device is not None else default_device()
-    numbers = FirstNumbers(where)
+    memory: dict[str, tuple[int, int, int]] = {}
 
-    def rows() -> list[LayerProfile]:
+    def make() -> list[Sandboxes]:
         batch = scatter(arguments((*args,), dict(kwargs or {})), chunks)[0]
-        batch = leaves(batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE]))
-        sandboxes = Sandboxes(module, batch, where)
-        n, least = len(module), 0 if timeout is None else LEAST
-        with Progress(progress, "profile", "layer", n * (1 + least)) as bar:
-            memory: dict[str, tuple[int, int, int]] = {}
-            samples: dict[str, list[tuple[float, float]]] = {}
+        batch = batch.map(lambda *xs: [x.to(where) for x in xs], [VALUE])
+        return [Sandboxes(module, leaves(batch), where)]
 
-            def look(title: str, sandbox: Sandbox) -> None:
-                memory[title] = (
-                    sum(x.nbytes for x in sandbox.layer.parameters()),
-                    sandbox.activations(),
-                    sum(x.nbytes for x in sandbox.output.parts[VALUE]),
-                )
-                samples[title] = []
-                bar.step()
+    def look(_: int, title: str, sandbox: Sandbox) -> None:
+        memory[title] = (
+            sum(x.nbytes for x in sandbox.layer.parameters()),
+            sandbox.activations(),
+            sum(x.nbytes for x in sandbox.output.parts[VALUE]),
+        )
 
-            def measure(title: str, sandbox: Sandbox) -> None:
-                samples[title].append(sandbox.sample())
-                bar.step()
-
-            sandboxes.each(look)
-            if timeout is not None:
-                repeat(
-                    lambda: sandboxes.each(measure),
-                    timeout,
-                    lambda rounds: bar.expect(n * (1 + rounds)),
-                )
-        return [_row(title, samples[title], memory[title]) for title in memory]
-
-    def measure() -> Profile:
-        with (
-            use_device(where),
-            numbers.restored(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            return Profile(str(where), tuple(rows()))
-
-    return holding(numbers.locks, measure)
+    (found,) = in_rounds(make, look, Sandbox.sample, where, timeout=timeout, progress=progress)
+    return Profile(str(where), tuple([_row(title, x, memory[title]) for title, x in found.items()]))
 
 
 def _row(

@@ -17,8 +17,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.wholes import is_called, is_list, with_several_names
 from torchgpipe.devices.streams import Device
+from torchgpipe.mapped.wholes import is_called, is_list, with_several_names
 from torchgpipe.partition.arguments import checked_devices
 from torchgpipe.partition.lent import Place, places_of
 from torchgpipe.partition.placement import move, sharing, tables, tensors

@@ -1,182 +1,294 @@
-"""Blocks of memory of a partition: values between layers and skips, each counted once.
+"""Blocks of any model: what each takes of time and memory, and those that stay together.
 
-A layer that computes in place, or returns a view, hands on the memory of its input. A layer that
-stashes its output, or its input, has it in memory once. So memory is counted by blocks, of which
-several values are parts.
+A block is a module that a device map keeps whole: see :mod:`torchgpipe.mapped.wholes`. The model's
+own forward runs on a sample, and each of its blocks is measured there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import cycle
+from math import hypot
+from typing import Any, NamedTuple
 
-from torchgpipe.planner.look import Look
-from torchgpipe.planner.skips import End
-from torchgpipe.skip.namespace import Skip
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Block", "Blocks"]
+from torchgpipe.ambient.defaults import generator_of
+from torchgpipe.ambient.random_numbers import get_state, set_state
+from torchgpipe.devices.measures import Stopwatch
+from torchgpipe.devices.streams import CPU, Device
+from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.planner.cuts import evenest
+from torchgpipe.planner.rounds import pooled, repeat, spread, undisturbed, verify_timed
+
+__all__: list[str] = []
 
 
-@dataclass(eq=False)
-class Block:
-    """A block of memory.
+class Times(NamedTuple):
+    """Times of the blocks of a model.
 
-    Args:
-        size: its bytes.
-        made: the layer that makes it; -1 for what comes to the partition.
-        used: the last layer that gets it; the number of layers for what leaves the partition.
-        savers: the layers that keep it for backward.
+    Attributes:
+        blocks: the blocks by name.
+        costs: the seconds of each forward, by name, in the order of the calls. A block that is not
+            called is left out.
+        spreads: how far these may be off.
     """
 
-    size: float
-    made: int
-    used: int
-    savers: set[int] = field(default_factory=set)
+    blocks: dict[str, nn.Module]
+    costs: dict[str, float]
+    spreads: dict[str, float]
 
 
-class Blocks:
-    """The memory of the layers of a partition, for micro-batches of some rows.
+def refined(measure: Callable[[dict[str, nn.Module]], Times], wholes: Wholes, count: int) -> Times:
+    """Measure the blocks of a model, and divide those that would hold up all devices.
 
     Args:
-        memory: the memory of each layer.
-        rows: the rows of a micro-batch.
-        arriving: memory of the input of the partition.
+        measure: measures blocks.
+        wholes: how to divide the model.
+        count: the number of devices.
+    """
+    times = measure(wholes.blocks())
+    while (finer := wholes.finer(times.blocks, times.costs, count)) is not None:
+        times = measure(finer)
+    return times
+
+
+def timed(
+    model: nn.Module,
+    *args: Any,
+    blocks: Mapping[str, nn.Module],
+    timeout: float = 1.0,
+    **kwargs: Any,
+) -> Times:
+    """Measure the time that each block takes, as :func:`map_by_time` says.
+
+    Raises:
+        ValueError: no block takes any time.
+    """
+    home = next((x.device for x in model.parameters()), CPU)
+    watches = {
+        name: Stopwatch(next((x.device for x in block.parameters()), home))
+        for name, block in blocks.items()
+    }
+    #: For each round, how long each block took; a block may be called several times.
+    rounds: list[dict[str, float]] = []
+
+    def before(name: str, *_: Any) -> None:
+        watches[name].start()
+
+    def behind(name: str, *_: Any) -> None:
+        rounds[-1][name] = rounds[-1].get(name, 0.0) + watches[name].stop()
+
+    def once() -> None:
+        rounds.append({})
+        with hooked(blocks, before, behind):
+            model(*args, **kwargs)
+
+    with unchanged(model), torch.no_grad():
+        once()
+        rounds.clear()
+        repeat(once, timeout)
+    # A model may call its blocks in one round and not in another, but the order stays.
+    names = [*dict.fromkeys(name for found in rounds for name in found)]
+    samples = [[found.get(name, 0.0) for found in rounds] for name in names]
+    kinds = [kind_of(blocks[name]) for name in names]
+    times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
+    verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
+    return Times({**blocks}, dict(zip(names, times)), dict(zip(names, noise)))
+
+
+def sizes_of(
+    model: nn.Module, blocks: Mapping[str, nn.Module], scale: float, args: Any, kwargs: Any
+) -> dict[str, float]:
+    """The memory that each block takes in training, as :func:`map_by_size` says."""
+    costs: dict[str, float] = {}
+    within: list[str] = []
+    known = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if within and tensor.data_ptr() not in known:
+            known.add(tensor.data_ptr())
+            costs[within[-1]] += tensor.nbytes
+        return tensor
+
+    def before(name: str, *_: Any) -> None:
+        if name not in costs:
+            costs[name] = scale * sum(x.nbytes for x in blocks[name].parameters())
+        within.append(name)
+
+    def behind(name: str, *_: Any) -> None:
+        within.pop()
+
+    with (
+        unchanged(model),
+        torch.enable_grad(),
+        hooked(blocks, before, behind),
+        saved_tensors_hooks(pack, lambda x: x),
+    ):
+        # The output holds what was saved, so that no address comes twice.
+        output = model(*args, **kwargs)
+        del output
+    return costs
+
+
+def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:
+    """The blocks of a model by name."""
+    return Wholes.of(model, no_split).blocks()
+
+
+class Units:
+    """The blocks of a model in the order of their calls.
+
+    A block without parameters goes with the one before it. Blocks that share a parameter may be on
+    several devices, but not those that share the statistics of a norm, which they change.
+
+    Args:
+        blocks: the blocks by name.
+        costs: what each costs, in the order of the calls.
+        spreads: how far these may be off.
     """
 
-    def __init__(self, memory: Sequence[Look], rows: float, arriving: float) -> None:
-        self.arriving = value = Block(arriving, -1, 0)
-        #: The blocks that the layers make.
-        self.made: list[Block] = []
-        #: For each layer, what it keeps besides.
-        self.inner: list[float] = [x.inner.at(rows) for x in memory]
-        #: The block in front of each layer, and the one behind the last.
-        self.edges = [value]
-        #: The bytes of these values, whose gradients have no memory in common.
-        self.sizes: list[float] = [arriving, *(x.output.at(rows) for x in memory)]
-        #: For each layer, the bytes of the gradients of the skips that it stashes, for this
-        #: partition and for others, and of what its backward makes: the gradients of its input and
-        #: of what it pops. The last are kept longer, and may be in the same memory.
-        self.stays: list[float] = []
-        self.leaves: list[float] = []
-        self.passed: list[float] = []
-        self.holds: list[float] = []
-        #: The blocks that wait for backward's half for weights, of what comes before the layer.
-        self.pending: set[Block] = set()
-        self.stashed: dict[Skip, End] = {}
-        self.popped: dict[Skip, End] = {}
-        self.from_others: dict[Skip, Block] = {}
-        within: dict[Skip, Block] = {}
-        held: dict[Skip, float] = {}
-        ours = {skip for x in memory for skip in x.popped}
-        for k, look in enumerate(memory):
-            value.used = max(value.used, k)
-            before = value
-            if look.saves_input:
-                self._saved(before, k, look)
-            passed = look.backward.passed.at(rows) if look.popped else self.sizes[k]
-            self.passed.append(passed)
-            self.holds.append(sum(x.holds.at(rows) for x in look.popped.values()))
-            held |= {skip: x.holds.at(rows) for skip, x in look.popped.items()}
-            for skip, popped in look.popped.items():
-                block = within.get(skip)
-                if block is None:
-                    block = self.from_others[skip] = Block(popped.size.at(rows), -1, k)
-                block.used = max(block.used, k)
-                if popped.saved:
-                    self._saved(block, k, look)
-            if not look.passes:
-                value = self._new(look.output.at(rows), k)
-                if look.saves_output:
-                    value.savers.add(k)
-            self.edges.append(value)
-            for skip, stashed in look.stashed.items():
-                if stashed.is_output:
-                    block = value
-                elif stashed.is_input:
-                    block = before
-                else:
-                    block = self._new(stashed.size.at(rows), k)
-                if stashed.saved:
-                    block.savers.add(k)
-                within[skip] = block
-            own = [x.gradient.at(rows) for skip, x in look.stashed.items() if skip not in ours]
-            self.leaves.append(sum(own))
-        value.used = len(memory)
-        for look in memory:
-            self.stays.append(sum(held.get(skip, 0.0) for skip in look.stashed))
-            for skip, stashed in look.stashed.items():
-                if skip not in ours:
-                    block = within[skip]
-                    block.used = len(memory)
-                    self.stashed[skip] = End(
-                        stashed.size.at(rows),
-                        stashed.gradient.at(rows),
-                        bool(block.savers),
-                        is_input=block is self.arriving,
-                        is_output=block is value,
-                    )
-            for skip, popped in look.popped.items():
-                if skip in self.from_others:
-                    block = self.from_others[skip]
-                    size, gradient = popped.size.at(rows), popped.gradient.at(rows)
-                    self.popped[skip] = End(
-                        size, gradient, bool(block.savers), holds=popped.holds.at(rows)
-                    )
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        costs: Mapping[str, float],
+        spreads: Mapping[str, float] | None = None,
+    ) -> None:
+        self._order = [*costs, *[name for name in blocks if name not in costs]]
+        bare = {name for name, block in blocks.items() if not any(True for _ in block.parameters())}
+        leader = {name: name for name in blocks}
+        #: For each parameter, the first block that is called with it.
+        called: dict[Tensor, str] = {}
+        norms: dict[Tensor, str] = {}
+        home = next((name for name in self._order if name not in bare), "")
+        for name in costs:
+            # An activation goes with the layer before it.
+            if name in bare:
+                leader[name] = leader.get(home, name)
+            home = name
+            for module in blocks[name].modules():
+                if isinstance(mean := getattr(module, "running_mean", None), Tensor):
+                    leader[name] = leader[norms.setdefault(mean, name)]
+            for x in blocks[name].parameters():
+                called.setdefault(x, name)
+        #: The names of the blocks of each unit, by the first one.
+        self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
+        home = next(iter(self.members), "")
+        for name in blocks:
+            # What was not called may have a weight that the code around uses, as a table of
+            # positions has. It goes with the block that is called with its weight, or else with
+            # the one that was made before it.
+            own = (
+                name
+                if name in costs
+                else next((called[x] for x in blocks[name].parameters() if x in called), None)
+            )
+            home = home if own is None else leader[own]
+            self.members.setdefault(home, []).append(name)
+        units = self.members.values()
+        #: What each unit costs, and how far that may be off.
+        self.costs = [sum(costs.get(name, 0.0) for name in names) for names in units]
+        spreads = spreads or {}
+        self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
 
-    def _new(self, size: float, k: int) -> Block:
-        block = Block(size, k, k)
-        self.made.append(block)
-        return block
+    def verify(self, devices: Sequence[Device]) -> None:
+        """Check that each device can have a unit.
 
-    def _saved(self, block: Block, k: int, look: Look) -> None:
-        block.savers.add(k)
-        if look.trainable:
-            self.pending.add(block)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    @property
-    def leaving(self) -> Block:
-        """The block of the output."""
-        return self.edges[-1]
-
-    @property
-    def kept(self) -> float:
-        """The memory that a cell keeps until its backward, skips of other partitions aside."""
-        return sum(self.inner) + sum(x.size for x in [self.arriving, *self.made] if x.savers)
-
-    def after(self, k: int, *, keeps: bool) -> float:
-        """The memory by which there is more when the forward of a layer is over.
-
-        Args:
-            k: the layer.
-            keeps: whether something is kept for backward.
+        Raises:
+            ValueError: there are fewer units than devices.
         """
-        more = self.inner[k] if keeps else 0.0
-        for block in self.made:
-            if block.made == k:
-                more += block.size
-            is_last = max(block.used, block.made) == k
-            if is_last and not (keeps and block.savers):
-                more -= block.size
-        return more
+        if len(self.costs) < len(devices):
+            raise ValueError(
+                "there must be at least one block for each device (blocks: "
+                f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
+                "modules with a device map of your own"
+            )
 
-    def gone(self, k: int) -> float:
-        """The memory that goes with the gradient of what is behind a layer."""
-        if k + 1 == len(self):
-            return self.sizes[-1]
-        return max(0.0, self.passed[k + 1] - self.holds[k + 1])
+    def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
+        """The device map that gives each device so many units, in order."""
+        places = [device for device, size in zip(devices, sizes) for _ in range(size)]
+        found = {
+            name: place for place, names in zip(places, self.members.values()) for name in names
+        }
+        # Parameters of modules that have blocks themselves are on the first device.
+        return {"": devices[0], **{name: found[name] for name in self._order}}
 
-    @property
-    def sent(self) -> float:
-        """The memory of the gradients that go to other partitions, until all have gone."""
-        holds = sum(x.holds for x in self.popped.values())
-        if self.holds[0]:
-            return self.passed[0] + holds - self.holds[0]
-        return self.sizes[0] + holds
 
-    def freed(self, k: int) -> float:
-        """The memory that goes when the backward of a layer is over."""
-        blocks: Iterator[Block] = (x for x in [self.arriving, *self.made] if x.savers)
-        return self.inner[k] + sum(x.size for x in blocks if min(x.savers) == k)
+def proposed(
+    devices: Sequence[Device],
+    blocks: Mapping[str, nn.Module],
+    costs: Mapping[str, float],
+    spreads: Mapping[str, float] | None = None,
+) -> dict[str, Device]:
+    """Spread blocks over devices in the order of their costs."""
+    units = Units(blocks, costs, spreads)
+    units.verify(devices)
+    return units.placed(devices, evenest(units.costs, len(devices), units.spreads))
+
+
+def kind_of(block: nn.Module) -> tuple[object, ...]:
+    """The class of a block and the sizes of its parameters, by which blocks are alike."""
+    sizes = [(x.shape, x.dtype) for x in block.parameters()]
+    # Without parameters nothing tells how much there is to do.
+    return (type(block), *sizes) if sizes else (block,)
+
+
+@contextmanager
+def hooked(
+    blocks: Mapping[str, nn.Module], before: Callable[..., None], behind: Callable[..., None]
+) -> Iterator[None]:
+    """Call functions with the name of a block before and behind its forward.
+
+    The first one gets the block, its arguments, and its keyword arguments, too. A block with
+    several names is called under one after another.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, block in blocks.items():
+        names.setdefault(block, []).append(name)
+    handles = []
+    try:
+        for block, own in names.items():
+            firsts, seconds = cycle(own), cycle(own)
+            handles += [
+                block.register_forward_pre_hook(
+                    lambda *given, names=firsts: before(next(names), *given), with_kwargs=True
+                ),
+                block.register_forward_hook(
+                    lambda *given, names=seconds: behind(next(names), *given)
+                ),
+            ]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Run a model in train mode; leave its buffers, its mode and random numbers as they were."""
+    buffers = {x: x.clone() for x in model.buffers()}
+    # A forward may also put other tensors in the place of its buffers.
+    tables = [(module._buffers, {**module._buffers}) for module in model.modules()]
+    modes = {module: module.training for module in model.modules()}
+    generators = {generator_of(x.device) for x in model.parameters()} | {CPU}
+    states = {generator: get_state(generator) for generator in generators}
+    try:
+        model.train()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for table, before in tables:
+            table.update(before)
+        with torch.no_grad():
+            for x, values in buffers.items():
+                # Tensors without values cannot be compared, and are copied at no cost.
+                with suppress(RuntimeError):
+                    if x.equal(values):
+                        continue
+                x.copy_(values)
+        for generator, state in states.items():
+            set_state(generator, state)

@@ -1,4 +1,4 @@
-"""Costs of each layer at any number of rows: times, and the memory that it keeps.
+"""Costs of each layer at any number of rows: times, and the memory that it takes.
 
 Times are measured at two sizes of micro-batch. In between, and beyond, a time is taken to be a
 constant part and a part per row, which is what kernels do: a launch, and work for each row. Memory
@@ -7,22 +7,21 @@ needs no repetition, and is looked at for more sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.ambient.nesting import holding
-from torchgpipe.ambient.random_numbers import FirstNumbers
-from torchgpipe.balance.progress import Progress
-from torchgpipe.balance.rounds import LEAST, repeat, undisturbed
-from torchgpipe.balance.sandbox import Sandbox, Sandboxes, leaves
-from torchgpipe.devices.streams import use_device
-from torchgpipe.planner.backward import SUMMED, Backward, Peak
-from torchgpipe.planner.lines import Curve, Line, through
-from torchgpipe.planner.look import Look, look, sample
+from torchgpipe.autograd.outcome import LARGE
+from torchgpipe.devices.measures import Stopwatch
+from torchgpipe.partition.placement import tensors
+from torchgpipe.planner.halved import own_outputs
+from torchgpipe.planner.lines import Line, Sizes, through
+from torchgpipe.planner.memory_tracker import MemoryTracker
+from torchgpipe.planner.rounds import undisturbed
+from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves
+from torchgpipe.planner.stages import Weights
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__ = ["Layer", "measured"]
@@ -30,7 +29,7 @@ __all__ = ["Layer", "measured"]
 
 @dataclass(frozen=True)
 class Layer:
-    """The costs of a layer, by the rows of a micro-batch.
+    """The times of a layer, by the rows of a micro-batch, and its weights.
 
     Args:
         name: the name of the layer, and its class.
@@ -39,7 +38,7 @@ class Layer:
         weight: those of the rest of its backward.
         again: those of a second run, up to the last tensor that it saves for backward, if this
             layer is the last one of a partition.
-        memory: its memory.
+        weights: the memory of its weights.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Layer:
     input: Line
     weight: Line
     again: Line
-    memory: Look
+    weights: Weights
 
     def time(self, rows: float) -> float:
         """The time of forward and backward."""
@@ -62,7 +61,7 @@ def measured(
     *,
     timeout: float = 1.0,
     progress: bool = False,
-) -> list[Layer]:
+) -> tuple[list[Layer], Sizes]:
     """Measure layers, one by one.
 
     Args:
@@ -73,154 +72,111 @@ def measured(
         device: where to measure.
         timeout: the seconds to measure.
         progress: whether to show a progress bar.
+
+    Returns:
+        The layers, and the memory that they take.
     """
-    numbers = FirstNumbers(device)
-
-    def run() -> list[Layer]:
-        with (
-            use_device(device),
-            numbers.restored(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            return _measured(module, batches, others, device, timeout, progress)
-
-    return holding(numbers.locks, run)
-
-
-def _measured(
-    module: nn.Sequential,
-    batches: Mapping[int, Batch],
-    others: Mapping[int, Batch],
-    device: torch.device,
-    timeout: float,
-    progress: bool,
-) -> list[Layer]:
-    def here(*tensors: Tensor) -> list[Tensor]:
-        return [x.to(device) for x in tensors]
+    looks: dict[int, tuple[MemoryTracker, Batch]] = {}
+    weights: dict[str, Weights] = {}
 
     def brought(batch: Batch) -> Batch:
-        return leaves(batch.map(here, [VALUE]))
+        return leaves(batch.map(lambda *xs: [x.to(device) for x in xs], [VALUE]))
 
-    sizes = [Sandboxes(module, brought(x), device) for x in batches.values()]
-    rows = [*batches]
-    looks = Looks({count: brought(x) for count, x in others.items()}, device)
-    times: list[dict[str, list[tuple[float, ...]]]] = [{} for _ in sizes]
-    count = len(sizes) * len(module)
-    with Progress(progress, "profile", "layer", count * (1 + LEAST)) as bar:
+    def make() -> list[Sandboxes]:
+        looks.update({count: (MemoryTracker(), brought(x)) for count, x in others.items()})
+        return [Sandboxes(module, brought(x), device) for x in batches.values()]
 
-        def see(k: int, title: str, sandbox: Sandbox) -> None:
-            if k == 0:
-                looks.see(title, sandbox.layer)
-            times[k][title] = []
-            bar.step()
+    def see(k: int, title: str, sandbox: Sandbox) -> None:
+        if k == 0:
+            _look(looks, sandbox.layer, device)
+            weights[title] = _weights_of(sandbox.layer)
 
-        def take(k: int, title: str, sandbox: Sandbox) -> None:
-            times[k][title].append(sample(sandbox))
-            bar.step()
-
-        def once(visit: Callable[[int, str, Sandbox], None]) -> None:
-            for k, sandboxes in enumerate(sizes):
-                sandboxes.each(lambda title, sandbox: visit(k, title, sandbox))  # noqa: B023
-
-        once(see)
-        repeat(lambda: once(take), timeout, lambda rounds: bar.expect(count * (1 + rounds)))
+    times = in_rounds(make, see, _sample, device, timeout=timeout, progress=progress)
     found = []
-    for title in times[0]:
-        best = [[undisturbed(x) for x in zip(*times[k][title])] for k in range(len(sizes))]
-        found.append(_layer(title, rows, looks.memory(title), best))
-    return found
+    for title in weights:
+        best = [[undisturbed(x) for x in zip(*own[title])] for own in times]
+        found.append(_layer(title, [*batches], weights[title], best))
+    return found, Sizes({rows: tracker.layers() for rows, (tracker, _) in looks.items()})
 
 
-class Looks:
-    """The memory of layers, looked at with several sizes of micro-batch.
+def _look(
+    looks: dict[int, tuple[MemoryTracker, Batch]], layer: nn.Module, device: torch.device
+) -> None:
+    """Look at the next layer, which is on the device, with several sizes of micro-batch."""
+    for rows, (tracker, batch) in [*looks.items()]:
+        try:
+            sandbox = Sandbox(layer, batch, device)
+            tracker.layer(sandbox)
+        except torch.OutOfMemoryError:
+            # A plan with fewer rows may fit all the same.
+            del looks[rows]
+            if not looks:
+                raise
+            continue
+        looks[rows] = tracker, sandbox.output
 
-    Args:
-        inputs: the input of the first layer, by its rows, the largest first.
-        device: where to look.
-    """
 
-    def __init__(self, inputs: dict[int, Batch], device: torch.device) -> None:
-        self._inputs = inputs
-        self._device = device
-        self._found: dict[tuple[int, str], Look] = {}
-
-    def see(self, title: str, layer: nn.Module) -> None:
-        """Look at the next layer, which is on the device."""
-        for rows, batch in [*self._inputs.items()]:
-            try:
-                sandbox = Sandbox(layer, batch, self._device)
-                self._found[rows, title] = look(sandbox)
-            except torch.OutOfMemoryError:
-                # A plan with fewer rows may fit all the same.
-                del self._inputs[rows]
-                if not self._inputs:
-                    raise
-                continue
-            self._inputs[rows] = sandbox.output
-
-    def memory(self, title: str) -> Look:
-        """The memory of a layer, with curves by its rows."""
-        looks = {rows: self._found[rows, title] for rows in self._inputs}
-        (first, *_) = looks.values()
-
-        def curve(get: Callable[[Look], int]) -> Curve:
-            return Curve([(rows, get(x)) for rows, x in looks.items()])
-
-        def peak(get: Callable[[Backward], Peak]) -> Peak:
-            return Peak(
-                curve(lambda x: get(x.backward).free), curve(lambda x: get(x.backward).held)
-            )
-
-        return replace(
-            first,
-            inner=curve(lambda x: x.inner),
-            output=curve(lambda x: x.output),
-            forward=curve(lambda x: x.forward),
-            again=curve(lambda x: x.again),
-            backward=Backward(
-                [curve(partial(_adding, k)) for k in range(SUMMED)],
-                [peak(partial(_whole, k)) for k in range(SUMMED)],
-                peak(lambda x: x.half),
-                curve(lambda x: x.backward.noted),
-                first.backward.notes_output,
-                curve(lambda x: x.backward.pending),
-                curve(lambda x: x.backward.weight),
-                curve(lambda x: x.backward.passed),
-            ),
-            # curve() calls each function at once, while the key is the same.
-            stashed={
-                key: skip._replace(
-                    size=curve(lambda x: x.stashed[key].size),  # noqa: B023
-                    gradient=curve(lambda x: x.stashed[key].gradient),  # noqa: B023
-                )
-                for key, skip in first.stashed.items()
-            },
-            popped={
-                key: skip._replace(
-                    size=curve(lambda x: x.popped[key].size),  # noqa: B023
-                    gradient=curve(lambda x: x.popped[key].gradient),  # noqa: B023
-                    holds=curve(lambda x: x.popped[key].holds),  # noqa: B023
-                )
-                for key, skip in first.popped.items()
-            },
-        )
+def _weights_of(layer: nn.Module) -> Weights:
+    own = {
+        x.untyped_storage().data_ptr(): x for _, x in tensors(layer) if x.layout == torch.strided
+    }
+    sizes = [x.nbytes for x in {*layer.parameters()} if x.requires_grad]
+    return Weights(
+        sum(x.untyped_storage().nbytes() for x in own.values()),
+        sum(sizes),
+        sum(x for x in sizes if x < LARGE),
+        max(sizes, default=0),
+    )
 
 
 def _layer(
-    title: str, rows: Sequence[int], memory: Look, times: Sequence[Sequence[float]]
+    title: str, rows: Sequence[int], weights: Weights, times: Sequence[Sequence[float]]
 ) -> Layer:
     forward, input, backward, again = (through(*zip(rows, x)) for x in zip(*times))
     weight = Line(
         max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
     )
-    return Layer(title, forward, input, weight, again, memory)
+    return Layer(title, forward, input, weight, again, weights)
 
 
-def _adding(k: int, found: Look) -> int:
-    size: int = found.backward.adding[k]
-    return size
+def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
+    """Run a layer, and return milliseconds: forward, backward for its input, backward, again.
 
+    ``again`` is the time up to the last tensor that the forward saves, weights aside: a second run
+    under checkpointing ends there.
+    """
+    watch, until = sandbox.stopwatch, Stopwatch(sandbox.device)
+    weights = [x for _, x in tensors(sandbox.layer) if x.layout == torch.strided]
+    own = {x.untyped_storage().data_ptr() for x in weights}
+    last: list[float] = [0.0]
 
-def _whole(k: int, backward: Backward) -> Peak:
-    return backward.whole[k]
+    def pack(x: Tensor) -> Tensor:
+        if x.layout == torch.strided and x.untyped_storage().data_ptr() not in own:
+            last[0] = until.stop()
+        return x.detach()
+
+    batch = sandbox.input()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        until.start()
+        output = sandbox.forward(batch)
+    del output
+    batch = sandbox.input()
+    arriving = [VALUE, *[x for x in batch.skips if x not in sandbox.output.skips]]
+    entries = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
+    watch.start()
+    output = sandbox.forward(batch)
+    forward = watch.stop()
+    outputs = own_outputs(sandbox, output)
+    own_input = backward = 0.0
+    if outputs:
+        gradients = [torch.ones_like(x) for x in outputs]
+        if entries:
+            watch.start()
+            torch.autograd.grad(outputs, entries, gradients, retain_graph=True, allow_unused=True)
+            own_input = watch.stop()
+        watch.start()
+        torch.autograd.backward(outputs, gradients)
+        backward = watch.stop()
+    sandbox.layer.zero_grad()
+    own_input, again = min(own_input, backward), min(last[0], forward)
+    return 1000 * forward, 1000 * own_input, 1000 * backward, 1000 * again

@@ -1,12 +1,15 @@
-"""Numbers that depend on the rows of a micro-batch: lines for times, curves for memory."""
+"""Figures that depend on the rows of a micro-batch: lines for times, and records for memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["Curve", "Line", "through"]
+from torchgpipe.planner.record import Record
+
+__all__ = ["Line", "Sizes", "through"]
 
 
 @dataclass(frozen=True)
@@ -38,25 +41,71 @@ def through(first: tuple[int, float], second: tuple[int, float] | None = None) -
     return Line(constant, slope) if constant > 0 else Line(0.0, value / rows)
 
 
-class Curve:
-    """A number that was seen at several sizes of micro-batch, and is a line in between.
+class Sizes:
+    """The records of a model with several sizes of micro-batch, and lines in between.
 
     The most memory of a computation is no line: it is at one operator if the rows are few and
     weights take most of the memory, and at another one if they are many.
 
     Args:
-        points: the rows of each size, and the number there.
+        records: the records, by the rows.
     """
 
-    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        self._points = sorted(points)
-        if len(self._points) == 1:
-            self._points.insert(0, (0.0, 0.0))
+    def __init__(self, records: Mapping[int, Record]) -> None:
+        self._records = dict(sorted(records.items()))
+        self._found: dict[float, Record] = {}
 
-    def at(self, rows: float) -> float:
-        """The number for a micro-batch of some rows. Beyond all sizes, the last line goes on."""
-        points = self._points
-        right = bisect_left(points, (rows,))
-        right = min(max(right, 1), len(points) - 1)
-        (x, a), (y, b) = points[right - 1], points[right]
-        return max(0.0, a + (b - a) * (rows - x) / (y - x))
+    @property
+    def has_skips(self) -> bool:
+        """Whether a value goes to another layer than the next one."""
+        values = next(iter(self._records.values())).values
+        return any(hop.is_skip for x in values for hop in x.hops)
+
+    def at(self, rows: float) -> Record:
+        """The record of a micro-batch of some rows. Beyond all sizes, the last line goes on."""
+        if rows not in self._found:
+            self._found[rows] = self._records.get(int(rows)) or self._between(rows)
+        return self._found[rows]
+
+    def _between(self, rows: float) -> Record:
+        sizes = [*self._records]
+        right = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
+        b = self._records[sizes[right]]
+        if not right:
+            # In proportion to the only size.
+            return _mixed(b, b, rows / sizes[0], is_line=False)
+        x, y = sizes[right - 1], sizes[right]
+        return _mixed(self._records[x], b, (rows - x) / (y - x))
+
+
+def _mixed(a: Record, b: Record, share: float, *, is_line: bool = True) -> Record:
+    """The record on the line through two others, or from nothing to the second one."""
+
+    def mix(x: float, y: float) -> float:
+        return max(0.0, x + share * (y - x)) if is_line else share * y
+
+    def each(x: Any, y: Any) -> Any:
+        if isinstance(x, tuple):
+            return type(x)(*map(each, x, y))
+        return x if x is None or isinstance(x, bool) else mix(x, y)
+
+    sections = [
+        replace(y, **{key: each(getattr(x, key), getattr(y, key)) for key in _SIZES})
+        for x, y in zip(a.sections, b.sections)
+    ]
+    values = [
+        replace(
+            y,
+            size=mix(x.size, y.size),
+            users={k: mix(x.users.get(k, size), size) for k, size in y.users.items()},
+            gradient=mix(x.gradient, y.gradient),
+            holds={k: mix(x.holds.get(k, size), size) for k, size in y.holds.items()},
+            output=mix(x.output, y.output),
+        )
+        for x, y in zip(a.values, b.values)
+    ]
+    return Record(sections, values)
+
+
+#: What is a number of bytes of a section, or several.
+_SIZES = ("kept", "forward", "again", "free", "held", "halves", "rest")

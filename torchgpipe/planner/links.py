@@ -7,10 +7,10 @@ from itertools import permutations
 
 import torch
 
-from torchgpipe.balance.rounds import undisturbed
 from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import use_device
 from torchgpipe.planner.lines import Line, through
+from torchgpipe.planner.rounds import undisturbed
 
 __all__ = ["Links", "measured_links"]
 

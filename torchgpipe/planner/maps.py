@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
-from torchgpipe.balance.device_map import Times, Units, refined, timed
-from torchgpipe.balance.evenest import evenest
-from torchgpipe.balance.wholes import Wholes
 from torchgpipe.devices.streams import CPU, Device, has_streams
+from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.partition.arguments import checkpointed
-from torchgpipe.planner.cuts import cut
+from torchgpipe.planner.blocks import Times, Units, refined, timed
+from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import state_of
-from torchgpipe.planner.map_memory import Footprint, Weights
-from torchgpipe.planner.sections import recorded
+from torchgpipe.planner.map_memory import Footprint, recorded
+from torchgpipe.planner.stages import Weights
 
 __all__ = ["fitting_map", "fitting_maps"]
 
@@ -172,25 +171,13 @@ def fitted(
     def cost(j: int, start: int, stop: int) -> float:
         return inf if lacking(j, start, stop) else sums[stop] - sums[start]
 
-    found = cut(n, count, cost)
-    ends = [*accumulate(found, initial=0)]
-    bound = max(cost(j, a, b) for j, (a, b) in enumerate(pairwise(ends)))
-    if bound == inf:
+    def excuses(excess: float, start: int, stop: int) -> bool:
+        return excess <= hypot(*map(min, spreads[start:stop], costs[start:stop]))
+
+    found = cut(n, count, cost, excuses)
+    if any(lacking(j, a, b) for j, (a, b) in enumerate(pairwise(accumulate(found, initial=0)))):
         return cut(n, count, lacking)
-    least: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for j in range(count):
-        now: dict[int, tuple[float, list[int]]] = {}
-        for start, (squares, sizes) in least.items():
-            for stop in range(start + 1, n - (count - j - 1) + 1):
-                own = cost(j, start, stop)
-                noise = hypot(*map(min, spreads[start:stop], costs[start:stop]))
-                if own > bound + noise:
-                    continue
-                total = squares + own * own
-                if stop not in now or total < now[stop][0]:
-                    now[stop] = total, [*sizes, stop - start]
-        least = now
-    return least[n][1]
+    return found
 
 
 def shared_by(blocks: Mapping[str, nn.Module]) -> set[str]:

@@ -1,8 +1,8 @@
 """The most memory that each device needs in a step, gone through in the order of the host.
 
 Allocators count in the order in which the host issues work, and so does this. Weights, states of
-the optimizer, gradients, cells between forward and backward, values and skips on their way, and
-what a computation needs while it runs are counted.
+the optimizer, gradients, cells between forward and backward, values on their way, and what a
+computation needs while it runs are counted.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchgpipe.planner.backward import SUMMED
-from torchgpipe.planner.stages import Stage, ways
+from torchgpipe.planner.stages import Arrival, Stage
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
-from torchgpipe.skip.namespace import Skip
 
-__all__ = ["Issued", "issued", "peaks"]
+__all__ = ["Issued", "LossMemory", "issued", "peaks", "ways"]
 
 #: How many gradients may arrive before the one before them is used, where autograd orders backward:
 #: at the first stage, and at others. Autograd has a thread for each device, and the host's timing
@@ -29,6 +27,18 @@ EARLY_AT_FIRST, EARLY = 2, 1
 #: come from several devices, and on virtual accelerators between none and all of them were early.
 #: So this is the middle, and no bound.
 EARLY_SKIPS = 0.5
+
+
+class LossMemory(NamedTuple):
+    """The memory of a loss outside, as multiples of the joined outputs.
+
+    Attributes:
+        most: the most of what it keeps, and of gradients.
+        stays: what is there for the whole of backward.
+    """
+
+    most: float
+    stays: float
 
 
 class Issued(NamedTuple):
@@ -53,6 +63,12 @@ def issued(order: Sequence[Step]) -> Issued:
     return Issued(found, again, 1 + max(i for *_, i in found))
 
 
+def ways(stages: Sequence[Stage]) -> list[list[tuple[int, Arrival]]]:
+    """The arrivals of each stage, with the numbers of the stages that they come from."""
+    owner = {k: j for j, stage in enumerate(stages) for k in stage.sections}
+    return [[(owner.get(x.source, 0), x) for x in stage.arrivals] for stage in stages]
+
+
 def peaks(
     order: Issued,
     placement: Sequence[int],
@@ -60,8 +76,9 @@ def peaks(
     *,
     state: float,
     given: float,
-    taken: float,
+    targets: float = 0.0,
     is_summed: bool,
+    loss: LossMemory | None,
 ) -> list[float]:
     """Find the most memory of each worker.
 
@@ -71,140 +88,179 @@ def peaks(
         stages: the stages.
         state: memory of the optimizer, for each byte of a parameter that it changes.
         given: memory of what the caller gives to the first stage.
-        taken: memory of what the caller has of the last stage.
+        targets: memory of what else the caller has where the last stage is.
         is_summed: whether gradients are added up by a schedule, and not by autograd.
+        loss: what a loss takes between forward and backward; None if it is within.
     """
-    again = order.again
-    now = [0.0] * (max(placement) + 1)
+    walk = _Walk(order, placement, stages, is_summed, loss)
     for j, stage in enumerate(stages):
-        now[placement[j]] += stage.parameters + state * stage.weights
-    now[placement[0]] += given
-    now[placement[-1]] += taken
-    peak = [*now]
-    last = len(stages) - 1
-    backwards: Counter[int] = Counter()
-    ends = {skip: way for way, skips in ways(stages).items() for skip in skips}
-    #: The memory of each skip of a micro-batch, from its stash until nothing keeps it.
-    waiting: dict[tuple[Skip, int], float] = {}
-    #: Likewise of the gradients, until the cell that has stashed it takes them.
-    grads: dict[tuple[Skip, int], float] = {}
-
-    def during(w: int, more: float) -> None:
-        if now[w] + more > peak[w]:
-            peak[w] = now[w] + more
-
-    def shared(j: int, i: int) -> float:
-        """The memory of an input that is the output that the stage before keeps, of one worker."""
-        if not j or placement[j - 1] != placement[j] or (j - 1, i) in again:
-            return 0.0
-        return stages[j].input * stages[j - 1].keeps_output
-
-    def left(j: int) -> float:
-        """The gradients of weights that a backward leaves behind; others are added to them."""
-        backwards[j] += 1
-        return stages[j].weights if backwards[j] == 1 else 0.0
-
-    def sent(w: int, j: int, own: float, new: float) -> None:
-        """Send what a worker has made to a stage, which takes new memory there.
-
-        What leaves is there twice, until the copy is issued.
-        """
-        if placement[j] != w:
-            during(w, own)
-        now[placement[j]] += new
-        during(placement[j], 0.0)
-
-    def unsent(j: int, is_again: bool) -> float:
-        """The skips that a cell has beside its output, until they are sent."""
-        skips = stages[j].stashed.values()
-        return sum(x.size for x in skips if not x.is_output and (is_again or not x.keeps))
-
-    def stash(w: int, j: int, i: int) -> None:
-        """Keep what a cell has stashed for others.
-
-        A schedule sends it at once. Under autograd it waits as a clone for the cell that pops it.
-        """
-        is_again = (j, i) in again
-        # Until it is sent, the original is there, too.
-        rest = sum(x.size for x in stages[j].stashed.values() if is_again or not x.keeps)
-        for skip, end in stages[j].stashed.items():
-            there = placement[ends[skip][1]]
-            is_kept = end.is_input if is_again else end.keeps
-            new = 0.0 if there == w and is_kept else end.size
-            waiting[skip, i] = new
-            if there == w or not is_summed:
-                now[w] += new
-                during(w, rest)
-                continue
-            during(w, rest + end.size)
-            now[there] += new
-            during(there, 0.0)
-            rest -= 0.0 if end.keeps and not is_again else end.size
-
-    def pop(w: int, j: int, i: int) -> None:
-        """Take what comes from others, where it is not there yet."""
-        for skip in stages[j].popped:
-            source = placement[ends[skip][0]]
-            if source != w and not is_summed:
-                now[w] += waiting[skip, i]
-                during(w, 0.0)
-                now[source] -= waiting[skip, i]
-
-    def free(w: int, j: int, i: int, *, kept: bool) -> None:
-        """Let go of what was popped, or of what of it nobody keeps."""
-        for skip, end in stages[j].popped.items():
-            if not (kept and end.keeps):
-                now[w] -= waiting.pop((skip, i), 0.0)
-
+        walk.now[placement[j]] += stage.weights.all + state * stage.weights.trainable
+    walk.now[placement[0]] += given
+    walk.now[placement[-1]] += targets
+    walk.peak = [*walk.now]
+    is_due = loss is not None
     for w, j, kind, i in order.computations:
-        stage = stages[j]
-        output = stage.output if j < last else 0.0
-        if stage.stashed and kind in "BI":
-            output += sum(grads.pop((skip, i), 0.0) for skip in stage.stashed)
-        number = min(backwards[j], SUMMED - 1)
-        common = shared(j, i)
-        checkpoint = stage.checkpoint - common
-        kept = stage.kept - common * stage.keeps_input
-        if kind == "F":
-            is_again = (j, i) in again
-            pop(w, j, i)
-            during(w, stage.forward_again if is_again else stage.forward)
-            # The input has arrived before.
-            now[w] += (checkpoint if is_again else kept) - (stage.input - common)
-            if not is_again:
-                free(w, j, i, kept=True)
-            if j < last:
-                is_kept = stage.keeps_output and not is_again
-                new = stages[j + 1].input - shared(j + 1, i)
-                sent(w, j + 1, stage.output * (1 if is_kept else 2) + unsent(j, is_again), new)
-            stash(w, j, i)
-        elif kind == "R":
-            during(w, stage.again)
-            now[w] += kept - checkpoint
-            free(w, j, i, kept=True)
-            during(w, 0.0)
-        elif kind == "W":
-            during(w, stage.weight[number])
-            now[w] += left(j) - stage.pending
+        if is_due and kind != "F":
+            walk.loss()
+            is_due = False
+        walk.does[kind](w, j, i)
+    return walk.peak
+
+
+class _Walk:
+    def __init__(
+        self,
+        order: Issued,
+        placement: Sequence[int],
+        stages: Sequence[Stage],
+        is_summed: bool,
+        loss: LossMemory | None,
+    ) -> None:
+        self._again, self._m = order.again, order.microbatches
+        self._placement, self._stages, self._is_summed = placement, stages, is_summed
+        self._loss = loss
+        self.now = [0.0] * (max(placement) + 1)
+        self.peak: list[float] = []
+        #: What each stage gets, and what it gives to others.
+        self._in = ways(stages)
+        self._out: list[list[tuple[int, Arrival]]] = [[] for _ in stages]
+        for k, arrivals in enumerate(self._in):
+            for j, x in arrivals:
+                self._out[j].append((k, x))
+        self._backwards: Counter[int] = Counter()
+        #: The memory of each value of a micro-batch for a stage, until nothing keeps it there.
+        self._waiting: dict[tuple[int, Arrival, int], float] = {}
+        #: What of it is kept from I until W.
+        self._late: dict[tuple[int, int], float] = {}
+        #: The gradients that have arrived at a cell.
+        self._grads: dict[tuple[int, int], float] = {}
+        self.does = {"F": self._f, "R": self._r, "B": self._b, "I": self._i, "W": self._w}
+
+    def _during(self, w: int, more: float) -> None:
+        if self.now[w] + more > self.peak[w]:
+            self.peak[w] = self.now[w] + more
+
+    def _keeps(self, j: int, i: int, x: Arrival) -> bool:
+        """Whether a stage keeps what it gives, for its own backward."""
+        return x.value in self._stages[j].kept and (j, i) not in self._again
+
+    def _waits(self, j: int, k: int, x: Arrival) -> bool:
+        """Whether what a stage gives waits there, as skips do under autograd."""
+        return not self._is_summed and (x.is_skip or k > j + 1)
+
+    def _f(self, w: int, j: int, i: int) -> None:
+        stage, is_again = self._stages[j], (j, i) in self._again
+        for source, x in self._in[j]:
+            if self._waits(source, j, x) and self._placement[source] != w:
+                size = self._waiting[j, x, i]
+                self.now[w] += size
+                self._during(w, 0.0)
+                self.now[self._placement[source]] -= size
+        self._during(w, stage.forward[is_again])
+        self.now[w] += stage.stored if is_again else stage.held
+        if not is_again:
+            self._free(w, j, i, kept=True)
+        if self._loss is not None and j + 1 == len(self._stages):
+            self.now[w] += stage.output if is_again else stage.loose
+        self._give(w, j, i)
+
+    def _give(self, w: int, j: int, i: int) -> None:
+        """Send what a cell has made, whose original is there until all of it is sent."""
+        stage = self._stages[j]
+        rest = {
+            v: x for v, x in stage.leaving.items() if (j, i) in self._again or v not in stage.kept
+        }
+        for k, x in self._out[j]:
+            there = self._placement[k]
+            shared = there == w and (x.source < 0 or self._keeps(j, i, x))
+            size = 0.0 if shared else x.size
+            self._waiting[k, x, i] = size
+            if there == w:
+                self.now[w] += size
+                rest.pop(x.value, None)
+                self._during(w, sum(rest.values()))
+                continue
+            self._during(w, sum(rest.values()) + x.size)
+            self.now[w if self._waits(j, k, x) else there] += size
+            self._during(there, 0.0)
+
+    def _free(self, w: int, j: int, i: int, *, kept: bool) -> None:
+        """Let go of what has arrived, or of what of it nobody keeps."""
+        for _, x in self._in[j]:
+            if not (kept and x.is_kept):
+                self.now[w] -= self._waiting.pop((j, x, i), 0.0)
+
+    def loss(self) -> None:
+        """Join the outputs, and compute a loss of them."""
+        w, stage, m = self._placement[-1], self._stages[-1], self._m
+        whole = m * stage.output
+        if m > 1:
+            self.now[w] += whole
+            self._during(w, 0.0)
+            again = sum((len(self._stages) - 1, i) in self._again for i in range(m))
+            self.now[w] -= again * stage.output + (m - again) * stage.loose
+        assert self._loss is not None
+        self._during(w, self._loss.most * whole)
+        self.now[w] += self._loss.stays * whole
+
+    def _r(self, w: int, j: int, i: int) -> None:
+        stage = self._stages[j]
+        if stage.at_once:
+            self._during(w, stage.again)
+            self.now[w] += stage.held - stage.stored
+            self._free(w, j, i, kept=True)
+            self._during(w, 0.0)
+
+    def _left(self, j: int) -> float:
+        """The gradients of weights that a backward leaves behind; others are added to them."""
+        self._backwards[j] += 1
+        return self._stages[j].weights.trainable if self._backwards[j] == 1 else 0.0
+
+    def _b(self, w: int, j: int, i: int) -> None:
+        stage, number = self._stages[j], self._backwards[j]
+        is_within = (j, i) in self._again and not stage.at_once
+        if self._is_summed:
+            most = stage.whole[min(number, 2)]
         else:
-            if kind == "I":
-                most, more = stage.half, stage.pending
-            elif is_summed:
-                most, more = stage.whole[number], left(j)
-            else:
-                # The gradients of the last stage come from the loss, all at once.
-                most_early = (EARLY if j else EARLY_AT_FIRST) if j < last else 0
-                early = min(most_early, order.microbatches - 1 - backwards[j]) * (
-                    stage.output + EARLY_SKIPS * sum(x.gradient for x in stage.stashed.values())
-                )
-                most, more = early + stage.adding[number], left(j)
-            during(w, most - output)
-            now[w] += more - kept - output
-            free(w, j, i, kept=False)
-            if j:
-                sent(w, j - 1, stage.sent + stage.input, stage.input)
-            for skip, end in stage.popped.items():
-                stays = placement[ends[skip][0]] == w
-                grads[skip, i] = end.holds if stays else end.gradient
-                sent(w, ends[skip][0], stage.sent + end.gradient, grads[skip, i])
-    return peak
+            most = (stage.adding_again if is_within else stage.adding)[min(number, 2)]
+            most += self._early(j)
+        arrived = self._grads.pop((j, i), 0.0)
+        self._during(w, most - arrived)
+        self.now[w] += self._left(j) - arrived - (stage.stored if is_within else stage.held)
+        self._free(w, j, i, kept=False)
+        self._give_back(w, j, i)
+
+    def _early(self, j: int) -> float:
+        """The gradients that are there before they are due, of other micro-batches."""
+        most = EARLY if j else EARLY_AT_FIRST
+        others = min(most, self._m - 1 - self._backwards[j])
+        return others * sum(
+            x.gradient * (EARLY_SKIPS if x.is_skip or k > j + 1 else 1) for k, x in self._out[j]
+        )
+
+    def _i(self, w: int, j: int, i: int) -> None:
+        stage, arrived = self._stages[j], self._grads.pop((j, i), 0.0)
+        self._during(w, stage.half - arrived)
+        late = sum(self._waiting.get((j, x, i), 0.0) for _, x in self._in[j] if x.is_pending)
+        self._late[j, i] = late
+        self.now[w] += stage.pending + late - stage.held - arrived
+        self._free(w, j, i, kept=False)
+        self._give_back(w, j, i)
+
+    def _w(self, w: int, j: int, i: int) -> None:
+        stage = self._stages[j]
+        self._during(w, stage.weight[min(self._backwards[j], 2)])
+        self.now[w] += self._left(j) - stage.pending - self._late.pop((j, i), 0.0)
+
+    def _give_back(self, w: int, j: int, i: int) -> None:
+        """Send the gradients of what has arrived. They are there until all of them are sent."""
+        rest = sum(x.holds for _, x in self._in[j])
+        for source, x in self._in[j]:
+            there = self._placement[source]
+            if there != w:
+                self._during(w, rest + x.gradient)
+            if x.source >= 0:
+                size = x.holds if there == w else x.gradient
+                self.now[there] += size
+                self._grads[source, i] = self._grads.get((source, i), 0.0) + size
+                self._during(there, 0.0)

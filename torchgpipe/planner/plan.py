@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.balance.rounds import verify_timed
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.devices.streams import Device
@@ -29,9 +28,9 @@ from torchgpipe.planner.given import (
     with_loss,
 )
 from torchgpipe.planner.layers import measured
-from torchgpipe.planner.lines import Line
 from torchgpipe.planner.links import measured_links
 from torchgpipe.planner.room import Room
+from torchgpipe.planner.rounds import verify_timed
 from torchgpipe.planner.search import Problem, Trial, search
 from torchgpipe.planner.ties import tied_apart, ties_of
 from torchgpipe.skip.layout import verify_skippables
@@ -160,13 +159,14 @@ def ranked(
     module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
     others = smaller_of(input, have, rows)
     least = dict([[*sizes.items()][-1]])
-    found = measured(module, sizes, others, places[0], timeout=timeout, progress=progress)
+    found, memory_of = measured(
+        module, sizes, others, places[0], timeout=timeout, progress=progress
+    )
     if loss is not None:
         # The targets are counted by themselves.
         own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
-        # Nothing leaves the last partition: a step takes note of a loss, and lets go of its memory.
-        kept = replace(found[-1].memory, output=Line(), parameters=sum(x.nbytes for x in own))
-        found[-1] = replace(found[-1], memory=kept)
+        weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
+        found[-1] = replace(found[-1], weights=weights)
     verify_timed(
         [x.time(rows) for x in found],
         places[0],
@@ -175,14 +175,15 @@ def ranked(
     )
 
     def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, sizes, least, place, timeout=0))
+        return sum(x.time(rows) for x in measured(module, sizes, least, place, timeout=0)[0])
 
     scale = rows / have
     problem = Problem(
         found,
+        memory_of,
         loss is not None,
         rows,
-        limits_of(memory, places, has_skips=any(x.memory.stashed for x in found)),
+        limits_of(memory, places, has_skips=memory_of.has_skips),
         slowness_of(places, time_on),
         {
             (places.index(a), places.index(b)): line

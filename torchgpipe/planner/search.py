@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
+from typing import NamedTuple
 
 from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.lines import Line
-from torchgpipe.planner.memory import Issued, issued, peaks
-from torchgpipe.planner.stages import Stage, stage_of, ways
+from torchgpipe.planner.lines import Line, Sizes
+from torchgpipe.planner.memory import Issued, LossMemory, issued, peaks, ways
+from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.planner.ties import are_together
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
@@ -41,6 +42,9 @@ COUNTING, REHEARSING = 3, 45
 #: computed again, to be improved.
 HOPE = 1.5
 
+#: A loss that is not known keeps as much as its input, as differences, and a gradient.
+LOSS = LossMemory(2, 2)
+
 #: How many schedules with their modes of checkpointing are kept, with what waits for what in them.
 REHEARSALS = 256
 
@@ -51,6 +55,7 @@ class Problem:
 
     Args:
         layers: its layers; behind them the loss, if the schedule has it inside.
+        sizes: the memory that these take.
         has_loss: whether the last layer is the loss.
         batch: the rows of a mini-batch.
         memory: the bytes that each worker may use.
@@ -65,6 +70,7 @@ class Problem:
     """
 
     layers: Sequence[Layer]
+    sizes: Sizes
     has_loss: bool
     batch: int
     memory: Sequence[float]
@@ -148,12 +154,22 @@ def settings(
                 yield Setting(name, schedule)
 
 
+class Durations(NamedTuple):
+    """The milliseconds of each kind of computation of a partition."""
+
+    F: float
+    I: float  # noqa: E741  # The field's name for it.
+    W: float
+    R: float
+
+
 class Search:
     """The search for the best trials of a problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.stage = cache(self._stage)
+        self.times = cache(self._times)
         self.trial = cache(self._trial)
         self.even = cache(self._even)
         # Each has thousands of instructions.
@@ -162,19 +178,35 @@ class Search:
         #: The number of instructions that could have been timed so far.
         self.effort = 0
 
-    def _stage(self, start: int, stop: int, m: int, is_last: bool) -> Stage:
-        layers = self.problem.layers
-        own = [*layers[start:stop], *(layers[-1:] if self.problem.has_loss and is_last else [])]
-        return stage_of(own, self._rows(m), layers[start - 1] if start else None)
+    def _stage(self, start: int, stop: int, m: int) -> Stage:
+        weights = [x.weights for x in self.problem.layers]
+        return stage_of(self.problem.sizes.at(self._rows(m)), weights, range(start, stop))
+
+    def _times(self, start: int, stop: int, m: int) -> Durations:
+        layers, rows, stage = self.problem.layers, self._rows(m), self.stage(start, stop, m)
+        own = layers[start:stop]
+        input, weight = (
+            sum(x.at(rows) for x in each) for each in zip(*[(x.input, x.weight) for x in own])
+        )
+        again = 0.0
+        if stage.saver is not None:
+            # It ends at the last tensor that has to be computed again.
+            again = sum(x.forward.at(rows) for x in layers[start : stage.saver])
+            again += layers[stage.saver].again.at(rows)
+        if not any(x.gradient for x in stage.arrivals):
+            input, weight = 0.0, weight + input
+        return Durations(sum(x.forward.at(rows) for x in own), input, weight, again)
 
     def _rows(self, m: int) -> int:
         """The rows of the largest micro-batch."""
         return -(-self.problem.batch // m)
 
-    def _stages(self, balance: Sequence[int], m: int) -> list[Stage]:
+    def _each(self, balance: Sequence[int], m: int) -> tuple[list[Stage], list[Durations]]:
+        """The memory and the times of each partition."""
         ends = [sum(balance[:k]) for k in range(len(balance) + 1)]
-        last = len(balance) - 1
-        return [self.stage(a, b, m, j == last) for j, (a, b) in enumerate(pairwise(ends))]
+        ends[-1] += self.problem.has_loss
+        ways = [*pairwise(ends)]
+        return [self.stage(*x, m) for x in ways], [self.times(*x, m) for x in ways]
 
     def begun(self, setting: Setting) -> Trial:
         """The first trial of a setting: the fastest slowest partition."""
@@ -188,8 +220,8 @@ class Search:
         times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
         again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
         given = self._given(count)
-        memory = [x.memory for x in problem.layers]
-        each = [x.parameters + (1 + problem.state) * x.trainable for x in memory]
+        weights = [x.weights for x in problem.layers]
+        each = [x.all + (1 + problem.state) * x.trainable for x in weights]
         sizes = [*accumulate(each, initial=0.0)]
 
         lonely = {w for w in placement if placement.count(w) == 1}
@@ -215,7 +247,7 @@ class Search:
 
     def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
         """Compute again what does not fit, and first what frees the most for its time."""
-        stages = self._stages(balance, setting.schedule.chunks)
+        stages, times = self._each(balance, setting.schedule.chunks)
         given = self._given(len(stages))
         if given:
             return self.trial(setting, tuple(balance), given)
@@ -223,7 +255,7 @@ class Search:
         best = trial = self.trial(setting, tuple(balance), tuple(modes))
         count = 1
         while trial.excess:
-            chosen = self._chosen(trial, stages, count)
+            chosen = self._chosen(trial, stages, times, count)
             if not chosen:
                 break
             for j in chosen:
@@ -238,14 +270,16 @@ class Search:
         modes = self.problem.modes
         return (modes,) * count if isinstance(modes, str) else modes or ()
 
-    def _chosen(self, trial: Trial, stages: Sequence[Stage], count: int) -> list[int]:
+    def _chosen(
+        self, trial: Trial, stages: Sequence[Stage], times: Sequence[Durations], count: int
+    ) -> list[int]:
         """The partitions to compute again next: some of each worker that has too little memory."""
         found: dict[int, list[tuple[float, int]]] = {}
         for j, w in enumerate(trial.schedule.placement):
-            less = stages[j].kept - stages[j].checkpoint
+            less = stages[j].held - sum(x.size for x in stages[j].arrivals if not x.is_kept)
             is_over = trial.memory[w] > self.problem.memory[w]
             if trial.modes[j] == "never" and less > 0 and is_over:
-                found.setdefault(w, []).append((stages[j].R / less, j))
+                found.setdefault(w, []).append((times[j].R / less, j))
         return [j for own in found.values() for _, j in sorted(own)[:count]]
 
     def improved(self, trial: Trial) -> Trial:
@@ -286,11 +320,11 @@ class Search:
     def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
         """The time of a setting if nothing is computed again."""
         placement = setting.schedule.placement
-        stages = self._stages(balance, setting.schedule.chunks)
-        skips = tuple(ways(stages))
+        stages, times = self._each(balance, setting.schedule.chunks)
+        skips = _skips(stages)
         _, rehearsal, _ = self.rehearsal(setting, ("never",) * len(stages), skips)
         self.effort += len(rehearsal.steps)
-        return rehearsal.makespan(Table(self._costs(stages, placement), placement, skips))
+        return rehearsal.makespan(Table(self._costs(stages, times, placement), placement, skips))
 
     def _rehearsal(
         self, setting: Setting, modes: tuple[str, ...], skips: Skips
@@ -309,9 +343,9 @@ class Search:
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
-        stages = self._stages(balance, base.chunks)
-        costs = self._costs(stages, base.placement)
-        schedule, rehearsal, order = self.rehearsal(setting, modes, tuple(ways(stages)))
+        stages, times = self._each(balance, base.chunks)
+        costs = self._costs(stages, times, base.placement)
+        schedule, rehearsal, order = self.rehearsal(setting, modes, _skips(stages))
         self.effort += (1 + COUNTING) * len(rehearsal.steps)
         _, end = rehearsal.times(Table(costs, base.placement, schedule.skips))
         memory = self.peaks(order, base.placement, base.chunks, balance)
@@ -331,43 +365,48 @@ class Search:
             m: the number of micro-batches.
             balance: the layers of each partition, without the loss.
         """
-        problem, stages = self.problem, self._stages(balance, m)
-        # A loss outside has all rows at once: they are joined, the loss keeps as much, as the
-        # logarithms of a cross entropy, and they get a gradient.
-        parts = 3 if m > 1 else 2
-        joined = 0.0 if problem.has_loss else parts * m * stages[-1].output
+        problem = self.problem
         return peaks(
             order,
             placement,
-            stages,
+            self._each(balance, m)[0],
             state=problem.state,
             given=problem.given,
-            taken=problem.targets + joined,
+            targets=problem.targets,
             is_summed=problem.has_loss,
+            loss=None if problem.has_loss else LOSS,
         )
 
-    def _costs(self, stages: Sequence[Stage], placement: Sequence[int]) -> Costs:
+    def _costs(
+        self, stages: Sequence[Stage], times: Sequence[Durations], placement: Sequence[int]
+    ) -> Costs:
         slow = [self.problem.slowness[w] for w in placement]
-        #: What goes each way, each part on a lane of its own: there, and its gradient back.
-        there = {(j, j + 1): [(x.output, x.output)] for j, x in enumerate(stages[:-1])}
-        for (j, k), skips in ways(stages).items():
-            ends = [stages[j].stashed[skip] for skip in skips]
-            there.setdefault((j, k), []).extend([(x.size, x.gradient) for x in ends])
-        copy = {}
-        for (j, k), parts in there.items():
-            w, v = placement[j], placement[k]
-            if w != v:
+        copy = dict.fromkeys(
+            [way for j in range(len(stages) - 1) for way in ((j, j + 1), (j + 1, j))], 0.0
+        )
+        # Each part has a lane of its own: there, and its gradient back.
+        for k, arrivals in enumerate(ways(stages)):
+            for j, x in arrivals:
+                w, v = placement[j], placement[k]
+                if w == v:
+                    continue
                 forward, back = (self.problem.links.get(x, Line()) for x in ((w, v), (v, w)))
-                sizes, gradients = zip(*parts)
-                copy[j, k] = max(map(forward.at, sizes))
-                copy[k, j] = max(map(back.at, gradients))
+                copy[j, k] = max(copy.get((j, k), 0.0), forward.at(x.size))
+                copy[k, j] = max(copy.get((k, j), 0.0), back.at(x.gradient) if x.gradient else 0.0)
+        each = [Durations(*[x * s for x in own]) for s, own in zip(slow, times)]
         return Costs(
-            F=[x.F * s for x, s in zip(stages, slow)],
-            I=[x.I * s for x, s in zip(stages, slow)],
-            W=[x.W * s for x, s in zip(stages, slow)],
-            R=[x.R * s for x, s in zip(stages, slow)],
+            F=[x.F for x in each],
+            I=[x.I for x in each],
+            W=[x.W for x in each],
+            R=[x.R for x in each],
             copy=copy,
         )
+
+
+def _skips(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
+    """The pairs of stages, apart from each other, from and to which some values go."""
+    pairs = {(j, k) for k, own in enumerate(ways(stages)) for j, _ in own if k > j + 1}
+    return tuple(sorted(pairs))
 
 
 def _key(trial: Trial) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.architectures import build
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size, map_by_time
-from torchgpipe.balance.device_map import blocks_of, hooked, proposed
+from torchgpipe.planner.blocks import blocks_of, hooked, proposed
 
 
 class Block(nn.Module):
@@ -77,8 +77,8 @@ class Watch:
 
 
 def test_alike_blocks_get_equal_shares(monkeypatch):
-    monkeypatch.setattr("torchgpipe.balance.device_map.Stopwatch", Watch)
-    monkeypatch.setattr("torchgpipe.balance.rounds.LEAST", 10)
+    monkeypatch.setattr("torchgpipe.planner.blocks.Stopwatch", Watch)
+    monkeypatch.setattr("torchgpipe.planner.rounds.LEAST", 10)
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
     for _ in range(20):
         found = map_by_time([0, 1, 2, 3], model, torch.rand(1, 2), timeout=0)
@@ -96,7 +96,7 @@ def test_block_that_is_called_several_times(monkeypatch):
                 x = self.blocks[k](x)
             return x
 
-    monkeypatch.setattr("torchgpipe.balance.device_map.Stopwatch", Watch)
+    monkeypatch.setattr("torchgpipe.planner.blocks.Stopwatch", Watch)
     monkeypatch.setattr(Watch, "random", SimpleNamespace(choice=min, uniform=lambda a, b: a))
     found = map_by_time(["a", "b", "c"], Again(), torch.rand(1, 2), timeout=0)
     assert "".join(found[f"blocks.{k}"] for k in range(5)) == "abccc"

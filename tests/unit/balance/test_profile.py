@@ -8,7 +8,6 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from tests.support.skips import Pop, Stash
-from torchgpipe.balance import sandbox
 from torchgpipe.balance.profile import (
     LayerProfile,
     Profile,
@@ -16,6 +15,7 @@ from torchgpipe.balance.profile import (
     layerwise_sandbox,
     profile_layers,
 )
+from torchgpipe.planner import sandbox
 from torchgpipe.skip import skippable, stash
 from torchgpipe.values.microbatch import Batch
 
@@ -229,7 +229,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("torchgpipe.balance.rounds.monotonic", lambda: self.now)
+        monkeypatch.setattr("torchgpipe.planner.rounds.monotonic", lambda: self.now)
         monkeypatch.setattr("torchgpipe.devices.measures.perf_counter", lambda: self.now)
 
     def layer(self, *seconds):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torchgpipe import MappedGPipe
-from torchgpipe.balance.device_map import timed
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import timed
 
 pytest.importorskip("accelerate")
 

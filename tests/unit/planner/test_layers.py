@@ -6,6 +6,7 @@ from torch import nn
 
 from torchgpipe.planner import layers
 from torchgpipe.planner.layers import measured
+from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.values.microbatch import scatter
 
 CPU = torch.device("cpu")
@@ -18,31 +19,35 @@ def measure(module, *counts):
 
 
 def test_memory_of_each_size():
-    linear, tanh = measure(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 1, 2, 4)
+    (linear, tanh), sizes = measure(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 1, 2, 4)
+    assert linear.weights.all == linear.weights.trainable == linear.weights.small == 4 * (16 + 4)
+    assert tanh.weights.all == 0
     for rows in (64, 32, 16):
+        first, last = sizes.at(rows).sections
         size = rows * 4 * 4
-        assert linear.memory.output.at(rows) == size
         # It keeps its input and its weights alone.
-        assert linear.memory.inner.at(rows) == 0
-        assert tanh.memory.forward.at(rows) == size
+        assert first.kept == 0
+        # A number stands behind the outputs, for backward to begin with.
+        assert last.forward == size + 4
         # The gradient of the output, which is held, and that of the input.
-        assert tanh.memory.backward.whole[0].held.at(rows) == 2 * size
-    assert (linear.memory.saves_input, linear.memory.saves_output) == (True, False)
-    assert (tanh.memory.saves_input, tanh.memory.saves_output) == (False, True)
-    assert linear.memory.trainable == linear.memory.small == 4 * (16 + 4)
+        assert last.held.first == 2 * size + 4
+        values = sizes.at(rows).values
+        assert [x.size for x in values][1:] == [size] * 2
+        assert [x.savers for x in values] == [{0}, set(), {1}]
+    assert not sizes.has_skips
 
 
 def test_sizes_that_are_too_large_are_left_out(monkeypatch):
-    look = layers.look
+    class Small(MemoryTracker):
+        def layer(self, sandbox):
+            if len(next(iter(sandbox.batch))) > 16:
+                raise torch.OutOfMemoryError("too large")
+            super().layer(sandbox)
 
-    def small(sandbox):
-        if len(next(iter(sandbox.batch))) > 16:
-            raise torch.OutOfMemoryError("too large")
-        return look(sandbox)
-
-    monkeypatch.setattr(layers, "look", small)
+    monkeypatch.setattr(layers, "MemoryTracker", Small)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in measure(module, 1, 2, 4, 8):
-        assert [layer.memory.output.at(rows) for rows in (8, 16, 64)] == [128, 256, 1024]
+    _, sizes = measure(module, 1, 2, 4, 8)
+    for rows in (8, 16, 64):
+        assert [x.size for x in sizes.at(rows).values][1:] == [16 * rows] * 2
     with pytest.raises(torch.OutOfMemoryError):
         measure(module, 1, 2)

@@ -1,8 +1,9 @@
-"""Numbers that depend on the rows."""
+"""Figures that depend on the rows."""
 
 import pytest
 
-from torchgpipe.planner.lines import Curve, Line, through
+from torchgpipe.planner.lines import Line, Sizes, through
+from torchgpipe.planner.record import Hop, Peaks, Record, Section, Value
 
 
 @pytest.mark.parametrize(("constant", "slope"), [(0, 1), (3, 0), (2.5, 0.5)])
@@ -21,13 +22,27 @@ def test_one_point_is_in_proportion():
     assert through((4, 8.0)).at(1) == 2
 
 
+def record(size):
+    section = Section("", True, kept=size, forward=2 * size, free=Peaks(*[size] * 5))
+    value = Value(0, size, {1: size}, {Hop(0, 1, False)}, {1}, gradient=size, output=size)
+    return Record([section], [value])
+
+
+def figures(found):
+    (section,), (x,) = found.sections, found.values
+    assert section.forward == 2 * section.kept
+    assert (x.hops, x.savers) == ({Hop(0, 1, False)}, {1})
+    assert {section.kept, *section.free, x.size, x.users[1], x.gradient} == {x.output}
+    return x.size
+
+
 def test_a_curve_goes_through_its_points():
-    curve = Curve([(8, 10.0), (2, 4.0), (4, 4.0)])
-    assert [curve.at(x) for x in (2, 3, 4, 6, 8)] == [4, 4, 4, 7, 10]
+    sizes = Sizes({8: record(10.0), 2: record(4.0), 4: record(4.0)})
+    assert [figures(sizes.at(x)) for x in (2, 3, 4, 6, 8)] == [4, 4, 4, 7, 10]
 
 
 def test_a_curve_goes_on_as_it_ends():
-    curve = Curve([(2, 1.0), (4, 3.0), (8, 9.0)])
-    assert curve.at(16) == 21
-    assert curve.at(1) == 0
-    assert Curve([(4, 8.0)]).at(8) == 16
+    sizes = Sizes({2: record(1.0), 4: record(3.0), 8: record(9.0)})
+    assert figures(sizes.at(16)) == 21
+    assert figures(sizes.at(1)) == 0
+    assert figures(Sizes({4: record(8.0)}).at(8)) == 16

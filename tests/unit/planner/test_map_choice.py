@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from torchgpipe import MappedGPipe, NoChunk
-from torchgpipe.balance.device_map import timed
 from torchgpipe.devices.streams import accelerators
 from torchgpipe.planner import map_choice as choice
 from torchgpipe.planner import maps
+from torchgpipe.planner.blocks import timed
 
 CPU = torch.device("cpu")
 

@@ -2,40 +2,43 @@
 
 import pytest
 
-from torchgpipe.planner.map_memory import Footprint, Weights
-from torchgpipe.planner.sections import GIVEN, Section, Sections, Value
+from torchgpipe.planner.map_memory import Footprint
+from torchgpipe.planner.record import GIVEN, Hop, Peaks, Record, Section, Value
+from torchgpipe.planner.stages import Weights
 
 
 def footprint(chunks, again, state=0.0):
     """Two blocks that keep 100 bytes each, and hand on 10."""
 
     def section(block, k):
+        peaks = Peaks(130, 130, 130, 120, 120)
         return Section(
-            block, block is not None, k, nodes=1, kept=100, forward=110, alone=130, adding=120
+            block, block is not None, k, nodes=1, kept=100, forward=110, free=peaks, held=peaks
         )
 
     sections = [Section(None, False, 0), section("a", 0), section("b", 1)]
     values = [
-        Value(GIVEN, 8, {1: 8}, {1}),
-        Value(1, 10, {2: 10}, {2}, gradient=10),
-        Value(2, 10, {}, set(), gradient=10, output=10),
+        Value(GIVEN, 8, {1: 8}, {Hop(GIVEN, 1, False)}, {1}),
+        Value(1, 10, {2: 10}, {Hop(1, 2, False)}, {2}, gradient=10),
+        Value(2, 10, gradient=10, output=10),
     ]
     weights = {"a": Weights(7, 5), "b": Weights(6, 6), None: Weights(3, 0)}
-    return Footprint(Sections(sections, values, 8, False), weights, chunks, again, state)
+    return Footprint(Record(sections, values, 8, False), weights, chunks, again, state)
 
 
 def test_weights_and_states():
-    assert footprint(1, 0, state=2.0).least({None, "a"}) == 3 + 7 + 2 * 5
-    assert footprint(1, 0).least({"b"}) == 6
+    found = [footprint(1, 0, state).peak({None, "a"}) for state in (0.0, 2.0)]
+    assert found[1] - found[0] == 2 * 5
 
 
 def test_all_on_one_device():
-    # Weights, the input, the value, the output, and the backward of b with what a keeps.
+    # Weights, the input, the value, the backward of b with what a keeps, and the output, whose
+    # gradient that of b begins with.
     own, given, kept = 16, 8, 100 + 10
-    assert footprint(1, 0).peak({None, "a", "b"}) == own + given + kept + 130 + 10
+    assert footprint(1, 0).peak({None, "a", "b"}) == own + given + kept + 130 + 2 * 10
 
 
-@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize("chunks", [3, 5])
 def test_micro_batches_add_up(chunks):
     few, more = (footprint(m, 0).peak({None, "a"}) for m in (chunks, chunks + 1))
     # Each has its part of the input, and what a keeps. Its output is gone.

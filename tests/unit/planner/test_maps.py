@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from torchgpipe import MappedGPipe
-from torchgpipe.balance.device_map import Times, blocks_of
 from torchgpipe.planner import maps
-from torchgpipe.planner.map_memory import Weights
+from torchgpipe.planner.blocks import Times, blocks_of
 from torchgpipe.planner.maps import excesses, fitted, too_large, weights_of
+from torchgpipe.planner.stages import Weights
 
 
 def every_cut(n, count):

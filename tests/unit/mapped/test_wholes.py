@@ -6,8 +6,8 @@ from torch import nn
 
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size
-from torchgpipe.balance.device_map import Units
-from torchgpipe.balance.wholes import Wholes
+from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.planner.blocks import Units
 
 
 class Block(nn.Module):

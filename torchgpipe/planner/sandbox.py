@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
-from torchgpipe.balance.storages import LiveStorages
+from torchgpipe.ambient.random_numbers import FirstNumbers
 from torchgpipe.devices.measures import Stopwatch, memory_allocated, memory_free
+from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import place, tensors
+from torchgpipe.planner.progress import Progress
+from torchgpipe.planner.rounds import LEAST, repeat
+from torchgpipe.planner.storages import LiveStorages
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import Batch
 
 __all__: list[str] = []
+
+Sample = TypeVar("Sample")
 
 #: A time is measured well enough if it is so many times the resolution of the clock.
 GRAINS = 100
@@ -77,6 +86,71 @@ class Sandboxes:
         if self.room >= 0:
             self.kept[title] = sandbox
         return sandbox
+
+
+def in_rounds(
+    make: Callable[[], Sequence[Sandboxes]],
+    see: Callable[[int, str, Sandbox], None],
+    take: Callable[[Sandbox], Sample],
+    device: torch.device,
+    *,
+    timeout: float | None,
+    progress: bool,
+) -> list[dict[str, list[Sample]]]:
+    """Run layers on a device: once to look at them, and then in rounds to take times.
+
+    Random numbers that the caller draws next stay as they are.
+
+    Args:
+        make: makes the sandboxes of layers, for each size of micro-batch.
+        see: looks at a layer, with the number of the size, and its title.
+        take: takes the times of a layer.
+        device: the device.
+
+    Keyword Args:
+        timeout: the seconds to take times; None takes none.
+        progress: whether to show a progress bar.
+
+    Returns:
+        For each size, what was taken in each round, by the titles.
+    """
+    numbers = FirstNumbers(device)
+
+    def run() -> list[dict[str, list[Sample]]]:
+        sizes = make()
+        found: list[dict[str, list[Sample]]] = [{} for _ in sizes]
+        count = sum(len(x.titles) for x in sizes)
+        total = count * (1 + (0 if timeout is None else LEAST))
+        with Progress(progress, "profile", "layer", total) as bar:
+
+            def once(visit: Callable[[int, str, Sandbox], None]) -> None:
+                for k, sandboxes in enumerate(sizes):
+                    sandboxes.each(partial(visit, k))
+
+            def begin(k: int, title: str, sandbox: Sandbox) -> None:
+                found[k][title] = []
+                see(k, title, sandbox)
+                bar.step()
+
+            def add(k: int, title: str, sandbox: Sandbox) -> None:
+                found[k][title].append(take(sandbox))
+                bar.step()
+
+            once(begin)
+            if timeout is not None:
+                repeat(lambda: once(add), timeout, lambda x: bar.expect(count * (1 + x)))
+        return found
+
+    def measure() -> list[dict[str, list[Sample]]]:
+        with (
+            use_device(device),
+            numbers.restored(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            return run()
+
+    return holding(numbers.locks, measure)
 
 
 class Sandbox:

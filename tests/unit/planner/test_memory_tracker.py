@@ -5,8 +5,9 @@ import copy
 import torch
 from torch import nn
 
-from torchgpipe.balance.device_map import blocks_of
-from torchgpipe.planner.sections import GIVEN, recorded
+from torchgpipe.planner.blocks import blocks_of
+from torchgpipe.planner.map_memory import recorded
+from torchgpipe.planner.record import GIVEN
 
 
 class Tanh(nn.Module):
@@ -58,8 +59,8 @@ def test_sections_and_values():
     assert second.gradient == SIZE
     own = 4 * (WIDTH * WIDTH + WIDTH)
     # Its output's gradient, that of its input, and those of its weights.
-    assert calls[1].alone == 2 * SIZE + own
-    assert calls[1].adding == 2 * SIZE + 4 * WIDTH * WIDTH
+    assert calls[1].free.first == 2 * SIZE + own
+    assert calls[1].free.adding == 2 * SIZE + 4 * WIDTH * WIDTH
 
 
 def test_outputs_without_a_loss():
@@ -73,7 +74,7 @@ def test_a_model_without_gradients():
     model = Model().requires_grad_(False)
     found = record(model, torch.rand(ROWS, WIDTH))
     assert not found.has_loss
-    assert not any(x.kept or x.alone for x in found.sections)
+    assert not any(x.kept or x.free.first for x in found.sections)
 
 
 def test_nothing_changes():

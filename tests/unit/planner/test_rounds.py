@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchgpipe.balance import rounds
-from torchgpipe.balance.rounds import repeat, spread, undisturbed, verify_timed
+from torchgpipe.planner import rounds
+from torchgpipe.planner.rounds import repeat, spread, undisturbed, verify_timed
 
 
 @pytest.mark.parametrize(

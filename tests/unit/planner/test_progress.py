@@ -4,7 +4,7 @@ import builtins
 
 import pytest
 
-from torchgpipe.balance.progress import Progress
+from torchgpipe.planner.progress import Progress
 
 
 def test_steps(capsys):

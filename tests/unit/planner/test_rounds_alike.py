@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchgpipe.balance.alike import pooled
+from torchgpipe.planner.rounds import pooled
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.balance.test_blockpartition import exact
 from torchgpipe.balance.blockpartition import solve
-from torchgpipe.balance.evenest import evenest
+from torchgpipe.planner.cuts import evenest
 
 costs = st.lists(
     st.one_of(st.integers(0, 9), st.integers(0, 10**18), st.floats(0, 1e3), st.just(0.1)),

@@ -1,0 +1,127 @@
+"""The memory of a layer's backward in halves: for its input, and for its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from torchgpipe.autograd.entrance import Enter
+from torchgpipe.autograd.halves import Halves
+from torchgpipe.autograd.phony import get_phony
+from torchgpipe.planner.sandbox import Sandbox
+from torchgpipe.planner.storages import LiveStorages
+from torchgpipe.values.microbatch import VALUE, Batch
+
+__all__ = ["Halved", "Root", "halved"]
+
+
+class Halved(NamedTuple):
+    """The memory of a backward in halves, in bytes.
+
+    Attributes:
+        held: the most during I, above what was kept for it, with the gradients of the outputs,
+            which stay.
+        free: likewise if these go with their last use.
+        weight: the most during W, above that before.
+        pending: what is kept from I until W, values aside.
+        noted: the gradients among it, those of the outputs aside.
+        notes_output: whether those are among it.
+    """
+
+    held: float = 0
+    free: float = 0
+    weight: float = 0
+    pending: float = 0
+    noted: float = 0
+    notes_output: bool = False
+
+
+class Root(torch.autograd.Function):
+    """A number whose backward makes the gradients of tensors, and nobody else holds them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.metas = [(x.shape, x.dtype, x.device) for x in tensors]
+        # The number is real, whatever the tensors are.
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.metas]
+        )
+
+
+def halved(sandbox: Sandbox) -> Halved:
+    """Run the backward of a layer in halves, and see the memory."""
+    free = _first_half(sandbox, sandbox.input(), is_held=False)[0]
+    # What is there before is not counted.
+    batch = sandbox.input()
+    with LiveStorages() as whole:
+        held, halves, outputs = _first_half(sandbox, batch, is_held=True)
+        whole.highest = pending = sum(whole.sizes())
+        noted = sizes_of(halves.noted)
+        halves.weight()
+    return Halved(
+        held,
+        free,
+        whole.highest - pending,
+        pending,
+        sum(size for place, size in noted.items() if place not in outputs),
+        bool(outputs.keys() & noted.keys()),
+    )
+
+
+def _first_half(
+    sandbox: Sandbox, batch: Batch, *, is_held: bool
+) -> tuple[float, Halves, dict[int, int]]:
+    """Run a layer forward, as the cell of a schedule, and the first half of its backward.
+
+    Returns:
+        The most memory, the second half, and the memory of the gradients of the outputs.
+    """
+    batch, ends = _entered(sandbox, batch)
+    output = sandbox.forward(batch)
+    outputs = own_outputs(sandbox, output)
+    roots = outputs if is_held else [Root.apply(*outputs)]
+    grads = [torch.ones_like(x) for x in roots]
+    weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
+    halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
+    given = sizes_of(grads) if is_held else {}
+    del batch, output, outputs, roots, grads
+    with LiveStorages() as storages:
+        halves.input()
+    return storages.highest + sum(given.values()), halves, given
+
+
+def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]:
+    """The input as the beginning of a graph, and its edges; what is popped gets a gradient, too."""
+    arriving = [VALUE, *[x for x in batch.skips if x not in sandbox.output.skips]]
+    needing = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
+    if not needing:
+        return batch, []
+    entered = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
+    passed = dict(zip(map(id, needing), entered))
+    found = batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
+    return found, [get_gradient_edge(x) for x in entered]
+
+
+def own_outputs(sandbox: Sandbox, output: Batch) -> list[Tensor]:
+    """The outputs that backward begins with; skips that pass by the layer have none here."""
+    return [
+        x
+        for key, own in output.parts.items()
+        if key not in sandbox.batch.skips
+        for x in own
+        if x.requires_grad
+    ]
+
+
+def sizes_of(values: Iterable[Tensor]) -> dict[int, int]:
+    """The addresses of the memory of tensors, with its bytes."""
+    found = [x.untyped_storage() for x in values if x.layout == torch.strided and x.numel()]
+    return {x.data_ptr(): x.nbytes() for x in found}

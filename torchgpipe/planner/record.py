@@ -1,0 +1,148 @@
+"""A record of a model: what each of its sections takes of memory, in one forward and backward.
+
+A section is a layer of a sequential module, or in any other model a call of a block, or the code
+behind it up to the next call. What one section makes and others use is a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchgpipe.planner.halved import Halved
+
+__all__ = ["GIVEN", "Hop", "Peaks", "Record", "Section", "Value"]
+
+#: The section of what the caller gives to the model.
+GIVEN = -1
+
+
+class Peaks(NamedTuple):
+    """The most bytes during a backward: of what was kept for it, and all that it makes or uses up.
+
+    Attributes:
+        first: of the first micro-batch, whose gradients of weights stay.
+        second: of the second one under a schedule, whose large gradients are added at once, and
+            whose sums are new. Small ones wait for the end.
+        later: of a later one under a schedule, whose sums are changed in place.
+        summing: of the second one under autograd, whose sums are new, and made at once.
+        adding: of a later one under autograd, which adds all gradients at once.
+    """
+
+    first: float = 0
+    second: float = 0
+    later: float = 0
+    summing: float = 0
+    adding: float = 0
+
+
+NO_PEAKS = Peaks()
+
+
+@dataclass
+class Section:
+    """A layer, or the call of a block, or the code behind it.
+
+    Args:
+        block: the name of the block; None in front of the first one.
+        is_call: whether it is a layer or the call of a block, which can be computed again.
+        first: the number of its first node of autograd.
+        nodes: how many nodes it has.
+        kept: the bytes that it keeps for backward, values aside.
+        forward: the most bytes of what it makes at a time.
+        again: likewise up to the last tensor that it saves.
+        free: the most bytes during its backward, if the gradients of its outputs go with their last
+            use.
+        held: likewise if these stay to the end, as those of a partition do under a schedule.
+        halves: the memory of backward in halves; None where nobody asked for it.
+        rest: the bytes of the gradients of the input, beside what those of skips hold; None if they
+            are tensors of their own.
+    """
+
+    block: str | None
+    is_call: bool
+    first: int = 0
+    nodes: int = 0
+    kept: float = 0
+    forward: float = 0
+    again: float = 0
+    free: Peaks = NO_PEAKS
+    held: Peaks = NO_PEAKS
+    halves: Halved | None = None
+    rest: float | None = None
+
+
+class Hop(NamedTuple):
+    """The way of a value from one section to another, which may be a skip."""
+
+    source: int
+    target: int
+    is_skip: bool
+
+
+@dataclass(eq=False)
+class Value:
+    """Memory that one section makes, and others use or keep, or the caller gets.
+
+    Args:
+        made: the number of the section that makes it, or :data:`GIVEN`.
+        size: its bytes.
+        users: for each other section that uses it, the bytes of what it uses.
+        hops: the ways to them: from which section, to which, and whether as a skip.
+        savers: the sections that keep it for backward.
+        gradient: the bytes of its gradient.
+        holds: for sections that get it as a skip, the bytes that its gradient holds there: more
+            where that is a view, as that of what is concatenated.
+        output: the bytes of the tensors in it that the model returns.
+    """
+
+    made: int
+    size: float
+    users: dict[int, float] = field(default_factory=dict)
+    hops: set[Hop] = field(default_factory=set)
+    savers: set[int] = field(default_factory=set)
+    gradient: float = 0
+    holds: dict[int, float] = field(default_factory=dict)
+    output: float = 0
+
+    def use(self, section: int, tensor: Tensor, source: int, *, is_skip: bool = False) -> None:
+        """Take note that a section uses a tensor in this memory, and which one it comes from."""
+        self.users[section] = max(self.users.get(section, 0), tensor.nbytes)
+        self.hops.add(Hop(source, section, is_skip))
+        if tensor.requires_grad:
+            self.gradient = max(self.gradient, tensor.nbytes)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The sections of a model and what they share, for one micro-batch.
+
+    Args:
+        sections: the sections, in their order.
+        values: what several of them use.
+        given: the bytes that the caller gives.
+        has_loss: whether the model returns a loss.
+        fills_itself: whether an output is of a kind that is computed when somebody looks at it.
+    """
+
+    sections: Sequence[Section]
+    values: Sequence[Value]
+    given: float = 0
+    has_loss: bool = False
+    fills_itself: bool = False
+
+    @cached_property
+    def _by_section(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for n, x in enumerate(self.values):
+            for k in {x.made, *x.users, *x.savers, *[hop.source for hop in x.hops]}:
+                found.setdefault(k, []).append(n)
+        return found
+
+    def touching(self, sections: Iterable[int]) -> list[int]:
+        """The numbers of the values that sections make, use, keep or hand on."""
+        return sorted({n for k in sections for n in self._by_section.get(k, ())})
