@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 LAYERS = [
     {"", "progress", "models"},
     {"report"},
-    {"command"},
+    {"command", "alone"},
     {"rivals"},
     {"simulate"},
     {"suites"},
