@@ -30,7 +30,7 @@ TESTS = {
 MUTANTS = {
     "kept values without their graph": (("leaf.detach()", "leaf"), "kept value"),
     "versions of kept values": (("!= version", "is None"), "kept value changed"),
-    "operators around the layers are not counted": (
+    "operators around the layers": (
         (
             "around, use_skip_tracker(tracker), counted",
             "counted, around, use_skip_tracker(tracker)",

@@ -118,7 +118,7 @@ class Body:
         call = value.call if order is None or order.known else partial(self._ordered, order, value)
         around, counted = self._around(copies), of_this_run(contexts)
         # guard: a partition at a time
-        # guard: operators around the layers are not counted
+        # guard: operators around the layers
         with self.lock, around, use_skip_tracker(tracker), counted:
             if visit is None:
                 output = call(self.call)
