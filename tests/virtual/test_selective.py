@@ -122,6 +122,9 @@ def test_a_policy_is_described(devices):
     model = of_gpipe(devices, [selective(dear), "never", "offload", "always"])
     rows = [row.checkpoint for row in model.describe().rows]
     assert rows == ["selective", "never", "offload", "always"]
+    assert {row.checkpoint for row in of_map(devices, selective(dear)).describe().rows} == {
+        "selective"
+    }
 
 
 def test_stages_that_are_graphs_take_no_policy(devices):
