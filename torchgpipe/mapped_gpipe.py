@@ -36,7 +36,7 @@ from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
-from torchgpipe.partition.keeping import Keeping, recomputed_by
+from torchgpipe.partition.keeping import Keeping, recomputed_by, words_of
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
@@ -235,9 +235,8 @@ class MappedGPipe(Wrapper):
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
         for _, module, device in placed(self.module, self._map):
             held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
-        parts = [
-            DescribedPart(None, layers.get(x, ()), held[x], x, str(self.checkpoint)) for x in held
-        ]
+        (mode,) = words_of(self.checkpoint, 1)
+        parts = [DescribedPart(None, layers.get(x, ()), held[x], x, mode) for x in held]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:

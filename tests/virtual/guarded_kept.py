@@ -8,6 +8,7 @@ from tests.behaviour import test_changes
 #: Tests, by a short name: the module, the function, and some of its arguments.
 TESTS = {
     "kept value": ("behaviour.test_keep", "test_a_kept_value_is_let_go_of", {"runs": False}),
+    "policy": ("virtual.test_selective", "test_a_policy_is_asked_for_the_layers_alone", {}),
     "kept value changed": ("behaviour.test_keep", "test_a_changed_value_is_an_error", {}),
     "jagged": (
         "behaviour.test_tensor_kinds",
@@ -29,6 +30,13 @@ TESTS = {
 MUTANTS = {
     "kept values without their graph": (("leaf.detach()", "leaf"), "kept value"),
     "versions of kept values": (("!= version", "is None"), "kept value changed"),
+    "operators around the layers": (
+        (
+            "around, use_skip_tracker(tracker), counted",
+            "counted, around, use_skip_tracker(tracker)",
+        ),
+        "policy",
+    ),
     "to the end after a change": ((" or kept.changed", ""), "own parameter changed"),
     "lengths of jagged tensors": (("tensor.is_nested", "False"), "jagged"),
     "changes of the first run": (("!= tensor._version", "is not None"), "parameter changed"),

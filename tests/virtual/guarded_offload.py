@@ -3,7 +3,9 @@
 from tests.support.offload import LAYERS
 from tests.virtual import test_offload
 from tests.virtual.mutants import DROP
+from tests.virtual.test_offload_chosen import AndSmall, AndTrials
 
+_CHOSEN = ("virtual.test_offload_chosen",)
 _LAYERS = ("virtual.test_offload", "test_layers_that_save_tensors_of_all_sorts")
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
@@ -25,6 +27,8 @@ TESTS = {
         "test_each_storage_leaves_once_and_weights_stay",
         {"kind": "views of weights", "count": 5},
     ),
+    "offloaded, small": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndSmall}),
+    "offloaded, trials": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndTrials}),
     "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
 } | {f"offloaded, {kind}": (*_LAYERS, {"kind": kind, "use": test_offload.once}) for kind in LAYERS}
 
@@ -44,4 +48,6 @@ MUTANTS = {
     "compute behind copies": (DROP, "offloaded, away"),
     "memory of another stream": (DROP, "offloaded, side stream"),
     "layers with a stream of their own": (DROP, "offloaded, side stream"),
+    "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
+    "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

@@ -80,10 +80,51 @@ def test_partitions_may_have_policies_beside_words(devices):
     assert time == never
 
 
+class Moving(nn.Module):
+    """A layer with a buffer that it changes, and copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(32))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x * self.mean.clone()
+
+
+def changing(devices, mode):
+    layers = [nn.Linear(32, 32), Moving(), nn.BatchNorm1d(16), nn.Tanh()]
+    return wrap(layers, devices[:2], mode, M)
+
+
+def test_a_policy_is_asked_for_the_layers_alone(devices):
+    asked = []
+
+    def noting(context, op, *args, **kwargs):
+        asked.append(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = changing(devices, selective(noting))
+    model(torch.rand(2 * M, 16, 32, device=devices[0]))
+    # The layer's own, and not those for second runs.
+    assert asked.count(aten.clone.default) == M
+
+
+def test_layers_that_change_buffers_under_a_policy(devices):
+    """Buffers are copied around one of the two runs, and PyTorch numbers operators in both."""
+    expected, *_ = trained(changing, devices, "never")
+    for kept in (aten.addmm.default, aten.clone.default):
+        found, *_ = trained(changing, devices, selective([kept]))
+        assert all(map(torch.equal, found, expected))
+
+
 def test_a_policy_is_described(devices):
     model = of_gpipe(devices, [selective(dear), "never", "offload", "always"])
     rows = [row.checkpoint for row in model.describe().rows]
     assert rows == ["selective", "never", "offload", "always"]
+    assert {row.checkpoint for row in of_map(devices, selective(dear)).describe().rows} == {
+        "selective"
+    }
 
 
 def test_stages_that_are_graphs_take_no_policy(devices):

@@ -14,12 +14,13 @@ from torchgpipe.ambient.backward import Visit, is_worth_a_visit
 from torchgpipe.ambient.context import Context
 from torchgpipe.autograd.versions import counter_of, version_of
 from torchgpipe.devices.streams import AbstractStream
+from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.offload import Line
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.recompute.selective import Contexts, Selective
+from torchgpipe.recompute.selective import Contexts, of_this_run
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -63,7 +64,7 @@ class Body:
         #: The line of cells whose tensors leave for the host, if any do.
         self.line: Line | None = None
         #: A policy of what second runs do not compute again, if there is one.
-        self.policy: Contexts | None = None
+        self.policy: Policy | None = None
         self.first = first
         #: Whether the first layer changes its input in place.
         self.in_place = starts_in_place(layers)
@@ -76,6 +77,7 @@ class Body:
         copies: list[Copy] | None = None,
         note: str = "",
         behind: Callable[[Batch], Batch] | None = None,
+        contexts: Contexts | None = None,
     ) -> Batch:
         """Run the layers on a micro-batch.
 
@@ -86,6 +88,7 @@ class Body:
             note: what to say of the cell if a function of the layers raises in backward; nothing
                 for layers that have none.
             behind: what runs behind the layers, as a part of them.
+            contexts: the context managers of a policy, for the first and the second run.
 
         Raises:
             RuntimeError: a layer changed a tensor in place that shares memory with another part.
@@ -113,8 +116,10 @@ class Body:
         value = batch.take().with_skips({})
         order = self.order
         call = value.call if order is None or order.known else partial(self._ordered, order, value)
+        around, counted = self._around(copies), of_this_run(contexts)
         # guard: a partition at a time
-        with self.lock, self._around(copies), use_skip_tracker(tracker):
+        # guard: operators around the layers
+        with self.lock, around, use_skip_tracker(tracker), counted:
             if visit is None:
                 output = call(self.call)
             else:
@@ -151,7 +156,7 @@ class Body:
         if state.buffers.any:
             run = partial(run, copies=[])
         if self.policy is not None:
-            run = Selective(run, self.policy)
+            run = partial(run, contexts=self.policy())
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )

@@ -59,7 +59,7 @@ class Offload:
 
 
 #: A policy of PyTorch's: ``partial(create_selective_checkpoint_contexts, policy)``.
-Policy: TypeAlias = Callable[[], Any]
+Policy: TypeAlias = Callable[[], tuple[Any, Any]]
 
 #: What the cells of a partition keep.
 Keeping: TypeAlias = str | Offload | Policy

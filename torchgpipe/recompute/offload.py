@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -174,7 +175,7 @@ class Offloaded:
         self._memory, self._ahead = line.memory, line.ahead
         self._way = line.j, i
         #: What was saved, by storage; 0 stands for all that stays.
-        self._views: dict[int, list[View]] = {}
+        self._views: dict[int, list[ref[View]]] = {}
         #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
         self._storages: list[Storage] = []
         #: An event behind the copies of these, and whether they have left the device.
@@ -195,7 +196,10 @@ class Offloaded:
     def _pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
-            self._views.setdefault(key_of(tensor, get_device(self._stream)), []).append(view)
+            key = key_of(tensor, get_device(self._stream))
+            # A graph that layers throw away lets go of what it has saved.
+            # guard: graphs that are thrown away
+            self._views.setdefault(key, []).append(ref(view))
         return view
 
     def send(self) -> None:
@@ -203,9 +207,10 @@ class Offloaded:
         self._is_over = True
         views, self._views = self._views, {}
         views.pop(0, None)
+        alive = [[x for x in [seen() for seen in found] if x] for found in views.values()]
         may_leave = [
             (found, size_of(found))
-            for found in views.values()
+            for found in filter(None, alive)
             # guard: what has changed by now
             # guard: what somebody else holds
             if not (any(x.is_changed for x in found) or is_held(found))
@@ -241,12 +246,13 @@ class Offloaded:
             return
         self._is_away = False
         back, device = self._memory.back, get_device(self._stream)
-        # Behind what was in its memory; and behind the copy out, for which that stream has waited.
-        # guard: back behind compute
-        wait_for(back, _event(self._stream))
         with use_stream(self._stream):
             for storage in self._storages:
                 storage.make_room(device)
+        # Behind what was in its memory, and what deterministic mode fills new memory with; and
+        # behind the copy out, for which that stream has waited.
+        # guard: back behind compute
+        wait_for(back, _event(self._stream))
         with use_stream(back), labels.within(labels.of("back", *self._way)):
             for storage in self._storages:
                 storage.come()

@@ -80,7 +80,7 @@ class View:
         tensor: the tensor.
     """
 
-    __slots__ = ("kept", "layer", "layout", "storage", "version")
+    __slots__ = ("__weakref__", "kept", "layer", "layout", "storage", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # A tensor with its graph may be kept alive by that graph. Both share a version counter.
@@ -146,13 +146,16 @@ def key_of(tensor: Tensor, device: torch.device) -> int:
         return 0
     if base is not None and (type(base) is not Tensor or is_own_leaf(base)):
         return 0
-    if tensor.device != device or tensor.nbytes < LEAST or not is_dense(tensor):
+    if tensor.device != device or not is_dense(tensor):
         return 0
     # guard: more than views
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return 0
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        # A small view of a large storage would hold it.
+        # guard: small views of large storages
+        return storage._cdata if storage.nbytes() >= LEAST else 0
     except (RuntimeError, NotImplementedError):
         # Those of functorch have no storage of their own.
         return 0

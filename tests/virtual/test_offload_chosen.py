@@ -1,0 +1,73 @@
+"""Tensors that leave for the host beside small or dead ones, and the memory they return to."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import assert_no_races, wrap
+from tests.support.offload import WIDTH
+from torchgpipe.recompute.storage import Storage
+from torchgpipe.testing import observe
+
+M = 5
+
+
+class Squares(nn.Module):
+    """A layer that saves a tensor of its own."""
+
+    def forward(self, x):
+        y = x * 2
+        return y * y
+
+
+class AndSmall(nn.Module):
+    """A layer that saves a small view of that, too."""
+
+    def forward(self, x):
+        y = x * 2
+        return y * y + (y[0, :4] * y[0, :4]).sum()
+
+
+class AndTrials(nn.Module):
+    """A layer that computes more, under grad, and uses none of it."""
+
+    def forward(self, x):
+        for _ in range(8):
+            x.sin().cos().sin()
+        y = x * 2
+        return y * y
+
+
+def step(devices, make, mode):
+    """The gradients of a step, and what was observed in it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH)]
+    model = wrap(layers, devices[:1], mode, M)
+    with observe(jitter=0) as seen:
+        model(torch.rand(4 * M, WIDTH, device=devices[0])).sum().backward()
+    assert_no_races(seen)
+    return [x.grad.cpu() for x in model.parameters()], seen
+
+
+@pytest.mark.parametrize("make", [AndSmall, AndTrials])
+def test_as_much_leaves_as_without(devices, make):
+    """A small view does not hold its storage, nor does a graph that is gone."""
+    expected, _ = step(devices, make, "never")
+    found, seen = step(devices, make, "offload")
+    assert all(map(torch.equal, found, expected))
+    _, other = step(devices, Squares, "offload")
+    assert seen.transfers[0, "cpu"].bytes == other.transfers[0, "cpu"].bytes > 0
+
+
+def test_new_memory_that_is_filled(devices, monkeypatch):
+    """Deterministic mode fills new memory of CUDA, on the stream that takes it."""
+    make_room = Storage.make_room
+
+    def filling(self, device):
+        make_room(self, device)
+        self.here.fill_(255)
+
+    monkeypatch.setattr(Storage, "make_room", filling)
+    expected, _ = step(devices, Squares, "never")
+    found, _ = step(devices, Squares, "offload")
+    assert all(map(torch.equal, found, expected))
