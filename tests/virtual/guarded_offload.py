@@ -27,6 +27,7 @@ TESTS = {
         "test_each_storage_leaves_once_and_weights_stay",
         {"kind": "views of weights", "count": 5},
     ),
+    "offloaded, beside": (*_CHOSEN, "test_what_a_stream_has_not_computed_yet_stays", {}),
     "offloaded, small": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndSmall}),
     "offloaded, trials": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndTrials}),
     "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
@@ -46,8 +47,10 @@ MUTANTS = {
     "out behind the layers": (DROP, "offloaded, away"),
     "back behind compute": (DROP, "offloaded, away"),
     "compute behind copies": (DROP, "offloaded, away"),
-    "memory of another stream": (DROP, "offloaded, side stream"),
-    "layers with a stream of their own": (DROP, "offloaded, side stream"),
+    "layers with a stream of their own": (
+        ("current_stream(device) == self._stream", "True"),
+        "offloaded, beside",
+    ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

@@ -1,4 +1,4 @@
-"""Tensors that leave for the host beside small or dead ones, and the memory they return to."""
+"""What of a cell leaves for the host, and what stays, since it is small, gone or not there yet."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.support.helpers import assert_no_races, wrap
 from tests.support.offload import WIDTH
+from torchgpipe.devices.streams import current_stream
 from torchgpipe.recompute.storage import Storage
 from torchgpipe.testing import observe
 
@@ -38,13 +39,36 @@ class AndTrials(nn.Module):
         return y * y
 
 
+class Beside(nn.Module):
+    """A layer that computes a term of the loss on a stream of its own, which nobody waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.terms, self.streams = [], []
+
+    def forward(self, x):
+        side = torch.Stream(x.device)
+        side.wait_stream(current_stream(x.device))
+        with side:
+            y = x * 2
+            self.terms.append((y * y).sum())
+        x.record_stream(side)
+        self.streams.append(side)
+        return x * 1
+
+
 def step(devices, make, mode):
     """The gradients of a step, and what was observed in it."""
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH)]
-    model = wrap(layers, devices[:1], mode, M)
+    layer = make()
+    model = wrap([nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH)], devices[:1], mode, M)
     with observe(jitter=0) as seen:
-        model(torch.rand(4 * M, WIDTH, device=devices[0])).sum().backward()
+        loss = model(torch.rand(4 * M, WIDTH, device=devices[0])).sum()
+        if isinstance(layer, Beside):
+            for stream in layer.streams:
+                current_stream(devices[0]).wait_stream(stream)
+            loss = loss + sum(layer.terms)
+        loss.backward()
     assert_no_races(seen)
     return [x.grad.cpu() for x in model.parameters()], seen
 
@@ -57,6 +81,12 @@ def test_as_much_leaves_as_without(devices, make):
     assert all(map(torch.equal, found, expected))
     _, other = step(devices, Squares, "offload")
     assert seen.transfers[0, "cpu"].bytes == other.transfers[0, "cpu"].bytes > 0
+
+
+def test_what_a_stream_has_not_computed_yet_stays(devices):
+    expected, _ = step(devices, Beside, "never")
+    found, _ = step(devices, Beside, "offload")
+    assert all(map(torch.equal, found, expected))
 
 
 def test_new_memory_that_is_filled(devices, monkeypatch):

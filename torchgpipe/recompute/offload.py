@@ -51,7 +51,6 @@ from torchgpipe.devices.streams import (
     get_device,
     has_streams,
     record,
-    record_stream,
     use_stream,
     wait_for,
 )
@@ -196,7 +195,10 @@ class Offloaded:
     def _pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
-            key = key_of(tensor, get_device(self._stream))
+            device = get_device(self._stream)
+            # The copy waits for this stream alone.
+            # guard: layers with a stream of their own
+            key = key_of(tensor, device) if current_stream(device) == self._stream else 0
             # A graph that layers throw away lets go of what it has saved.
             # guard: graphs that are thrown away
             self._views.setdefault(key, []).append(ref(view))
@@ -271,10 +273,6 @@ class Offloaded:
         wait_for(self._stream, self._copied)
         for storage in self._storages:
             storage.lane = None
-            if storage.here is not None:
-                # The memory may be of another stream, as that of an input or of a layer's own.
-                # guard: memory of another stream
-                record_stream(storage.here, self._stream)
 
     def begin(self) -> None:
         """Take note that backward has come to this cell: bring it back, and those it comes to."""
@@ -301,13 +299,6 @@ class Offloaded:
             x = view.rebuild(get_device(self._stream))
         if x._version != view.version:
             raise modified(x, view.version, view.layer)
-        storage = view.storage
-        if storage is not None and storage.here is not None:
-            now = current_stream(storage.here.device)
-            if now != self._stream and self._copied is not None:
-                # guard: layers with a stream of their own
-                wait_for(now, self._copied)
-                record_stream(storage.here, now)
         return x
 
 
