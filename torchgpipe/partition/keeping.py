@@ -88,7 +88,7 @@ def checked_keeping(checkpoint: object) -> Keeping:
     Raises:
         ValueError: there is no such mode.
     """
-    if isinstance(checkpoint, Offload) or is_policy(checkpoint):
+    if isinstance(checkpoint, Offload) or (is_policy(checkpoint) and _gives_contexts(checkpoint)):
         return checkpoint  # type: ignore[return-value]
     # An enumeration's str() names the class, although its members may be strings.
     mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
@@ -116,6 +116,16 @@ def is_policy(mode: object) -> bool:
     """Whether a mode is a policy, which names what is not computed again."""
     # Modules can be called, too, and classes.
     return isinstance(mode, partial | FunctionType)
+
+
+def _gives_contexts(policy: Any) -> bool:
+    """Whether a call without arguments gives a context for each run, as that of a step has to."""
+    try:
+        found = policy()
+    except TypeError:
+        # create_selective_checkpoint_contexts itself misses the policy.
+        return False
+    return isinstance(found, tuple) and len(found) == 2
 
 
 def recomputed_by(mode: Keeping) -> str:
@@ -151,5 +161,5 @@ def verify_words(modes: Keepings, what: str) -> None:
         f"{what} keeps, or computes again, all that a cell saves",
         "checkpoint",
         found,
-        "use checkpoint='always', or a GPipe under plain backward, which chooses among tensors",
+        "use checkpoint='always', or eager stages in one process",
     )

@@ -2,6 +2,7 @@
 
 import pytest
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchgpipe import GPipe, Offload
 from torchgpipe.distributed import Pipe
@@ -48,7 +49,10 @@ def test_modes_of_partitions():
     assert keepings_of(Offload(), 2) == (Offload(), Offload())
 
 
-@pytest.mark.parametrize("given", ["host", None, 1, ["offload", "host"]])
+@pytest.mark.parametrize(
+    "given",
+    ["host", None, 1, ["offload", "host"], lambda: None, create_selective_checkpoint_contexts],
+)
 def test_unknown_modes(given):
     with pytest.raises(ValueError, match=r"'never' and 'offload', an Offload, or "):
         checked_keepings(given, 2)
