@@ -1,4 +1,4 @@
-"""What of a cell leaves for the host, and what stays, since it is small, gone or not there yet."""
+"""Tensors of a cell that leave for the host, and those that stay: small, gone, or not there yet."""
 
 import pytest
 import torch
