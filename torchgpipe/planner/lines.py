@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,13 +84,8 @@ def _mixed(a: Record, b: Record, share: float, *, is_line: bool = True) -> Recor
     def mix(x: float, y: float) -> float:
         return max(0.0, x + share * (y - x)) if is_line else share * y
 
-    def each(x: Any, y: Any) -> Any:
-        if isinstance(x, tuple):
-            return type(x)(*map(each, x, y))
-        return x if x is None or isinstance(x, bool) else mix(x, y)
-
     sections = [
-        replace(y, **{key: each(getattr(x, key), getattr(y, key)) for key in _SIZES})
+        replace(y, **{key: _each(mix, getattr(x, key), getattr(y, key)) for key in _SIZES})
         for x, y in zip(a.sections, b.sections)
     ]
     values = [
@@ -105,6 +100,13 @@ def _mixed(a: Record, b: Record, share: float, *, is_line: bool = True) -> Recor
         for x, y in zip(a.values, b.values)
     ]
     return Record(sections, values)
+
+
+def _each(mix: Callable[[float, float], float], x: Any, y: Any) -> Any:
+    """Mix numbers, also those within tuples of both, and leave what is none."""
+    if isinstance(x, tuple):
+        return type(x)(*[_each(mix, *pair) for pair in zip(x, y)])
+    return x if x is None or isinstance(x, bool) else mix(x, y)
 
 
 #: What is a number of bytes of a section, or several.
