@@ -18,11 +18,16 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+#: Mutants, and before them other tests on virtual accelerators, which would take too long beside
+#: the rest of these.
+MUTANTS = ["advice", "advice_maps", "advice_memory", "advice_strays", "contract", "offload"]
+MUTANTS = [f"tests/virtual/test_{name}.py" for name in [*MUTANTS, "offload_schedules", "mutated"]]
+
 #: The paths that each process tests. The last one tests all that the others do not. The first one
 #: is the longest, and bounds the whole: it has the processor before the others.
 PROCESSES = {
-    "virtual": ["tests/virtual", "--ignore=tests/virtual/test_mutated.py"],
-    "mutants": ["tests/virtual/test_mutated.py"],
+    "virtual": ["tests/virtual", *[f"--ignore={path}" for path in MUTANTS]],
+    "mutants": MUTANTS,
     "examples": ["tests/examples", "tests/benchmarks", "tests/schedule", "tests/contract"],
     "others": [],
 }

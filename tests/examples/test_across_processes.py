@@ -38,6 +38,7 @@ def in_process(arguments):
         return across_processes.main(arguments), printed.getvalue()
 
 
+@soak
 def test_example_in_two_processes():
     """Processes run as torchrun starts them, but without two more imports of torch."""
     config = LaunchConfig(

@@ -36,6 +36,7 @@ def test_inductor(capsys):
     assert float(out.split("difference  ")[1].split()[0]) < 1e-3
 
 
+@soak
 def test_falling(capsys):
     assert compiled.main(["--backend", "aot_eager"]) == 0
     assert compiled.main(["--backend", "aot_eager", "--steps", "2"]) == 1

@@ -13,6 +13,7 @@ from benchmarks.rivals.switches import PARTS, CopyForCompute, switched_off
 from benchmarks.simulate.standins import StageCosts
 from benchmarks.suites import ablation
 from tests.support.helpers import assert_no_races
+from tests.support.size import soak
 from torchgpipe import testing
 from torchgpipe.autograd.copy import Copy
 
@@ -101,6 +102,7 @@ def test_gradients_do_not_depend_on_the_parts(devices, parts):
         torch.testing.assert_close(parameter.grad.cpu(), grad)
 
 
+@soak
 def test_command(tmp_path, capsys, devices, monkeypatch):
     small = replace(ablation.ABLATION, model=unet(1, 16), size=64)
     monkeypatch.setattr(ablation, "ABLATION", small)

@@ -27,6 +27,7 @@ def test_overhead(tmp_path):
     assert [list(row["rivals"]) for row in result["rows"]] == [["ours"]] * 7
 
 
+@soak
 def test_host_bound(tmp_path):
     path = tmp_path / "host.json"
     few = ["--n", "2", "--m", "2", "--seconds", "0", "--steps", "1", "--devices", "virtual"]
@@ -92,6 +93,7 @@ def test_parts(tmp_path, monkeypatch):
     assert "Virtual accelerators" in path.with_suffix(".md").read_text("utf-8")
 
 
+@soak
 def test_bubbles(devices, tmp_path, monkeypatch):
     for place in (schedules, bubbles.testing):
         monkeypatch.setattr(place, "load", lambda count: devices[:count])

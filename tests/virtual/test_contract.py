@@ -45,7 +45,7 @@ OF_CELLS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "run"), OF_CELLS[:: some(1, 2)])
+@pytest.mark.parametrize(("name", "run"), OF_CELLS[:: some(1, 4)])
 def test_promise_of_cells_that_are_away(name, run, devices, monkeypatch):
     # Tensors of promises are small, and micro-batches are few.
     monkeypatch.setattr("torchgpipe.recompute.storage.LEAST", 1)
