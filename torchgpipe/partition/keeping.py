@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from torchgpipe.checks import verify, verify_number
 from torchgpipe.partition.arguments import CHECKPOINT_MODES, checked_modes
@@ -89,7 +89,7 @@ def checked_keeping(checkpoint: object) -> Keeping:
         ValueError: there is no such mode.
     """
     if isinstance(checkpoint, Offload) or (is_policy(checkpoint) and _gives_contexts(checkpoint)):
-        return checkpoint  # type: ignore[return-value]
+        return checkpoint
     # An enumeration's str() names the class, although its members may be strings.
     mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
     if mode not in (*CHECKPOINT_MODES, "offload"):
@@ -112,7 +112,7 @@ def words_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[str, ...
     return tuple(["selective" if is_policy(mode) else str(mode) for mode in found])
 
 
-def is_policy(mode: object) -> bool:
+def is_policy(mode: object) -> TypeGuard[Policy]:
     """Whether a mode is a policy, which names what is not computed again."""
     # Modules can be called, too, and classes.
     return isinstance(mode, partial | FunctionType)
@@ -137,7 +137,7 @@ def recomputed_by(mode: Keeping) -> str:
 
 def policy_of(mode: Keeping) -> Policy | None:
     """The policy that a mode is, if it is one."""
-    return mode if is_policy(mode) else None  # type: ignore[return-value]
+    return mode if is_policy(mode) else None
 
 
 def offload_of(mode: Keeping) -> Offload | None:
