@@ -9,6 +9,7 @@ each call of a Python function dearer, so parts of many small functions look lar
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 from collections import Counter
 from collections.abc import Sequence
@@ -76,10 +77,16 @@ def measure(devices: list[torch.device], mode: str, m: int, steps: int) -> dict[
     cells = Cells(library, n, m, "never" if mode == "inference" else mode, kind)
     least = min(cells.step(cells.pipeline) for _ in range(steps))
     profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(steps):
-        cells.step(cells.pipeline)
-    profile.disable()
+    # The collector calls functions of whoever has left garbage.
+    gc.collect()
+    gc.disable()
+    try:
+        profile.enable()
+        for _ in range(steps):
+            cells.step(cells.pipeline)
+        profile.disable()
+    finally:
+        gc.enable()
     found = shares(pstats.Stats(profile))
     total = sum(found.values())
     return {

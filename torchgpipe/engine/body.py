@@ -20,7 +20,7 @@ from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
 from torchgpipe.recompute.offload import Line
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.recompute.selective import Contexts, of_this_run
+from torchgpipe.recompute.selective import NOTHING, Contexts, of_this_run
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -116,7 +116,8 @@ class Body:
         value = batch.take().with_skips({})
         order = self.order
         call = value.call if order is None or order.known else partial(self._ordered, order, value)
-        around, counted = self._around(copies), of_this_run(contexts)
+        around = self._around(copies)
+        counted = of_this_run(contexts) if contexts else NOTHING
         # guard: a partition at a time
         # guard: operators around the layers
         with self.lock, around, use_skip_tracker(tracker), counted:

@@ -21,12 +21,11 @@ __all__: list[str] = []
 #: The context managers of the first and the second run of one cell.
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
+#: For cells without a policy.
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def of_this_run(contexts: Contexts | None) -> AbstractContextManager[Any]:
-    """The context manager of the run that goes on; one that does nothing if there are none."""
-    if contexts is None:
-        return NOTHING
+def of_this_run(contexts: Contexts) -> AbstractContextManager[Any]:
+    """The context manager of the run that goes on."""
     first, second = contexts
     return second if is_recomputing() else first
