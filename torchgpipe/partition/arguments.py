@@ -194,11 +194,6 @@ def checked_modes(
     return modes
 
 
-def modes_of(modes: str | Sequence[str], partitions: int) -> tuple[str, ...]:
-    """The checkpoint mode of each partition."""
-    return (modes,) * partitions if isinstance(modes, str) else (*modes,)
-
-
 def checkpointed(mode: str, m: int) -> int:
     """The number of micro-batches, from the first, that a mode computes under checkpointing."""
     return {"always": m, "except_last": max(0, m - 1), "never": 0}[mode]

@@ -63,6 +63,7 @@ class AttentionBlock(nn.Module):
 class TimestepEmbedSequential(nn.Sequential):
     """A sequence that hands the embedding to the layers that take one."""
 
+    # A sequence that takes a second argument, as the project has it.
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:  # type: ignore[override]
         """Compute the layers."""
         for layer in self:

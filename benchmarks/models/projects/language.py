@@ -350,6 +350,7 @@ class Gemma3nBlock(nn.Module):
             k, v = [heads(y, 2) for y in self.to_kv(self.norm(x)).chunk(2, -1)]
             cache[self.number] = k, v
         else:
+            # A block without keys of its own has a source.
             k, v = cache[self.source]  # type: ignore[index]
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.to_out(found.transpose(1, 2).flatten(2))

@@ -76,6 +76,7 @@ class DINO(nn.Module):
     def __init__(self, depth: int = 8) -> None:
         super().__init__()
         self.backbone = ViT(depth)
+        # The head has another type in the backbone alone.
         self.backbone.mlp_head = nn.Identity()  # type: ignore[assignment]
         layers = (nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 16))
         self.head = nn.Sequential(*layers)
