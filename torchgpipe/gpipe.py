@@ -87,7 +87,6 @@ class GPipe(Wrapper):
     """
 
     _own = (*Wrapper._own, "_stages", "_plain")
-    _chooses = True
     #: Whether batch normalisations are deferred.
     deferred_batch_norm: bool
     #: The layers, as an :class:`nn.ModuleList` of :class:`nn.Sequential`.

@@ -113,7 +113,6 @@ class MappedGPipe(Wrapper):
         *(*Wrapper._own, "_lasting", "_attributes", "_workers"),
         *("_calls", "_mapped", "_around", "_takes_cache", "_signed"),
     )
-    _chooses = True
     #: The model.
     module: nn.Module
     _calls: list[Call]

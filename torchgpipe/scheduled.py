@@ -282,7 +282,7 @@ class ScheduledLoss(Alone):
         model, stages = self.model, stages_of(self.model)
         modes = keepings_of(model.checkpoint, len(model.devices))
         if self.stages == "graph":
-            verify_words(modes, "a stage that is a graph")
+            verify_words(modes)
         key = id(self.schedule), id(stages), m, modes, forward
         if key not in plans:
             skips = stages.skip_layout.pairs

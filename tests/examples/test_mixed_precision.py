@@ -12,7 +12,7 @@ from examples.mixed_precision import Cast
 from tests.support.helpers import CPUS, Plain
 from tests.support.loops import BF16, FP16, mean_square
 from torchgpipe import GPipe
-from torchgpipe.partition.arguments import CHECKPOINT_MODES
+from torchgpipe.partition.keeping import CHECKPOINT_MODES
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 

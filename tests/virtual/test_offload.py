@@ -13,6 +13,7 @@ from tests.support.size import some
 from tests.virtual.stages import SEEDS, own_streams
 from tests.virtual.test_memory import ACTIVATION, ROWS, allocated, stage
 from torchgpipe import Offload
+from torchgpipe.devices.host import UNUSED
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.testing import observe
 
@@ -38,6 +39,12 @@ def trained(model, devices, *, steps=2, jitter=None, **options):
 def memories(model):
     """The memory of the host, by device."""
     return stages_of(model).pool._hosts
+
+
+def unused(model):
+    """The bytes of buffers of the host that nobody uses, by device."""
+    each = [[*x._free.items()] for x in memories(model).values()]
+    return [sum(size * len(buffers) for size, buffers in found) for found in each]
 
 
 MODES = {
@@ -228,18 +235,34 @@ def test_hooks_of_the_caller_have_the_tensors(devices):
     expected, *_ = outcome(stack(nn.Tanh), devices, "never", once)
     found, model, _ = outcome(stack(nn.Tanh), devices, "offload", hooked)
     assert all(map(torch.equal, found, expected))
-    assert [x.bytes for x in memories(model).values()] == [0, 0]
+    assert not any(x.sizes for x in memories(model).values())
 
 
 def test_buffers_are_used_again(devices):
     model = attention(devices[:2], "offload")
     trained(model, devices, steps=2)
-    made = [x.bytes for x in memories(model).values()]
+    made = [sum(x.sizes) for x in memories(model).values()]
     assert min(made) > 0
     for jitter in (None, 0):
-        trained(model, devices, jitter=jitter)
-    assert [x.bytes for x in memories(model).values()] == made
-    assert [x.free for x in memories(model).values()] == made
+        trained(model, devices, steps=UNUSED, jitter=jitter)
+    assert [sum(x.sizes) for x in memories(model).values()] == made
+    assert unused(model) == made
+
+
+def test_buffers_that_steps_do_not_use_are_let_go_of(devices):
+    model = attention(devices[:2], "offload")
+    trained(model, devices)
+    made = [sum(x.sizes) for x in memories(model).values()]
+    model.checkpoint = Offload(share=0.4)
+    trained(model, devices, steps=UNUSED)
+    assert [sum(x.sizes) for x in memories(model).values()] == made
+    trained(model, devices)
+    fewer = [sum(x.sizes) for x in memories(model).values()]
+    assert all(0 < x < y for x, y in zip(fewer, made))
+    assert unused(model) == fewer
+    model.checkpoint = "never"
+    trained(model, devices, steps=UNUSED + 1)
+    assert unused(model) == [0, 0]
 
 
 def test_a_step_leaves_nothing_on_the_device(devices):
@@ -283,7 +306,7 @@ def test_a_step_that_fails_leaves_no_buffer_lost(devices, where):
     layers = [Attention(), Attention(), failing, Attention()]
     model = wrap(layers, devices[:2], "offload", M)
     trained(model, devices)
-    made = [x.free for x in memories(model).values()]
+    made = unused(model)
     model.zero_grad()
     gc.collect()
     before = allocated(devices[:2])
@@ -297,7 +320,7 @@ def test_a_step_that_fails_leaves_no_buffer_lost(devices, where):
                 model(x).sum().backward()
         failing.where = None
         gc.collect()
-        assert [x.free for x in memories(model).values()] == made
+        assert unused(model) == made
         # What was still on its way meets the next step.
         model(x).sum().backward()
     del x

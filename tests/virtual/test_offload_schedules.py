@@ -84,27 +84,27 @@ def test_the_time_of_a_step(devices, ratio, one, two):
 def test_cells_that_leave(devices):
     """A cell leaves where three computations of its worker lie between forward and backward."""
 
-    def away(name, *modes):
-        return plan(name, devices[:4], 6, modes, [], forward=False).away
+    def leaving(name, *modes):
+        return plan(name, devices[:4], 6, modes, [], forward=False).leaving
 
     every = [Offload()] * 4
-    assert away("1f1b", *["never"] * 4) == {}
-    found = away("1f1b", *every)
+    assert leaving("1f1b", *["never"] * 4) == {}
+    found = leaving("1f1b", *every)
     # On the last two workers, at most two other computations lie between.
     assert {j for j, _ in found} == {0, 1}
     assert found[0, 1] == Op(0, "F", 4)
-    assert away("1f1b", "always", *every[1:]) == {x: y for x, y in found.items() if x[0]}
-    earlier = away("1f1b", *[Offload(ahead=2)] * 4)
+    assert leaving("1f1b", "always", *every[1:]) == {x: y for x, y in found.items() if x[0]}
+    earlier = leaving("1f1b", *[Offload(ahead=2)] * 4)
     assert earlier[0, 1] == Op(0, "B", 0)
     # All but the last two, and an I is a backward.
-    assert {i for j, i in away("fill_drain", *every) if j == 3} == {0, 1, 2, 3}
-    assert away("zbh1", *every)
+    assert {i for j, i in leaving("fill_drain", *every) if j == 3} == {0, 1, 2, 3}
+    assert leaving("zbh1", *every)
 
 
 def test_stages_that_are_graphs_do_not_offload(devices):
     step = training(devices, "offload", "1f1b", [0, 1])
     step.stages = "graph"
-    with pytest.raises(ValueError, match=r"a stage that is a graph keeps, or .*'offload'"):
+    with pytest.raises(ValueError, match=r"a stage that is a graph keeps all .*'offload'"):
         trained(step, devices)
 
 

@@ -16,7 +16,7 @@ from torchgpipe.advice.figures import Figures
 from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replay import Host, replayed
 from torchgpipe.executor.plan import Choice, chosen, completed
-from torchgpipe.partition.arguments import CHECKPOINT_MODES
+from torchgpipe.partition.keeping import CHECKPOINT_MODES
 from torchgpipe.planner.memory import issued, peaks
 from torchgpipe.planner.stages import known
 from torchgpipe.schedule.costs import Table

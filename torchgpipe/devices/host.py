@@ -2,7 +2,9 @@
 
 Such memory is pinned: the host need not wait for copies of it. Pinning takes long, so buffers are
 used again, from step to step. They are as large as the next power of two, as PyTorch makes them
-anyway, so that micro-batches of many sizes find some that fit.
+anyway, so that micro-batches of many sizes find some that fit. What steps do not use any more goes
+back to PyTorch, which has a pool of its own. That one alone would not do: it gives out no memory
+whose last copy is still to come, and so as much again to a host that is a step ahead.
 """
 
 from __future__ import annotations
@@ -18,16 +20,22 @@ from torchgpipe.devices.streams import AbstractStream, Event, wait_for
 __all__: list[str] = []
 
 
+#: The number of steps after which a buffer that none of them has used is let go of.
+UNUSED = 4
+
+
 class Buffer(NamedTuple):
-    """A piece of pinned memory, and what its next user has to wait for.
+    """A piece of pinned memory that nobody uses, and what its next user has to wait for.
 
     Args:
         memory: the bytes.
         event: an event behind the last copy from or to it; None if there was none.
+        step: the number of the last step that has used it.
     """
 
     memory: Tensor
     event: Event | None
+    step: int
 
 
 class HostMemory:
@@ -40,20 +48,20 @@ class HostMemory:
 
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back
-        # A deque takes and gives in one step, since several threads do.
+        #: The buffers that nobody uses, by size, the one that was used last at the right. A deque
+        #: takes and gives in one step, since several threads do.
         self._free: defaultdict[int, deque[Buffer]] = defaultdict(deque)
-        #: The size of each buffer that was made.
+        self._steps = 0
+        #: The bytes of each buffer that there is.
         self.sizes: list[int] = []
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all buffers, which are as many as were in use at once."""
-        return sum(self.sizes)
-
-    @property
-    def free(self) -> int:
-        """The bytes of buffers that nobody uses."""
-        return sum(size * len(buffers) for size, buffers in self._free.items())
+    def begin_step(self) -> None:
+        """Let go of buffers that some steps have not used."""
+        self._steps += 1
+        for size, buffers in [*self._free.items()]:
+            while buffers and buffers[0].step < self._steps - UNUSED:
+                buffers.popleft()
+                self.sizes.remove(size)
 
     def take(self, size: int) -> Tensor:
         """Take a buffer for copies that the stream to the host is going to make.
@@ -66,7 +74,7 @@ class HostMemory:
         """
         size = 1 << max(0, size - 1).bit_length()
         try:
-            memory, event = self._free[size].pop()
+            memory, event, _ = self._free[size].pop()
         except IndexError:
             memory = self._made(size)
         else:
@@ -77,15 +85,15 @@ class HostMemory:
 
     def give(self, memory: Tensor, event: Event | None) -> None:
         """Give a buffer back, with an event behind the last copy from or to it."""
-        self._free[len(memory)].append(Buffer(memory, event))
+        self._free[len(memory)].append(Buffer(memory, event, self._steps))
 
     def _made(self, size: int) -> Tensor:
         try:
             memory = pinned(size)
         except RuntimeError as error:
             raise RuntimeError(
-                "offloading needs pinned memory of the host for all that is away at once (bytes: "
-                f"{size}, in use: {self.bytes}, error: {error}); send less, as by "
+                "offloading needs pinned memory of the host for all that is there at once (bytes: "
+                f"{size}, in use: {sum(self.sizes)}, error: {error}); send less, as by "
                 "Offload(share=0.5), or use checkpoint='always' for some partitions"
             ) from error
         self.sizes.append(size)

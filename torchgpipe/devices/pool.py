@@ -94,6 +94,11 @@ class StreamPool:
         rest = streams[taken:] or streams[-1:]
         return [[rest[(k * size + turn) % len(rest)] for turn in range(size)] for k in range(count)]
 
+    def begin_step(self) -> None:
+        """Let go of memory of the host that steps do not use any more."""
+        for host in self._hosts.values():
+            host.begin_step()
+
     def host(self, device: torch.device) -> HostMemory:
         """Return the memory of the host that a device copies to and from, on two streams.
 

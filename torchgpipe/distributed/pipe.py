@@ -45,6 +45,7 @@ from torchgpipe.executor.executor import Crew, Executor
 from torchgpipe.executor.plan import Choice, text_of, title_of
 from torchgpipe.executor.targets import explaining
 from torchgpipe.partition.arguments import checked_balance, checked_device, verify_loss
+from torchgpipe.partition.keeping import Keeping, words_of
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.split import Partition, rename, split_module, verify_module
 from torchgpipe.skip.layout import inspect_skip_layout, verify_skippables
@@ -116,7 +117,7 @@ class Pipe(Wrapper):
         loss: Callable[..., Any] | None = None,
         schedule: Choice = "1f1b",
         chunks: int = 1,
-        checkpoint: str | Sequence[str] = "except_last",
+        checkpoint: Keeping | Sequence[Keeping] = "except_last",
         deferred_batch_norm: bool = False,
         group: Any = None,
         replicas: Any = None,
@@ -343,7 +344,9 @@ class Pipe(Wrapper):
             flags, trainable = flags_of([self]), self._trainable()
         except Exception as raised:
             error = raised
-        settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
+        # Policies are functions, which are others in each process.
+        modes = words_of(self.checkpoint, len(self.balance))
+        settings = repr((self.chunks, modes, recorded, terms is None))
         agreed = self._agreement.begin(
             given.m, given.rows, shapes, settings, flags, trainable, error
         )

@@ -24,7 +24,7 @@ from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.executor.executor import Executor
 from torchgpipe.executor.plan import Choice, Plan, chosen, completed
-from torchgpipe.partition.arguments import Modes
+from torchgpipe.partition.keeping import Keepings, choosing, keepings_of, recomputed_by
 from torchgpipe.schedule.exchange import write_csv
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import Op, together
@@ -61,7 +61,7 @@ class Program:
         peers: the processes of the pipeline.
         m: the number of micro-batches.
         recorded: whether backward runs.
-        modes: which micro-batches are checkpointed.
+        modes: what cells keep.
     """
 
     def __init__(
@@ -72,14 +72,15 @@ class Program:
         peers: Peers,
         m: int,
         recorded: bool,
-        modes: Modes,
+        modes: Keepings,
     ) -> None:
         found = fitting(choice, len(routes.placement), peers.size, m)
-        modes = modes if recorded else "never"
-        schedule = completed(found, modes, layout.pairs, forward=False)
+        each = keepings_of(modes if recorded else "never", len(routes.placement))
+        words = tuple(map(recomputed_by, each))
+        schedule = completed(found, words, layout.pairs, forward=False)
         # For the executor, the stages of this process are those of its only worker.
         own = Schedule((0,) * len(routes.placement), m, (schedule.program[routes.rank],))
-        self.plan = Plan(own, (peers.device,), (), [f"rank {routes.rank}"])
+        self.plan = Plan(own, (peers.device,), (), [f"rank {routes.rank}"], choosing(each))
         todo = actions(schedule, routes, peers)
         if not recorded:
             # PyTorch lowers no schedule without a backward for each forward.

@@ -18,7 +18,7 @@ from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
-from torchgpipe.recompute.offload import Line
+from torchgpipe.recompute.offload import Offloading
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.recompute.selective import NOTHING, Contexts, of_this_run
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
@@ -43,7 +43,7 @@ class Body:
     """
 
     __slots__ = (
-        *("call", "first", "in_place", "layers", "line", "lock", "order"),
+        *("call", "first", "in_place", "layers", "lock", "offloading", "order"),
         *("policy", "state", "visited"),
     )
 
@@ -61,8 +61,8 @@ class Body:
         self.order = order
         self.lock = lock
         self.state = state
-        #: The line of cells whose tensors leave for the host, if any do.
-        self.line: Line | None = None
+        #: How what cells save leaves for the host, if it does.
+        self.offloading: Offloading | None = None
         #: A policy of what second runs do not compute again, if there is one.
         self.policy: Policy | None = None
         self.first = first
@@ -167,8 +167,8 @@ class Body:
         if self.state is not None:
             self.state.settle()
             self.state.buffers.settle()
-        if self.line is not None:
-            self.line.end()
+        if self.offloading is not None:
+            self.offloading.end()
 
     def _ordered(self, order: Order, value: Batch, call: Callable[..., Any]) -> Batch:
         """Call the layers, and look at the order of the rows that they return."""

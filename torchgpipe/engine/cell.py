@@ -94,15 +94,15 @@ class Cell:
         if recording is not None:
             run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
-        line = self.body.line
+        offloading = self.body.offloading
         checkpoint = offloaded = None
         if again:
             # Not the cell itself, which the checkpoint would keep.
             within = noted(str(self), labels.of("R", self.j, self.i))
             checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
             run = checkpoint.forward
-        elif line is not None:
-            offloaded = line.cell(self.stream, self.i)
+        elif offloading is not None:
+            offloaded = offloading.cell(self.stream, self.i)
             run = partial(offloaded.forward, run)
         # guard: letting go of the input
         batch = batch.take()
@@ -116,8 +116,8 @@ class Cell:
             for lane, parts in self._by_lane(self.departing) if self.departing else ():
                 # guard: lane of leaving Wait
                 batch = batch.map(partial(leave, self.stream, lane, clones=clones), parts)
-            if offloaded is not None and line is not None:
-                line.send(offloaded)
+            if offloaded is not None:
+                offloaded.leave()
         if self.departing and checkpoint:
             self._checkpoints.append(checkpoint)
         return batch

@@ -16,8 +16,7 @@ from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transfor
 from torchgpipe.autograd.versions import unchanged
 from torchgpipe.batchnorm import deferred_updates
 from torchgpipe.engine.wrapper import Wrapper
-from torchgpipe.partition.arguments import checkpointed
-from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by
+from torchgpipe.partition.keeping import Keeping, checkpointed, keepings_of, recomputed_by
 from torchgpipe.values.division import division_of, split
 from torchgpipe.values.microbatch import VALUE, Batch, in_all, joined
 

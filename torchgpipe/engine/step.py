@@ -19,7 +19,7 @@ from torchgpipe.engine.weights import Weights
 from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.layers import LayersState
-from torchgpipe.recompute.offload import line_of
+from torchgpipe.recompute.offload import offloading_of
 from torchgpipe.values.microbatch import VALUE
 from torchgpipe.values.order import Order
 
@@ -93,10 +93,11 @@ class PipelineStep(Step):
     ) -> None:
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
+        stages.pool.begin_step()
         for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
             if not isinstance(mode, str) or mode == "offload":
                 body.policy = policy_of(mode)
-                body.line = line_of(offload_of(mode), stages.pool, device, j, m)
+                body.offloading = offloading_of(offload_of(mode), stages.pool, device, j, m)
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()

@@ -13,7 +13,7 @@ from torchgpipe._torch.dynamo import mark_if_possible
 from torchgpipe.batchnorm import deferred_batch_norms
 from torchgpipe.engine.recorded import Holder
 from torchgpipe.partition.arguments import checked_chunks
-from torchgpipe.partition.keeping import Keeping, Keepings, checked_keepings, verify_words
+from torchgpipe.partition.keeping import Keeping, Keepings, checked_keepings
 from torchgpipe.partition.traps import Traps
 
 __all__: list[str] = []
@@ -47,8 +47,6 @@ class Wrapper(Alone):
     _own: ClassVar[tuple[str, ...]] = ("_process", "_norms")
     _chunks: int
     _checkpoint: Keepings
-    #: Whether cells can choose among the tensors that they save.
-    _chooses: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
@@ -147,10 +145,7 @@ class Wrapper(Alone):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: Keeping | Sequence[Keeping]) -> None:
-        found = checked_keepings(checkpoint, self._partition_count)
-        if not self._chooses:
-            verify_words(found, type(self).__name__)
-        self._checkpoint = found
+        self._checkpoint = checked_keepings(checkpoint, self._partition_count)
 
     def extra_repr(self) -> str:
         """The settings, for the first line of ``repr()``."""

@@ -146,8 +146,8 @@ class EagerCell(Cell):
         if self._within is not None:
             self._checkpoint = body.checkpoint(run, context, self.stream, self._within)
             run = self._checkpoint.forward
-        elif body.line is not None and body.line.sends(self.i):
-            self._offloaded = body.line.cell(self.stream, self.i)
+        elif body.offloading is not None and body.offloading.sends(self.i):
+            self._offloaded = body.offloading.cell(self.stream, self.i)
             run = partial(self._offloaded.forward, run)
         batch = batch.take()
         output = context.run(run, batch)
@@ -186,9 +186,8 @@ class EagerCell(Cell):
         checkpoint.recompute()
 
     def leave(self) -> None:
-        line = self.step.bodies[self.j].line
-        if self._offloaded is not None and line is not None:
-            line.send(self._offloaded)
+        if self._offloaded is not None:
+            self._offloaded.leave()
 
     def fetch(self) -> None:
         if self._offloaded is not None:

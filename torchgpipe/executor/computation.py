@@ -156,7 +156,7 @@ class Forward(Computation):
         if executor.windows:
             # Whoever holds the output would keep it on the device.
             del self.output
-            if (j, i) in executor.plan.away:
+            if (j, i) in executor.plan.leaving:
                 self.cell.leave()
             else:
                 executor.windows[self.w].passed()

@@ -45,7 +45,7 @@ from torchgpipe.executor.links import Links
 from torchgpipe.executor.plan import Plan
 from torchgpipe.executor.post import Post
 from torchgpipe.partition.keeping import policy_of
-from torchgpipe.recompute.offload import Line, Window
+from torchgpipe.recompute.offload import Offloading, Window
 from torchgpipe.schedule.program import Instruction, operations
 from torchgpipe.values.microbatch import Batch
 
@@ -101,6 +101,7 @@ class Executor:
             )
         self.crew, self.plan, self.criterion = crew, plan, criterion
         stages, recording = crew.stages, crew.stages.recording
+        stages.pool.begin_step()
         behind = criterion.loss if isinstance(criterion.loss, nn.Module) else None
         joins, again = criterion.outputs is not None, {j for j, _ in plan.again}
         self.step = Step(stages, plan.schedule.chunks, again, joins, behind)
@@ -118,13 +119,14 @@ class Executor:
         for body, mode in zip(self.step.bodies, plan.keepings):
             body.policy = policy_of(mode)
         #: For each worker, the cells that leave for the host; empty if none do.
-        self.windows = [Window() for _ in plan.devices] if plan.away else []
-        for j, w in enumerate(plan.schedule.placement) if plan.away else ():
+        self.windows = [Window() for _ in plan.devices] if plan.leaving else []
+        for j, w in enumerate(plan.schedule.placement) if plan.leaving else ():
             offload = plan.offloads[j]
             if offload is not None:
-                leaving = {i for stage, i in plan.away if stage == j}
+                leaving = {i for stage, i in plan.leaving if stage == j}
                 memory = stages.pool.host(plan.devices[w])
-                self.step.bodies[j].line = Line(memory, offload, j, leaving, self.windows[w])
+                found = Offloading(memory, offload, j, leaving, self.windows[w])
+                self.step.bodies[j].offloading = found
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)
 

@@ -12,11 +12,11 @@ from torch.nn import Module
 
 from torchgpipe.checks import verify, verify_kind
 from torchgpipe.devices.streams import has_streams
-from torchgpipe.partition.arguments import CHECKPOINT_MODES, Modes
 from torchgpipe.partition.keeping import (
     Keeping,
     Keepings,
     Offload,
+    choosing,
     keepings_of,
     offload_of,
     recomputed_by,
@@ -95,7 +95,7 @@ class Plan:
         ]
 
     @cached_property
-    def away(self) -> dict[tuple[int, int], Instruction]:
+    def leaving(self) -> dict[tuple[int, int], Instruction]:
         """The cells that leave for the host, each with the instruction before which it comes back.
 
         A cell leaves while the next computation of its worker runs, and comes back during another
@@ -121,7 +121,7 @@ class Plan:
     def fetches(self) -> dict[Instruction, list[tuple[int, int]]]:
         """The cells that come back before each instruction."""
         found: dict[Instruction, list[tuple[int, int]]] = {}
-        for cell, instruction in self.away.items():
+        for cell, instruction in self.leaving.items():
             found.setdefault(instruction, []).append(cell)
         return found
 
@@ -179,18 +179,18 @@ def plan(
         tuple(of_worker[w] for w in range(len(schedule.program))),
         in_order(schedule),
         [f"worker {w}" for w in range(len(schedule.program))],
-        () if forward or {*each} <= {*CHECKPOINT_MODES} else each,
+        () if forward else choosing(each),
     )
 
 
 def completed(
-    schedule: Schedule, modes: Modes, skips: Sequence[tuple[int, int]], *, forward: bool
+    schedule: Schedule, modes: Sequence[str], skips: Sequence[tuple[int, int]], *, forward: bool
 ) -> Schedule:
     """Add a model's skips and the R of checkpoint modes, or leave all but forward out.
 
     Args:
         schedule: the schedule.
-        modes: which micro-batches are checkpointed.
+        modes: for each stage, which micro-batches are checkpointed.
         skips: the stages that each skip leads from and to.
         forward: whether only forward runs.
 

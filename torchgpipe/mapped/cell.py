@@ -38,7 +38,7 @@ from torchgpipe.engine.lanes import carried
 from torchgpipe.mapped.containers import tensors_of
 from torchgpipe.mapped.step import MappedStep, Stage
 from torchgpipe.recompute.checkpoint import Checkpoint
-from torchgpipe.recompute.offload import Line, Offloaded
+from torchgpipe.recompute.offload import Offloaded, Offloading
 
 __all__: list[str] = []
 
@@ -63,7 +63,7 @@ class Cell:
         #: The checkpoints of the modules that were called here.
         self.checkpoints: list[Checkpoint] = []
         #: What these have saved, if it leaves for the host.
-        self._away: Offloaded | None = None
+        self._offloaded: Offloaded | None = None
         #: What was computed in this visit, if it is not the first one.
         self._made: dict[int, weakref.ref[Tensor]] = {}
         #: What has come, and what has left.
@@ -189,22 +189,22 @@ class Cell:
             tensors = join(fence.before(self.i, j), *tensors)
         return fence.fork(self.i, j, checkpoints, *tensors)
 
-    def away(self, line: Line) -> Offloaded:
-        """The tensors that modules of this cell save, on a line to the host."""
-        if self._away is None:
-            self._away = line.cell(self.stage.compute, self.i)
-        return self._away
+    def offloaded(self, offloading: Offloading) -> Offloaded:
+        """What modules of this cell save, which leaves for the host."""
+        if self._offloaded is None:
+            self._offloaded = offloading.cell(self.stage.compute, self.i)
+        return self._offloaded
 
     def leave(self) -> None:
         """Let what was saved leave for the host, once the last module of the cell has run."""
-        away, self._away = self._away, None
-        if away is not None and self.stage.line is not None:
+        offloaded, self._offloaded = self._offloaded, None
+        if offloaded is not None:
             with use_stream(self.stage.compute):
-                self.stage.line.send(away)
+                offloaded.leave()
 
     def close(self) -> None:
         """Let go of all tensors."""
-        self._away = None
+        self._offloaded = None
         self._come, self._left = Copies(), Copies()
         self.checkpoints.clear()
 

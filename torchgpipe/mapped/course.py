@@ -241,8 +241,8 @@ class Course:
                     self.tail = Tail(checkpoint, found)
                 output = found.value
             else:
-                if stage.line is not None:
-                    run = partial(cell.away(stage.line).forward, run)
+                if stage.offloading is not None:
+                    run = partial(cell.offloaded(stage.offloading).forward, run)
                 with unfilled(mapped.name, copies) if copies else NOTHING:
                     output = run(value)
             if body.attributes and given:

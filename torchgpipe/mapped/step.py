@@ -45,7 +45,7 @@ from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
-from torchgpipe.recompute.offload import Line, line_of
+from torchgpipe.recompute.offload import Offloading, offloading_of
 
 __all__: list[str] = []
 
@@ -62,8 +62,8 @@ class Stage:
     visit: int
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
-    #: The line of cells that leave for the host, if any do.
-    line: Line | None = None
+    #: How what cells save leaves for the host, if it does.
+    offloading: Offloading | None = None
 
     def lead_of(self, target: Stage) -> range:
         """The lead in backward of a stage that this one sends to, for the fence.
@@ -123,6 +123,7 @@ class MappedStep:
     ) -> None:
         self._mode = mode
         self._lasting, self._known, self.checkpointed = lasting, known, checkpointed
+        lasting.pools[0].begin_step()
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
         if self.recording is not None:
@@ -182,8 +183,8 @@ class MappedStep:
         streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
-        line = line_of(offload_of(self._mode), pools[0], device, number, self.m)
-        found = Stage(number, device, visit, compute, tuple(streams.values), line)
+        offloading = offloading_of(offload_of(self._mode), pools[0], device, number, self.m)
+        found = Stage(number, device, visit, compute, tuple(streams.values), offloading)
         self._stages[device, visit] = found
         # Between steps the caller changes gradients, whose memory belongs to these streams.
         caller = self._outside.get(device, streams.compute)
@@ -283,8 +284,8 @@ class MappedStep:
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
         for stage in self._stages.values():
-            if stage.line is not None:
-                stage.line.end()
+            if stage.offloading is not None:
+                stage.offloading.end()
         if torch.is_grad_enabled():
             self._lasting.functions = self._functions
         for bodies in self._bodies.values():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,11 +27,6 @@ MISSING: Any = Missing()
 
 #: The most seconds of a measurement.
 DAY = 86_400
-
-CHECKPOINT_MODES = ("always", "except_last", "never")
-
-#: One checkpoint mode for all partitions, or one for each.
-Modes: TypeAlias = str | tuple[str, ...]
 
 
 def positive_int(value: Any) -> int | None:
@@ -145,58 +140,6 @@ def checked_index(index: Any) -> Any:
     valid = isinstance(index, slice) or hasattr(index, "__index__")
     verify(valid, "a layer has a number", "index", index, "pass such as 0, or -1", TypeError)
     return index
-
-
-def checked_mode(checkpoint: object) -> str:
-    """Check a checkpoint mode, or an object that prints as one, and return it as a string.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
-    # An enumeration's str() names the class, although its members may be strings.
-    mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
-    if mode not in CHECKPOINT_MODES:
-        raise ValueError(
-            "checkpoint must be one of 'always', 'except_last' and 'never' "
-            f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
-        )
-    return mode
-
-
-def checked_modes(
-    checkpoint: object, partitions: int | None, check: Callable[[Any], Any] = checked_mode
-) -> Any:
-    """Check one checkpoint mode for all partitions, or a sequence with one for each.
-
-    Args:
-        checkpoint: the mode or modes.
-        partitions: the number of partitions; None for a model that has no partitions.
-        check: checks one mode; by default one that a plan can choose.
-
-    Raises:
-        ValueError: there is no such mode, or there are not as many as partitions.
-    """
-    if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
-        return check(checkpoint)
-    if partitions is None:
-        raise ValueError(
-            "the modules of a device map must have one checkpoint mode for all of them "
-            f"(checkpoint: {[*checkpoint]}); pass one word, such as 'always', or wrap layers in a "
-            "GPipe, which takes a mode for each partition"
-        )
-    modes = tuple(map(check, checkpoint))
-    if len(modes) != partitions:
-        raise ValueError(
-            "a list of checkpoint modes must have one for each partition "
-            f"(checkpoint: {[*modes]}, partitions: {partitions}); pass one word for all, or "
-            f"['never'] + ['always'] * {max(0, partitions - 1)} or the like"
-        )
-    return modes
-
-
-def checkpointed(mode: str, m: int) -> int:
-    """The number of micro-batches, from the first, that a mode computes under checkpointing."""
-    return {"always": m, "except_last": max(0, m - 1), "never": 0}[mode]
 
 
 def checked_balance(balance: Iterable[int] | None, module: nn.Sequential) -> list[int]:

@@ -6,16 +6,18 @@ in the memory of the host. A checkpoint mode chooses, for all cells of a partiti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeAlias, TypeGuard
 
 from torchgpipe.checks import verify, verify_number
-from torchgpipe.partition.arguments import CHECKPOINT_MODES, checked_modes
 
 __all__ = ["Offload"]
+
+#: The modes that say which micro-batches are computed again, and keep all that others save.
+CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,6 @@ Keeping: TypeAlias = str | Offload | Policy
 Keepings: TypeAlias = Keeping | tuple[Keeping, ...]
 
 
-def checked_keepings(checkpoint: object, partitions: int | None) -> Keepings:
-    """Check one checkpoint mode for all partitions, or a sequence with one for each.
-
-    Args:
-        checkpoint: the mode or modes.
-        partitions: the number of partitions; None for a model that has no partitions.
-
-    Raises:
-        ValueError: there is no such mode, or there are not as many as partitions.
-    """
-    found: Keepings = checked_modes(checkpoint, partitions, checked_keeping)
-    return found
-
-
 def checked_keeping(checkpoint: object) -> Keeping:
     """Check a checkpoint mode, or an object that prints as one.
 
@@ -90,15 +78,68 @@ def checked_keeping(checkpoint: object) -> Keeping:
     """
     if isinstance(checkpoint, Offload) or (is_policy(checkpoint) and _gives_contexts(checkpoint)):
         return checkpoint
+    if (mode := _word(checkpoint)) in (*CHECKPOINT_MODES, "offload"):
+        return mode
+    raise ValueError(
+        "checkpoint must be one of 'always', 'except_last', 'never' and 'offload', an Offload, or "
+        f"partial(create_selective_checkpoint_contexts, policy) (checkpoint: {checkpoint!r}); "
+        "'except_last' is the default"
+    )
+
+
+def checked_word(checkpoint: object) -> str:
+    """Check a checkpoint mode that a plan can choose.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    if (mode := _word(checkpoint)) in CHECKPOINT_MODES:
+        return mode
+    raise ValueError(
+        "checkpoint must be one of 'always', 'except_last' and 'never' "
+        f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
+    )
+
+
+def _word(checkpoint: object) -> str:
     # An enumeration's str() names the class, although its members may be strings.
-    mode = checkpoint if isinstance(checkpoint, str) else str(checkpoint)
-    if mode not in (*CHECKPOINT_MODES, "offload"):
+    return checkpoint if isinstance(checkpoint, str) else str(checkpoint)
+
+
+def checked_keepings(
+    checkpoint: object, partitions: int | None, check: Callable[[Any], Any] = checked_keeping
+) -> Any:
+    """Check one checkpoint mode for all partitions, or a sequence with one for each.
+
+    Args:
+        checkpoint: the mode or modes.
+        partitions: the number of partitions; None as long as nobody knows it.
+        check: checks one mode.
+
+    Raises:
+        ValueError: there is no such mode, or there are not as many as partitions.
+    """
+    if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
+        return check(checkpoint)
+    if partitions is None:
         raise ValueError(
-            "checkpoint must be one of 'always', 'except_last', 'never' and 'offload', an Offload, "
-            "or partial(create_selective_checkpoint_contexts, policy) "
-            f"(checkpoint: {checkpoint!r}); 'except_last' is the default"
+            "an automatic device map must have one checkpoint mode for all of its modules, since "
+            f"it chooses them (checkpoint: {[*checkpoint]}); pass one word, such as 'always', and "
+            "set model.checkpoint once model.device_map is there"
         )
-    return mode
+    modes = tuple(map(check, checkpoint))
+    if len(modes) != partitions:
+        raise ValueError(
+            "a list of checkpoint modes must have one for each partition, or for each entry of a "
+            f"device map (checkpoint: {[*modes]}, partitions: {partitions}); pass one word for "
+            f"all, or ['never'] + ['always'] * {max(0, partitions - 1)} or the like"
+        )
+    return modes
+
+
+def checkpointed(mode: str, m: int) -> int:
+    """The number of micro-batches, from the first, that a mode computes under checkpointing."""
+    return {"always": m, "except_last": max(0, m - 1), "never": 0}[mode]
 
 
 def keepings_of(modes: Keepings | list[Keeping], partitions: int) -> tuple[Keeping, ...]:
@@ -128,6 +169,11 @@ def _gives_contexts(policy: Any) -> bool:
     return isinstance(found, tuple) and len(found) == 2
 
 
+def choosing(modes: tuple[Keeping, ...]) -> tuple[Keeping, ...]:
+    """The modes, if any of them chooses among what a cell saves; nothing if words say all."""
+    return () if {*modes} <= {*CHECKPOINT_MODES} else modes
+
+
 def recomputed_by(mode: Keeping) -> str:
     """The word for the cells that a mode computes again: ``'never'`` if it offloads them."""
     if is_policy(mode):
@@ -145,12 +191,8 @@ def offload_of(mode: Keeping) -> Offload | None:
     return Offload() if mode == "offload" else mode if isinstance(mode, Offload) else None
 
 
-def verify_words(modes: Keepings, what: str) -> None:
-    """Refuse modes that choose among saved tensors, for what does not see each of them.
-
-    Args:
-        modes: the modes.
-        what: what cannot do it.
+def verify_words(modes: tuple[Keeping, ...]) -> None:
+    """Refuse modes that choose among saved tensors, for stages that are graphs.
 
     Raises:
         ValueError: there is such a mode.
@@ -158,8 +200,9 @@ def verify_words(modes: Keepings, what: str) -> None:
     found = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
     verify(
         not found,
-        f"{what} keeps, or computes again, all that a cell saves",
+        "a stage that is a graph keeps all that a cell saves, or computes it again",
         "checkpoint",
         found,
-        "use checkpoint='always', or eager stages in one process",
+        "use stages='eager', or checkpoint='always', which with recompute='min-cut' keeps what is "
+        "dear to compute",
     )

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_modes
+from torchgpipe.partition.arguments import MISSING, checked_chunks
+from torchgpipe.partition.keeping import checked_keepings, checked_word
 from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.plan import ranked
@@ -92,7 +93,7 @@ def chosen(
     # What is wrong is better told before anything is measured.
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
-    modes = None if checkpoint is MISSING else checked_modes(checkpoint, count)
+    modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count, checked_word)
     ranking = ranked(
         module,
         input,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchgpipe.ambient.notes import warn
 from torchgpipe.devices.streams import CPU, Device, has_streams
 from torchgpipe.mapped.wholes import Wholes
-from torchgpipe.partition.arguments import checkpointed
+from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.planner.blocks import Times, Units, refined, timed
 from torchgpipe.planner.cuts import cut, evenest
 from torchgpipe.planner.given import state_of

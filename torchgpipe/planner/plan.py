@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import checked_flag, verify_kind
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import Modes, checked_timeout, positive_int, verify_loss
+from torchgpipe.partition.arguments import checked_timeout, positive_int, verify_loss
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.given import (
     Memory,
@@ -107,7 +107,7 @@ def ranked(
     chunks: Iterable[int] | None = None,
     timeout: float = 1.0,
     progress: bool = False,
-    modes: Modes | None = None,
+    modes: str | tuple[str, ...] | None = None,
 ) -> Ranking:
     """Measure layers, search, and rank what was found.
 

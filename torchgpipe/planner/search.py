@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
-from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer
 from torchgpipe.planner.lines import Line, Sizes
@@ -79,7 +78,7 @@ class Problem:
     state: float
     given: float
     targets: float
-    modes: Modes | None = None
+    modes: str | tuple[str, ...] | None = None
     ties: Sequence[tuple[int, int]] = ()
 
 

@@ -1,4 +1,4 @@
-"""Offloading: what a cell saves for backward is away in the memory of the host until it is due.
+"""Offloading: what a cell saves for backward is in the memory of the host until it is due.
 
 ::
 
@@ -90,8 +90,8 @@ class Window:
             cell.let_go()
 
 
-class Line:
-    """The cells of one partition in a step, one behind the other, on their way out and back.
+class Offloading:
+    """The offloading of one partition in a step, whose cells leave, and come back, in turns.
 
     Args:
         memory: the memory of the host, and the streams that copy.
@@ -134,14 +134,6 @@ class Line:
             self._last = cell
         return cell
 
-    def send(self, cell: Offloaded) -> None:
-        """Let a cell leave, once its output was handed on: the one before it is gone by then.
-
-        Whoever takes the output needs not wait for that one.
-        """
-        cell.send()
-        self.window.passed(cell)
-
     def end(self) -> None:
         """Take note that all cells have run."""
         self._last = None
@@ -154,7 +146,7 @@ class Offloaded:
     It takes the place of a :class:`~torchgpipe.recompute.checkpoint.Checkpoint`.
 
     Args:
-        line: the line of the partition.
+        offloading: the offloading of its partition.
         stream: the compute stream.
         i: the number of the micro-batch.
         share: the part of its bytes that leaves.
@@ -163,7 +155,7 @@ class Offloaded:
 
     def __init__(
         self,
-        line: Line,
+        offloading: Offloading,
         stream: AbstractStream,
         i: int,
         share: float,
@@ -171,15 +163,16 @@ class Offloaded:
     ) -> None:
         self._is_over = False
         self._stream, self._share, self._before = stream, share, before
-        self._memory, self._ahead = line.memory, line.ahead
-        self._way = line.j, i
+        self._memory, self._ahead = offloading.memory, offloading.ahead
+        self._way = offloading.j, i
+        self._window: Window | None = offloading.window
         #: What was saved, by storage; 0 stands for all that stays.
         self._views: dict[int, list[ref[View]]] = {}
         #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
         self._storages: list[Storage] = []
         #: An event behind the copies of these, and whether they have left the device.
         self._copied: Event | None = None
-        self._is_away = False
+        self._has_left = False
         #: Whether somebody has asked for them, and whether backward has come here.
         self._wanted = self._begun = False
 
@@ -204,7 +197,18 @@ class Offloaded:
             self._views.setdefault(key, []).append(ref(view))
         return view
 
-    def send(self) -> None:
+    def leave(self) -> None:
+        """Let what was saved leave, once the output was handed on.
+
+        Whoever takes the output needs not wait for the cell before, which is gone behind it.
+        """
+        # A cell in a window does not hold it, since neither would be free after an error.
+        window, self._window = self._window, None
+        assert window is not None
+        self._send()
+        window.passed(self)
+
+    def _send(self) -> None:
         """Choose what leaves, and copy it."""
         self._is_over = True
         views, self._views = self._views, {}
@@ -237,16 +241,16 @@ class Offloaded:
         """Have the compute stream wait for what leaves, and let go of the memory."""
         if self._storages and not self._wanted:
             self._arrive()
-            self._is_away = True
+            self._has_left = True
             for storage in self._storages:
                 storage.here = None
 
     def fetch(self) -> None:
-        """Bring back what is away."""
+        """Bring back what has left."""
         self._wanted = True
-        if not self._is_away:
+        if not self._has_left:
             return
-        self._is_away = False
+        self._has_left = False
         back, device = self._memory.back, get_device(self._stream)
         with use_stream(self._stream):
             for storage in self._storages:
@@ -302,9 +306,9 @@ class Offloaded:
         return x
 
 
-def line_of(
+def offloading_of(
     offload: Offload | None, pool: StreamPool, device: torch.device, j: int, m: int
-) -> Line | None:
+) -> Offloading | None:
     """The line of a partition whose backward autograd orders; None if nothing leaves.
 
     Args:
@@ -317,7 +321,7 @@ def line_of(
     # What the CPU keeps is in the memory of the host.
     if offload is None or not has_streams(device):
         return None
-    return Line(pool.host(device), offload, j, range(m - STAYING))
+    return Offloading(pool.host(device), offload, j, range(m - STAYING))
 
 
 def _event(stream: AbstractStream) -> Event:

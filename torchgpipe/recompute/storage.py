@@ -1,4 +1,4 @@
-"""Storages that layers have saved views of, and that are away for a while, in the host's memory.
+"""Storages that layers have saved views of, and that are in the host's memory for a while.
 
 A storage is the unit: what it holds is copied once, however many tensors were saved of it. Each of
 these is a :class:`View`, which is rebuilt with its strides when backward asks for it.
@@ -35,13 +35,14 @@ class Storage:
         memory: where it goes.
     """
 
-    __slots__ = ("__weakref__", "away", "event", "here", "lane", "memory", "size")
+    __slots__ = ("__weakref__", "buffer", "event", "here", "lane", "memory", "size")
 
     def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
+        #: The bytes on the device, and those on the host.
         self.here: Tensor | None = flat(tensor)
         self.size = len(self.here)
         self.memory = memory
-        self.away: Tensor | None = None
+        self.buffer: Tensor | None = None
         #: An event behind the last copy.
         self.event: Event | None = None
         #: The stream that copies, as long as nobody has waited for the copy.
@@ -50,9 +51,9 @@ class Storage:
     def leave(self) -> None:
         """Copy the bytes to the host. The stream that does is current."""
         assert self.here is not None
-        self.away = self.memory.take(self.size)
+        self.buffer = self.memory.take(self.size)
         self.lane = self.memory.out
-        self.away[: self.size].copy_(self.here, non_blocking=True)
+        self.buffer[: self.size].copy_(self.here, non_blocking=True)
 
     def make_room(self, device: torch.device) -> None:
         """Take memory for the bytes again. The stream that computes is current."""
@@ -61,16 +62,16 @@ class Storage:
     def come(self) -> None:
         """Copy the bytes back. The stream that does is current."""
         assert self.here is not None
-        assert self.away is not None
+        assert self.buffer is not None
         self.lane = self.memory.back
-        self.here.copy_(self.away[: self.size], non_blocking=True)
+        self.here.copy_(self.buffer[: self.size], non_blocking=True)
 
     def __del__(self) -> None:
         if self.lane is not None and self.here is not None:
             # guard: copies that nobody waits for
             record_stream(self.here, self.lane)
-        if self.away is not None:
-            self.memory.give(self.away, self.event)
+        if self.buffer is not None:
+            self.memory.give(self.buffer, self.event)
 
 
 class View:

@@ -5,7 +5,6 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchgpipe import GPipe, Offload
-from torchgpipe.distributed import Pipe
 from torchgpipe.partition.keeping import (
     checked_keepings,
     keepings_of,
@@ -73,9 +72,8 @@ def test_a_wrapper_has_the_mode_that_it_was_given():
     assert [row.checkpoint for row in model.describe().rows] == ["never", str(Offload())]
 
 
-def test_wrappers_that_do_not_offload():
-    for modes in ("offload", Offload(), ("never", Offload(0.5))):
-        with pytest.raises(ValueError, match=r"Pipe keeps, or .* \(checkpoint: .*; use"):
-            verify_words(modes, "Pipe")
-    verify_words(("never", "always"), "Pipe")
-    assert not Pipe._chooses
+def test_graphs_do_not_offload():
+    for modes in (("offload",), (Offload(),), ("never", Offload(0.5))):
+        with pytest.raises(ValueError, match=r"graph keeps all .* \(checkpoint: .*; use stages="):
+            verify_words(modes)
+    verify_words(("never", "always"))
