@@ -190,7 +190,7 @@ class Cell:
         return fence.fork(self.i, j, checkpoints, *tensors)
 
     def offloaded(self, offloading: Offloading) -> Offloaded:
-        """What modules of this cell save, which leaves for the host."""
+        """The tensors that modules of this cell save, which leave for the host."""
         if self._offloaded is None:
             self._offloaded = offloading.cell(self.stage.compute, self.i)
         return self._offloaded
