@@ -1,4 +1,4 @@
-"""Guards of cells that are away: for each a mutant without it, and tests that must fail then."""
+"""Guards of what leaves for the host: for each a mutant without it, and tests that must fail then."""
 
 from tests.support.offload import LAYERS
 from tests.virtual import test_offload
@@ -10,7 +10,7 @@ _LAYERS = ("virtual.test_offload", "test_layers_that_save_tensors_of_all_sorts")
 
 #: Tests, by a short name: the module, the function, and some of its arguments.
 TESTS = {
-    "offloaded, away": (
+    "offloaded, bits": (
         "virtual.test_offload",
         "test_gradients_are_the_same_bit_by_bit",
         {"n": 2, "kind": "all"},
@@ -30,6 +30,11 @@ TESTS = {
     "offloaded, beside": (*_CHOSEN, "test_what_a_stream_has_not_computed_yet_stays", {}),
     "offloaded, small": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndSmall}),
     "offloaded, trials": (*_CHOSEN, "test_as_much_leaves_as_without", {"make": AndTrials}),
+    "offloaded, results": (
+        "virtual.test_selective_offload",
+        "test_results_on_another_stream_stay",
+        {},
+    ),
     "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
 } | {f"offloaded, {kind}": (*_LAYERS, {"kind": kind, "use": test_offload.once}) for kind in LAYERS}
 
@@ -44,13 +49,14 @@ MUTANTS = {
     "more than views": (("tensor.is_conj() or tensor.is_neg()", "False"), "offloaded, complex"),
     "what has changed by now": (("any(x.is_changed for x in found) or ", ""), "offloaded, spoilt"),
     "what somebody else holds": ((" or is_held(found)", ""), "offloaded, by others"),
-    "out behind the layers": (DROP, "offloaded, away"),
-    "back behind compute": (DROP, "offloaded, away"),
-    "compute behind copies": (DROP, "offloaded, away"),
+    "out behind the layers": (DROP, "offloaded, bits"),
+    "back behind compute": (DROP, "offloaded, bits"),
+    "compute behind copies": (DROP, "offloaded, bits"),
     "layers with a stream of their own": (
         ("current_stream(device) == self._stream", "True"),
         "offloaded, beside",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
+    "results on another stream": ((" and bool(own)", ""), "offloaded, results"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

@@ -99,6 +99,7 @@ _STREAMS = "streams of accelerators"
 _FUNCTIONS, _DISPATCH = "torch-function modes", "dispatch modes"
 _HOOKS, _TREES = "hooks for saved tensors", "nested structures of tensors"
 _DRAWS = "random numbers beside others"
+_SELECTIVE = "policies that send to the CPU"
 _COMPILER, _VIRTUAL = "compiled layers", "virtual accelerators"
 
 #: What this package calls each, and the name itself.
@@ -187,6 +188,9 @@ NAMES: dict[str, Name] = {
         "torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", _DRAWS
     ),
     "checkpoint_of": Name("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", _DRAWS),
+    # Selective checkpoints. Without it, what a policy sends to the CPU is computed again.
+    "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
+    "KeptResult": Name("torch.utils.checkpoint:_VersionWrapper", _SELECTIVE, ()),
     # Structures.
     "containers": Name("torch.utils._pytree:SUPPORTED_NODES", _TREES),
     "node_type": Name("torch.utils._pytree:_get_node_type", _TREES),

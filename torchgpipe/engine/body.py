@@ -18,9 +18,9 @@ from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.buffers import Copy
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.layers import LayersState
-from torchgpipe.recompute.offload import Offloading
+from torchgpipe.recompute.offload import Offloaded, Offloading
 from torchgpipe.recompute.phase import is_recomputing
-from torchgpipe.recompute.selective import NOTHING, Contexts, of_this_run
+from torchgpipe.recompute.selective import NOTHING, Contexts, contexts_of, of_this_run
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order
@@ -143,6 +143,7 @@ class Body:
         context: Context,
         stream: AbstractStream,
         within: AbstractContextManager[None],
+        offloaded: Offloaded | None = None,
     ) -> Checkpoint:
         """A checkpoint of a cell.
 
@@ -151,13 +152,14 @@ class Body:
             context: the modes of both runs.
             stream: the compute stream.
             within: a context manager for the second run.
+            offloaded: takes what a policy sends to the host, if there is another memory than that.
         """
         state = self.state
         assert state is not None
         if state.buffers.any:
             run = partial(run, copies=[])
         if self.policy is not None:
-            run = partial(run, contexts=self.policy())
+            run = partial(run, contexts=contexts_of(self.policy, offloaded))
         return Checkpoint(
             *(run, context, stream, within, state.lasting, state.always_calls, state.shapes)
         )

@@ -94,15 +94,15 @@ class Cell:
         if recording is not None:
             run = recording.around(run, (self.stream, self.j, self.j, self.i))
         again = self.i < step.checkpointed[self.j]
-        offloading = self.body.offloading
         checkpoint = offloaded = None
+        if self.body.offloading is not None:
+            offloaded = self.body.offloading.cell(self.stream, self.i)
         if again:
             # Not the cell itself, which the checkpoint would keep.
             within = noted(str(self), labels.of("R", self.j, self.i))
-            checkpoint = self.body.checkpoint(run, step.context, self.stream, within)
+            checkpoint = self.body.checkpoint(run, step.context, self.stream, within, offloaded)
             run = checkpoint.forward
-        elif offloading is not None:
-            offloaded = offloading.cell(self.stream, self.i)
+        elif offloaded is not None:
             run = partial(offloaded.forward, run)
         # guard: letting go of the input
         batch = batch.take()

@@ -143,11 +143,14 @@ class EagerCell(Cell):
         if self.criterion is not None:
             run = partial(run, behind=self.criterion.behind(self.i))
         body = self.step.bodies[self.j]
-        if self._within is not None:
-            self._checkpoint = body.checkpoint(run, context, self.stream, self._within)
-            run = self._checkpoint.forward
-        elif body.offloading is not None and body.offloading.sends(self.i):
+        if body.offloading is not None and body.offloading.sends(self.i):
             self._offloaded = body.offloading.cell(self.stream, self.i)
+        if self._within is not None:
+            self._checkpoint = body.checkpoint(
+                run, context, self.stream, self._within, self._offloaded
+            )
+            run = self._checkpoint.forward
+        elif self._offloaded is not None:
             run = partial(self._offloaded.forward, run)
         batch = batch.take()
         output = context.run(run, batch)

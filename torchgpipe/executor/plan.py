@@ -99,7 +99,7 @@ class Plan:
         """The cells that leave for the host, each with the instruction before which it comes back.
 
         A cell leaves while the next computation of its worker runs, and comes back during another
-        one. So at least three lie between its forward and its backward.
+        one. So at least three lie between its forward and its backward, or its second forward.
         """
         offloads = self.offloads
         if not any(offloads):
@@ -111,6 +111,8 @@ class Plan:
                 offload = offloads[op.stage]
                 begin = place.get(op._replace(kind="F"))
                 if op.kind in "BI" and offload is not None and begin is not None:
+                    # What a policy sends is wanted by the second run.
+                    k = place.get(op._replace(kind="R"), k)
                     between = sum(len(operations(x)) for x in line[begin + 1 : k])
                     if between >= BETWEEN:
                         # A cell that has not left yet would stay.

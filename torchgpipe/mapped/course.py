@@ -220,6 +220,7 @@ class Course:
         with use_stream(stage.compute), casts, undrawn, labels.within(label):
             given = body.attributes.begin() if body.attributes else None
             again = self.i < step.checkpointed
+            offloaded = cell.offloaded(stage.offloading) if stage.offloading else None
             run: Callable[..., Any] = (
                 partial(body.run_twice, given=given) if again else body.run_alone
             )
@@ -233,7 +234,9 @@ class Course:
             if again:
                 batch = Batch(Arguments(*value))
                 within = noted(note, label and label._replace(kind="R"))
-                checkpoint = body.checkpoint(run, step.new_context(), stage.compute, within)
+                checkpoint = body.checkpoint(
+                    run, step.new_context(), stage.compute, within, offloaded
+                )
                 cell.checkpoints.append(checkpoint)
                 goes_on = self._may_be_last(mapped.name)
                 found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
@@ -241,8 +244,8 @@ class Course:
                     self.tail = Tail(checkpoint, found)
                 output = found.value
             else:
-                if stage.offloading is not None:
-                    run = partial(cell.offloaded(stage.offloading).forward, run)
+                if offloaded is not None:
+                    run = partial(offloaded.forward, run)
                 with unfilled(mapped.name, copies) if copies else NOTHING:
                     output = run(value)
             if body.attributes and given:

@@ -178,7 +178,7 @@ def recomputed_by(mode: Keeping) -> str:
     """The word for the cells that a mode computes again: ``'never'`` if it offloads them."""
     if is_policy(mode):
         return "always"
-    return "never" if offload_of(mode) else str(mode)
+    return "never" if mode == "offload" or isinstance(mode, Offload) else str(mode)
 
 
 def policy_of(mode: Keeping) -> Policy | None:
@@ -188,7 +188,10 @@ def policy_of(mode: Keeping) -> Policy | None:
 
 def offload_of(mode: Keeping) -> Offload | None:
     """The way in which a mode sends tensors to the host; None if it sends none."""
-    return Offload() if mode == "offload" else mode if isinstance(mode, Offload) else None
+    if isinstance(mode, Offload):
+        return mode
+    # A policy may send some.
+    return Offload() if mode == "offload" or is_policy(mode) else None
 
 
 def verify_words(modes: tuple[Keeping, ...]) -> None:

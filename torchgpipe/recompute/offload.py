@@ -162,7 +162,7 @@ class Offloaded:
         before: Offloaded | None,
     ) -> None:
         self._is_over = False
-        self._stream, self._share, self._before = stream, share, before
+        self.stream, self._share, self._before = stream, share, before
         self._memory, self._ahead = offloading.memory, offloading.ahead
         self._way = offloading.j, i
         self._window: Window | None = offloading.window
@@ -181,17 +181,17 @@ class Offloaded:
         if current_hooks() is not None:
             # The caller's hooks say where the tensors are.
             return run(value)
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self.pack, self._unpack):
             return run(value)
 
     @uncompiled
-    def _pack(self, tensor: Tensor) -> View:
+    def pack(self, tensor: Tensor) -> View:
         view = View(tensor)
         if self._share:
-            device = get_device(self._stream)
+            device = get_device(self.stream)
             # The copy waits for this stream alone.
             # guard: layers with a stream of their own
-            key = key_of(tensor, device) if current_stream(device) == self._stream else 0
+            key = key_of(tensor, device) if current_stream(device) == self.stream else 0
             # A graph that layers throw away lets go of what it has saved.
             # guard: graphs that are thrown away
             self._views.setdefault(key, []).append(ref(view))
@@ -231,7 +231,7 @@ class Offloaded:
         if storages:
             out = self._memory.out
             # guard: out behind the layers
-            wait_for(out, _event(self._stream))
+            wait_for(out, _event(self.stream))
             with use_stream(out), labels.within(labels.of("out", *self._way)):
                 for storage in storages:
                     storage.leave()
@@ -251,14 +251,14 @@ class Offloaded:
         if not self._has_left:
             return
         self._has_left = False
-        back, device = self._memory.back, get_device(self._stream)
-        with use_stream(self._stream):
+        back, device = self._memory.back, get_device(self.stream)
+        with use_stream(self.stream):
             for storage in self._storages:
                 storage.make_room(device)
         # Behind what was in its memory, and what deterministic mode fills new memory with; and
         # behind the copy out, for which that stream has waited.
         # guard: back behind compute
-        wait_for(back, _event(self._stream))
+        wait_for(back, _event(self.stream))
         with use_stream(back), labels.within(labels.of("back", *self._way)):
             for storage in self._storages:
                 storage.come()
@@ -274,7 +274,7 @@ class Offloaded:
         """Have the compute stream wait for the copies."""
         assert self._copied is not None
         # guard: compute behind copies
-        wait_for(self._stream, self._copied)
+        wait_for(self.stream, self._copied)
         for storage in self._storages:
             storage.lane = None
 
@@ -300,7 +300,7 @@ class Offloaded:
             self.begin()
         x = view.kept
         if x is None:
-            x = view.rebuild(get_device(self._stream))
+            x = view.rebuild(get_device(self.stream))
         if x._version != view.version:
             raise modified(x, view.version, view.layer)
         return x

@@ -6,15 +6,28 @@ computing it. All else is done as without: the second run fills the slots of wha
 
 PyTorch counts the operators of both runs, and knows by its number what to hand out. So the layers
 alone run within the context managers, and not what is done around one of the runs, such as copying
-buffers.
+buffers, or within a layer in one of them.
+
+A policy may send a result to the CPU. Outside of compiled code PyTorch computes that again. Here it
+is kept as others are, and then it leaves for the host, and comes back, as under ``'offload'``.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
+from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+
+from torchgpipe import _torch
+from torchgpipe.devices.streams import current_stream, get_device
+from torchgpipe.partition.keeping import Policy
+from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.storage import View
 
 __all__: list[str] = []
 
@@ -24,8 +37,110 @@ Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[
 #: For cells without a policy.
 NOTHING: AbstractContextManager[None] = nullcontext()
 
+Choice = checkpoint.CheckpointPolicy
+#: The choices by which a result is kept on the device, and in the memory of the host.
+KEPT = (Choice.MUST_SAVE, Choice.PREFER_SAVE)
+#: PyTorch has had the latter since version 2.11.
+SENT = [x for x in Choice if x.name.endswith("CPU_OFFLOAD")]
+
+
+def contexts_of(policy: Policy, offloaded: Offloaded | None) -> Contexts:
+    """The context managers of the two runs of a cell.
+
+    Args:
+        policy: the policy.
+        offloaded: sends results to the host, if there is another memory than that.
+    """
+    first, second = policy()
+    if not isinstance(first, _torch.KeepingMode):
+        # They are somebody's own.
+        return first, second
+    results = Results(first, offloaded)
+    if getattr(second, "policy_fn", None) is not None:
+        # Before PyTorch 2.13 the second run asks again.
+        second.policy_fn = Results(second, None).choose
+    if offloaded is None:
+        return first, second
+    return Hosted(first, results), Hosted(second, results)
+
 
 def of_this_run(contexts: Contexts) -> AbstractContextManager[Any]:
     """The context manager of the run that goes on."""
     first, second = contexts
     return second if is_recomputing() else first
+
+
+class Results:
+    """The results of operators that PyTorch's mode keeps for the second run of a cell.
+
+    Args:
+        mode: the mode, whose policy is asked by this object from here on.
+        offloaded: sends results to the host.
+    """
+
+    def __init__(self, mode: Any, offloaded: Offloaded | None) -> None:
+        self._policy, self._kept, self._offloaded = mode.policy_fn, mode.storage, offloaded
+        mode.policy_fn = self.choose
+        #: For each operator, whether each of its results that are kept leaves.
+        self._leave: defaultdict[Any, list[bool]] = defaultdict(list)
+        #: What has left, or would have, with the entry of PyTorch's that has to get it back.
+        self._views: list[tuple[Any, View]] = []
+
+    def choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Choose what becomes of the result of an operator, as the policy does."""
+        found = self._policy(context, operator, *args, **kwargs)
+        offloaded, leaves = self._offloaded, found in SENT
+        if leaves or found in KEPT or found is True:
+            own = offloaded and offloaded.stream == current_stream(get_device(offloaded.stream))
+            # guard: results on another stream
+            self._leave[operator].append(leaves and bool(own))
+        return Choice.MUST_SAVE if leaves else found
+
+    def leave(self) -> None:
+        """Hand over what leaves, once the layers have run."""
+        assert self._offloaded is not None
+        for operator, leave in self._leave.items():
+            found = self._kept.get(operator, ())
+            entries = [
+                [x for x in tree_leaves(result) if isinstance(x, _torch.KeptResult)]
+                for result in (found.values() if isinstance(found, dict) else found)
+            ]
+            # Of results that are not kept there is no entry, or an empty one.
+            for result, leaves in zip(filter(None, entries), leave):
+                for entry in result if leaves else ():
+                    if isinstance(entry.val, Tensor):
+                        entry.val = view = self._offloaded.pack(entry.val)
+                        self._views.append((entry, view))
+
+    def come(self) -> None:
+        """Take back what has left, before the layers run again."""
+        assert self._offloaded is not None
+        self._offloaded.begin()
+        views, self._views = self._views, []
+        for entry, view in views:
+            entry.val = view.kept
+            if view.kept is None:
+                entry.val = view.rebuild(get_device(self._offloaded.stream))
+                entry.version = view.version
+
+
+class Hosted:
+    """The context manager of a run whose results leave for the host, or come back from there.
+
+    Args:
+        mode: that of PyTorch.
+        results: the results.
+    """
+
+    def __init__(self, mode: AbstractContextManager[Any], results: Results) -> None:
+        self._mode, self._results = mode, results
+
+    def __enter__(self) -> None:
+        if is_recomputing():
+            self._results.come()
+        self._mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._mode.__exit__(*raised)
+        if not is_recomputing() and raised[0] is None:
+            self._results.leave()
