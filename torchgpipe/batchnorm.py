@@ -34,6 +34,7 @@ from torchgpipe.checks import verify, verify_number
 from torchgpipe.devices.streams import current_stream, record_stream
 from torchgpipe.partition.arguments import positive_int, verify_a_module
 from torchgpipe.recompute.phase import is_recomputing
+from torchgpipe.recompute.selective import uncounted
 from torchgpipe.values.classes import picklable
 
 __all__ = ["DeferredBatchNorm"]
@@ -150,15 +151,19 @@ class DeferredBatchNorm(Base):
     def forward(self, input: Tensor) -> Tensor:
         mean = self.running_mean
         collects = self._collects or self.chunks > 1
-        if not (collects and self.training and mean is not None) or is_recomputing():
+        if not (collects or is_recomputing()) or not self.training or mean is None:
             return super().forward(input)
         self._check_input_dim(input)
-        # With a momentum of 1, these become the mean and the variance of this micro-batch.
-        mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
+        with uncounted():
+            # With a momentum of 1, these become the mean and the variance of this micro-batch.
+            mean, variance = torch.zeros_like(mean), torch.ones_like(mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        if is_recomputing():
+            return output
         size = input.numel() // input.size(1)
         if size:
-            with torch.no_grad():
+            # guard: operators of one run
+            with torch.no_grad(), uncounted():
                 # The sums may exceed the range of half precision.
                 wide = torch.promote_types(mean.dtype, torch.float32)
                 moments = Moments(size, mean.to(wide), variance.to(wide) * (size - 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
@@ -36,7 +36,7 @@ from torchgpipe.mapped.step import Lasting, MappedStep
 from torchgpipe.mapped.threads import Threads
 from torchgpipe.mapped.turns import Turns
 from torchgpipe.partition.arguments import checked_device, checked_threads
-from torchgpipe.partition.keeping import Keeping, recomputed_by, words_of
+from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by, words_of
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
@@ -79,9 +79,10 @@ class MappedGPipe(Wrapper):
     Keyword Args:
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
             split into its rows. The number may be changed between steps.
-        checkpoint: which micro-batches are checkpointed, as in :class:`GPipe`, by one word for all
-            modules. Each module of the map keeps its arguments then, and is computed again in
-            backward; or, with ``'offload'``, it keeps what it saves in the memory of the host.
+        checkpoint: which micro-batches are checkpointed, and what else is kept, as in
+            :class:`GPipe`, by one mode for all modules, or a list with one for each entry of the
+            map. Each module of a checkpointed entry keeps its arguments, and is computed again in
+            backward.
         threads: in how many threads forward computes micro-batches at the same time, if all devices
             are accelerators. More than one is for models that make the host wait for a device, as
             ``.item()`` does. Such a model must not set attributes of its modules in forward.
@@ -123,7 +124,7 @@ class MappedGPipe(Wrapper):
         device_map: Mapping[str, Device] | str | None = None,
         *,
         chunks: int = 1,
-        checkpoint: Keeping = "except_last",
+        checkpoint: Keeping | Sequence[Keeping] = "except_last",
         threads: int = 1,
         deferred_batch_norm: bool = False,
         output_device: Device | None = None,
@@ -136,6 +137,8 @@ class MappedGPipe(Wrapper):
             raise TypeError(
                 f"a device map is for a module (module: {type(module).__name__}); pass an nn.Module"
             )
+        # How many modes a list has to have is known of a map that was given.
+        self._map: Any = device_map if isinstance(device_map, Mapping) else None
         self._set(module, chunks, checkpoint)
         self.threads = threads
         self._output_device = None if output_device is None else checked_device(output_device)
@@ -145,7 +148,7 @@ class MappedGPipe(Wrapper):
             memory=memory,
             chunks=self.chunks,
             # Less memory is needed if something is offloaded.
-            checkpoint=recomputed_by(checkpoint),
+            checkpoint=recomputed_by(keepings_of(self._checkpoint, 1)[0]),
             rehearse=self._rehearse,
         )
         self._place(chosen)
@@ -166,7 +169,7 @@ class MappedGPipe(Wrapper):
                 batches, devices = [Batch(given)], [*self._map.values()]
                 own = [x.clone() for x in Near(devices[0]).all_of(*batches[0])]
                 batches[0] = batches[0].replace(own)
-                step = MappedStep(self._lasting, self._attributes, devices, self.module, 1, 0)
+                step = MappedStep(self._lasting, self._attributes, devices, self.module, 1, {})
                 run = partial(self._run, step, batches, Order(self.module))
                 compute(partial(holding, step.numbers.locks, run), self, [])
         finally:
@@ -205,8 +208,8 @@ class MappedGPipe(Wrapper):
         return dict(self._map)
 
     @property
-    def _partition_count(self) -> None:
-        return None
+    def _partition_count(self) -> int | None:
+        return None if self._map is None else len(self._map)
 
     @property
     def _layers(self) -> list[nn.Module]:
@@ -234,8 +237,14 @@ class MappedGPipe(Wrapper):
         held: dict[torch.device, list[Tensor]] = {device: [] for device in layers}
         for _, module, device in placed(self.module, self._map):
             held.setdefault(device, []).extend(x for _, x in tensors(module, recurse=False))
-        (mode,) = words_of(self.checkpoint, 1)
-        parts = [DescribedPart(None, layers.get(x, ()), held[x], x, mode) for x in held]
+        each = zip(self._map.values(), words_of(self.checkpoint, len(self._map)))
+        modes: dict[torch.device, list[str]] = {}
+        for device, mode in each:
+            modes[device] = [*dict.fromkeys([*modes.get(device, ()), mode])]
+        parts = [
+            DescribedPart(None, layers.get(x, ()), held[x], x, ", ".join(modes.get(x, ())))
+            for x in held
+        ]
         return Description.of(parts, self.chunks, figures=self._lasting.figures)
 
     def extra_repr(self) -> str:
@@ -297,7 +306,6 @@ class MappedGPipe(Wrapper):
         recorded = self.training and torch.is_grad_enabled()
         mini_batch = MiniBatch(self, Arguments(args, kwargs), recorded)
         m, batches, devices = mini_batch.m, mini_batch.batches, [*self._map.values()]
-        (checkpointed,), (mode,) = mini_batch.checkpointed, mini_batch.modes
         if recorded:
             verify_trainer()
         if all(x.device.type == "cpu" for batch in batches for x in batch):
@@ -309,12 +317,10 @@ class MappedGPipe(Wrapper):
         # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
         late = output_device is not None and not has_streams(output_device)
         step = MappedStep(
-            *(self._lasting, self._attributes, devices, self.module, m, checkpointed),
+            *(self._lasting, self._attributes, devices, self.module, m),
+            dict(zip(self._map, mini_batch.modes)),
             None if late else output_device,
-            mode,
         )
-        # Mode "except_last" keeps all of a micro-batch, and policies serve one second run.
-        step.omits = mode == "always"
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
         mini_batch.compute(partial(holding, step.numbers.locks, run))

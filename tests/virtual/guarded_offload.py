@@ -1,4 +1,4 @@
-"""Guards of what leaves for the host: for each a mutant without it, and tests that must fail then."""
+"""Guards of what leaves for the host: for each a mutant, and tests that must fail with it."""
 
 from tests.support.offload import LAYERS
 from tests.virtual import test_offload
@@ -35,6 +35,11 @@ TESTS = {
         "test_results_on_another_stream_stay",
         {},
     ),
+    "norms of one run": (
+        "behaviour.test_policies",
+        "test_norms_that_are_deferred",
+        {"kind": "products", "wrapper": "GPipe"},
+    ),
     "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
 } | {f"offloaded, {kind}": (*_LAYERS, {"kind": kind, "use": test_offload.once}) for kind in LAYERS}
 
@@ -58,5 +63,6 @@ MUTANTS = {
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
     "results on another stream": ((" and bool(own)", ""), "offloaded, results"),
+    "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

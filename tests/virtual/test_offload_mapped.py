@@ -1,12 +1,16 @@
 """Cells of a device map whose saved tensors are in the memory of the host."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests.support.helpers import assert_no_races
 from tests.support.offload import Attention
 from torchgpipe import MappedGPipe, Offload
+from torchgpipe.partition.keeping import offload_of
 from torchgpipe.testing import observe
 
 M = 6
@@ -43,6 +47,37 @@ def trained(model, devices, *, jitter=None):
             model(x).pow(2).mean().backward()
     assert_no_races(seen)
     return [x.grad.cpu() for x in model.parameters()], seen
+
+
+POLICY = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+LISTS = [
+    ["never", "offload", Offload(share=0.5), POLICY],
+    ["offload", "always", Offload(share=0.5), "offload"],
+    [POLICY, "except_last", "offload", "never"],
+    ["always", "never", "always", Offload(ahead=2)],
+]
+
+
+@pytest.mark.parametrize("modes", LISTS, ids=["one", "two", "three", "four"])
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 0)])
+def test_a_mode_for_each_entry(devices, places, modes):
+    expected, _ = trained(mapped(devices, "never", places), devices)
+    model = mapped(devices, modes, places)
+    found, seen = trained(model, devices, jitter=0)
+    assert all(map(torch.equal, found, expected))
+    leaving = {places[k] for k, mode in enumerate(modes) if offload_of(mode) and mode != POLICY}
+    assert {link[0] for link in seen.transfers if link[1] == "cpu"} == leaving
+
+
+def test_an_entry_that_is_computed_again(devices):
+    """Modules of one entry run twice, and the others do not."""
+    calls = []
+    model = mapped(devices, ["always", "never", Offload(), "except_last"], (0, 0, 1, 1))
+    for block in model.module.blocks:
+        block.register_forward_hook(lambda block, *_: calls.append(block))
+    trained(model, devices)
+    counts = [calls.count(block) for block in model.module.blocks]
+    assert counts == [4 * M, 2 * M, 2 * M, 4 * M - 2]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -190,6 +190,7 @@ NAMES: dict[str, Name] = {
     "checkpoint_of": Name("torch.utils.checkpoint:_checkpoint_without_reentrant_generator", _DRAWS),
     # Selective checkpoints. Without it, what a policy sends to the CPU is computed again.
     "KeepingMode": Name("torch.utils.checkpoint:_CachingTorchDispatchMode", _SELECTIVE, ()),
+    "GivingMode": Name("torch.utils.checkpoint:_CachedTorchDispatchMode", _SELECTIVE, ()),
     "KeptResult": Name("torch.utils.checkpoint:_VersionWrapper", _SELECTIVE, ()),
     # Structures.
     "containers": Name("torch.utils._pytree:SUPPORTED_NODES", _TREES),

@@ -59,7 +59,7 @@ class MappedBody(Body):
         attributes: likewise.
     """
 
-    __slots__ = ("_inner", "attributes", "changes_input", "shared")
+    __slots__ = ("_inner", "attributes", "changes_input", "checkpointed", "omits", "shared")
 
     def __init__(
         self,
@@ -75,6 +75,11 @@ class MappedBody(Body):
         self.attributes = attributes
         # The model may use what the module changes, so the first run changes that and no clone.
         self.changes_input, self.in_place = self.in_place, False
+        #: How many micro-batches, from the first, are computed under checkpointing.
+        self.checkpointed = 0
+        #: Whether outputs may be computed when somebody looks at them. Mode "except_last" keeps all
+        #: of a micro-batch, and policies serve one second run.
+        self.omits = False
         #: Whether another visit of the device calls the module, too.
         self.shared = False
 

@@ -62,8 +62,8 @@ class Cell:
         self.lane = stage.lanes[i % len(stage.lanes)]
         #: The checkpoints of the modules that were called here.
         self.checkpoints: list[Checkpoint] = []
-        #: What these have saved, if it leaves for the host.
-        self._offloaded: Offloaded | None = None
+        #: What modules have saved, if it leaves for the host, each mode with its own.
+        self._offloaded: dict[Offloading, Offloaded] = {}
         #: What was computed in this visit, if it is not the first one.
         self._made: dict[int, weakref.ref[Tensor]] = {}
         #: What has come, and what has left.
@@ -191,20 +191,21 @@ class Cell:
 
     def offloaded(self, offloading: Offloading) -> Offloaded:
         """The tensors that modules of this cell save, which leave for the host."""
-        if self._offloaded is None:
-            self._offloaded = offloading.cell(self.stage.compute, self.i)
-        return self._offloaded
+        if offloading not in self._offloaded:
+            self._offloaded[offloading] = offloading.cell(self.stage.compute, self.i)
+        return self._offloaded[offloading]
 
     def leave(self) -> None:
         """Let what was saved leave for the host, once the last module of the cell has run."""
-        offloaded, self._offloaded = self._offloaded, None
-        if offloaded is not None:
+        if self._offloaded:
+            found, self._offloaded = self._offloaded, {}
             with use_stream(self.stage.compute):
-                offloaded.leave()
+                for offloaded in found.values():
+                    offloaded.leave()
 
     def close(self) -> None:
         """Let go of all tensors."""
-        self._offloaded = None
+        self._offloaded = {}
         self._come, self._left = Copies(), Copies()
         self.checkpoints.clear()
 

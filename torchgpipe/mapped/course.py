@@ -93,6 +93,7 @@ class Course:
         self.glue: TorchFunctionMode | None = None
         #: The code behind the latest mapped module, if it may be the last one.
         self.tail: Tail | None = None
+        self._omits = False
         self._latest = ""
 
     def note(self, error: BaseException) -> None:
@@ -219,8 +220,8 @@ class Course:
             undrawn = self._numbers.undrawn(mapped.name, mapped.device)
         with use_stream(stage.compute), casts, undrawn, labels.within(label):
             given = body.attributes.begin() if body.attributes else None
-            again = self.i < step.checkpointed
-            offloaded = cell.offloaded(stage.offloading) if stage.offloading else None
+            again = self.i < body.checkpointed
+            offloaded = cell.offloaded(body.offloading) if body.offloading else None
             run: Callable[..., Any] = (
                 partial(body.run_twice, given=given) if again else body.run_alone
             )
@@ -241,7 +242,7 @@ class Course:
                 goes_on = self._may_be_last(mapped.name)
                 found = checkpoint.forward(body.kept(batch), batch, goes_on=goes_on)
                 if goes_on:
-                    self.tail = Tail(checkpoint, found)
+                    self.tail, self._omits = Tail(checkpoint, found), body.omits
                 output = found.value
             else:
                 if offloaded is not None:
@@ -333,7 +334,7 @@ class Course:
         tail, step = self.tail, self.step
         if tail is None:
             return set()
-        tensors = omissible(output, batch, tail) if step.omits else []
+        tensors = omissible(output, batch, tail) if self._omits else []
         maker = tail.end([number for x in tensors if (number := tail.number(x)) is not None])
         if maker is None:
             return set()

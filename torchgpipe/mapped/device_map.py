@@ -36,15 +36,18 @@ class Mapped:
 
     Args:
         name: its name in the model.
+        key: the name in the map that it belongs to.
         module: the module.
         device: the device.
         place: its name and its device, as messages say them. Each call needs it.
     """
 
-    __slots__ = ("_module", "device", "lent", "name", "place", "turns")
+    __slots__ = ("_module", "device", "key", "lent", "name", "place", "turns")
 
-    def __init__(self, name: str, module: nn.Module, device: torch.device, place: str) -> None:
-        self.name, self.device, self.place = name, device, place
+    def __init__(
+        self, name: str, key: str, module: nn.Module, device: torch.device, place: str
+    ) -> None:
+        self.name, self.key, self.device, self.place = name, key, device, place
         self._module = weakref.ref(module)
         #: The places in it of tensors that modules on several devices have, if there are any.
         self.lent: list[Place] | None = None
@@ -170,7 +173,7 @@ def mapped_modules(model: nn.Module, device_map: Mapping[str, torch.device]) -> 
         named = model.get_submodule(key)
         for name, module in _computed_as_a_whole(key, named, device_map, several):
             place = f"{name or 'the model'} on {device}"
-            found.setdefault(module, []).append(Mapped(name, module, device, place))
+            found.setdefault(module, []).append(Mapped(name, key, module, device, place))
     every = [
         (module, x)
         for module, own in found.items()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,7 +41,14 @@ from torchgpipe.mapped.changes import Changes
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.mapped.functions import watch
 from torchgpipe.mapped.on_demand import Omitted
-from torchgpipe.partition.keeping import Keeping, offload_of, policy_of
+from torchgpipe.partition.keeping import (
+    Keeping,
+    Offload,
+    checkpointed,
+    offload_of,
+    policy_of,
+    recomputed_by,
+)
 from torchgpipe.partition.lent import Lent, Place
 from torchgpipe.recompute.buffers import Learned
 from torchgpipe.recompute.layers import LayersState
@@ -63,7 +70,7 @@ class Stage:
     compute: AbstractStream
     lanes: tuple[AbstractStream, ...]
     #: How what cells save leaves for the host, if it does.
-    offloading: Offloading | None = None
+    offloadings: dict[Offload, Offloading] = field(default_factory=dict)
 
     def lead_of(self, target: Stage) -> range:
         """The lead in backward of a stage that this one sends to, for the fence.
@@ -105,9 +112,8 @@ class MappedStep:
         devices: the devices of the map.
         model: the model.
         m: the number of micro-batches.
-        checkpointed: how many micro-batches, from the first, are computed under checkpointing.
+        modes: what is kept of modules, by their names in the map; of those without, all is.
         output_device: where outputs go to; None if they stay where they are.
-        mode: the mode that says what cells keep besides.
     """
 
     def __init__(
@@ -117,12 +123,10 @@ class MappedStep:
         devices: Sequence[torch.device],
         model: nn.Module,
         m: int,
-        checkpointed: int,
+        modes: Mapping[str, Keeping],
         output_device: torch.device | None = None,
-        mode: Keeping = "never",
     ) -> None:
-        self._mode = mode
-        self._lasting, self._known, self.checkpointed = lasting, known, checkpointed
+        self._lasting, self._known, self._modes = lasting, known, modes
         lasting.pools[0].begin_step()
         #: Takes the times of cells, while somebody traces the model.
         self.recording = lasting.recording
@@ -132,8 +136,7 @@ class MappedStep:
         #: The devices of the map, each once.
         self.devices = [*dict.fromkeys(devices)]
         self.numbers = StepNumbers(self.devices, m)
-        #: Whether outputs are computed when somebody looks at them, and those that are not there.
-        self.omits = False
+        #: The outputs that are computed when somebody looks at them.
         self.omitted = Omitted()
         #: The fence, if forks and joins are needed.
         self.fence: Fence | None = None
@@ -141,7 +144,7 @@ class MappedStep:
             self.fence = Fence(defaultdict(dict))
         #: Whether the code between mapped modules is watched.
         self.needs_glue = len(self.devices) > 1 and any(map(has_streams, self.devices))
-        self.needs_glue |= checkpointed > 0
+        self.needs_glue |= any(checkpointed(recomputed_by(x), m) for x in {*modes.values()})
         self._stages: dict[tuple[torch.device, int], Stage] = {}
         #: What code between mapped modules has changed of the model's state.
         self.changes = Changes(model)
@@ -183,8 +186,7 @@ class MappedStep:
         streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
-        offloading = offloading_of(offload_of(self._mode), pools[0], device, number, self.m)
-        found = Stage(number, device, visit, compute, tuple(streams.values), offloading)
+        found = Stage(number, device, visit, compute, tuple(streams.values))
         self._stages[device, visit] = found
         # Between steps the caller changes gradients, whose memory belongs to these streams.
         caller = self._outside.get(device, streams.compute)
@@ -217,7 +219,9 @@ class MappedStep:
         body = bodies.get(stage)
         if body is None:
             state = attributes = None
-            if self.checkpointed:
+            mode = self._modes.get(mapped.key, "never")
+            count = checkpointed(recomputed_by(mode), self.m)
+            if count:
                 state = LayersState(module, self._lasting.learned)
                 attributes = self._known.get(module) or Attributes(module)
                 self._known[module] = attributes
@@ -226,7 +230,9 @@ class MappedStep:
             if mapped.lent is not None:
                 inner = partial(self._lent(stage, mapped.lent).call, inner)
             body = MappedBody(mapped.name, module, inner, self._lasting.lock, state, attributes)
-            body.policy = policy_of(self._mode)
+            body.checkpointed, body.omits = count, mode == "always"
+            body.policy = policy_of(mode)
+            body.offloading = self._offloading(stage, offload_of(mode))
             bodies[stage] = body
         body.shared = len(bodies) > 1
         if body.shared:
@@ -237,6 +243,18 @@ class MappedStep:
                 wait_stream(stage.compute, last.compute)
         self._last[module] = stage
         return body
+
+    def _offloading(self, stage: Stage, offload: Offload | None) -> Offloading | None:
+        """The offloading of a stage, which modules of one mode have in common."""
+        if offload is None:
+            return None
+        found = stage.offloadings.get(offload)
+        if found is None:
+            pool, device = self._lasting.pools[0], stage.device
+            found = offloading_of(offload, pool, device, stage.number, self.m)
+            if found is not None:
+                stage.offloadings[offload] = found
+        return found
 
     def _lent(self, stage: Stage, places: Sequence[Place]) -> Lent:
         """The copies of weights that modules on several devices have, for one of them."""
@@ -283,9 +301,6 @@ class MappedStep:
 
     def end(self) -> None:
         """Take note that all micro-batches were computed."""
-        for stage in self._stages.values():
-            if stage.offloading is not None:
-                stage.offloading.end()
         if torch.is_grad_enabled():
             self._lasting.functions = self._functions
         for bodies in self._bodies.values():

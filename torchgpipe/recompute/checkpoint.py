@@ -64,7 +64,7 @@ from torchgpipe.recompute.input import StoredInput
 from torchgpipe.recompute.keep import Values
 from torchgpipe.recompute.kept import Kept
 from torchgpipe.recompute.phase import checkpointing, recomputing
-from torchgpipe.recompute.slots import Slot, modified
+from torchgpipe.recompute.slots import Slot, explain, modified
 from torchgpipe.recompute.verification import Compared, dropped, filling_memory, is_verifying
 from torchgpipe.values.microbatch import Batch
 
@@ -139,6 +139,9 @@ class Checkpoint:
         try:
             with checkpointing(self.values), saved_tensors_hooks(self._drop, self.unpack):
                 output = function((batch if given is None else given).copy())
+        except RuntimeError as error:
+            explain(error)
+            raise
         finally:
             current.then = outer
         stored.verify()

@@ -55,7 +55,7 @@ from torchgpipe.devices.streams import (
     wait_for,
 )
 from torchgpipe.partition.keeping import Offload
-from torchgpipe.recompute.slots import modified
+from torchgpipe.recompute.slots import explain, modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
 
 __all__: list[str] = []
@@ -181,8 +181,12 @@ class Offloaded:
         if current_hooks() is not None:
             # The caller's hooks say where the tensors are.
             return run(value)
-        with saved_tensors_hooks(self.pack, self._unpack):
-            return run(value)
+        try:
+            with saved_tensors_hooks(self.pack, self._unpack):
+                return run(value)
+        except RuntimeError as error:
+            explain(error)
+            raise
 
     @uncompiled
     def pack(self, tensor: Tensor) -> View:

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from torchgpipe import _torch
 from torchgpipe.devices.streams import current_stream, get_device
@@ -28,6 +27,7 @@ from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.recompute.storage import View
+from torchgpipe.values import trees
 
 __all__: list[str] = []
 
@@ -70,6 +70,21 @@ def of_this_run(contexts: Contexts) -> AbstractContextManager[Any]:
     return second if is_recomputing() else first
 
 
+class uncounted:
+    """Compute within a ``with`` block what one of the two runs alone does, and no policy counts."""
+
+    def __enter__(self) -> None:
+        self._mode = None
+        count = _torch.count_dispatch_modes()
+        modes = _torch.KeepingMode, _torch.GivingMode
+        if count and isinstance(_torch.dispatch_mode_at(count - 1), modes):
+            self._mode = _torch.pop_dispatch_mode(None)
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            _torch.push_dispatch_mode(self._mode)
+
+
 class Results:
     """The results of operators that PyTorch's mode keeps for the second run of a cell.
 
@@ -102,7 +117,7 @@ class Results:
         for operator, leave in self._leave.items():
             found = self._kept.get(operator, ())
             entries = [
-                [x for x in tree_leaves(result) if isinstance(x, _torch.KeptResult)]
+                [x for x in trees.leaves_of(result) if isinstance(x, _torch.KeptResult)]
                 for result in (found.values() if isinstance(found, dict) else found)
             ]
             # Of results that are not kept there is no entry, or an empty one.

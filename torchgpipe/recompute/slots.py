@@ -109,3 +109,17 @@ def modified(tensor: Tensor, expected: int, layer: str | None) -> RuntimeError:
         f"version: {tensor._version}, expected version: {expected}); use the layer "
         "that changes it out of place"
     )
+
+
+def explain(error: RuntimeError) -> None:
+    """Say it in our words if layers have raised since they cannot run with hooks.
+
+    Raises:
+        RuntimeError: they have.
+    """
+    if "support saved tensor hooks" in str(error):
+        raise RuntimeError(
+            "a partition whose layers call torch.func.grad, vjp, jacrev or hessian must keep what "
+            "these save, since they take no hooks for saved tensors "
+            f"(PyTorch: {error}); use checkpoint='never' for the partition"
+        ) from error

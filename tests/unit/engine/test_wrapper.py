@@ -24,8 +24,10 @@ def wrap(checkpoint="except_last"):
     return GPipe(linears(1, 1, 1, 1), [1] * 3, devices=["cpu"] * 3, chunks=2, checkpoint=checkpoint)
 
 
-def mapped(checkpoint="except_last"):
-    return MappedGPipe(linears(1, 1), {"": "cpu"}, chunks=2, checkpoint=checkpoint)
+def mapped(checkpoint="except_last", device_map=None, **more):
+    layers = linears(1, 1, 1)
+    where = device_map or {"0": "cpu", "1": "cpu"}
+    return MappedGPipe(layers, where, chunks=2, checkpoint=checkpoint, **more)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, UserList])
@@ -60,7 +62,8 @@ def test_wrong_length(modes):
     model = wrap(MIXED)
     for change in (lambda: wrap(modes), lambda: setattr(model, "checkpoint", modes)):
         with pytest.raises(
-            ValueError, match=r"one for each partition \(checkpoint: \[.*partitions: 3\).*one word"
+            ValueError,
+            match=r"one for each partition.* \(checkpoint: \[.*partitions: 3\).*one word",
         ):
             change()
     assert model.checkpoint == MIXED
@@ -83,13 +86,20 @@ def test_no_partition():
     assert model.checkpoint == []
 
 
-def test_device_map_has_one_mode():
-    with pytest.raises(ValueError, match=r"one checkpoint mode for all.*\['never'\].*GPipe"):
-        mapped(["never"])
-    model = mapped()
-    with pytest.raises(ValueError, match=r"one checkpoint mode for all"):
+def test_a_device_map_has_a_mode_for_each_entry():
+    model = mapped(["never", "always"])
+    assert model.checkpoint == ["never", "always"]
+    model.checkpoint = ("offload", "never")
+    with pytest.raises(ValueError, match=r"each entry of a device map .*partitions: 2"):
         model.checkpoint = ("never",)
-    assert model.checkpoint == "except_last"
+    assert model.checkpoint == ["offload", "never"]
+    assert [row.checkpoint for row in model.describe().rows] == ["offload, never"]
+
+
+def test_a_map_that_is_measured_has_one_mode_until_it_is_there():
+    sample = torch.rand(2, 2)
+    with pytest.raises(ValueError, match=r"one checkpoint mode for all.*\['never'\].*device_map"):
+        mapped(["never"], "auto", sample=sample, devices=["cpu"])
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

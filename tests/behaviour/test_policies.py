@@ -1,0 +1,97 @@
+"""Policies of PyTorch's, and layers that differ in their two runs, or refuse hooks."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from tests.support.helpers import Apply, wrap
+from torchgpipe import MappedGPipe, ScheduledLoss, keep
+
+aten = torch.ops.aten
+
+
+def policy(*operators):
+    """A policy that keeps the results of some operators; of all if none is named."""
+
+    def choose(context, operator, *args, **kwargs):
+        kept = not operators or operator in operators
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, choose)
+
+
+POLICIES = {"all": policy(), "products": policy(aten.addmm.default, aten.mul.Tensor)}
+
+
+def of_gpipe(layers, mode, **options):
+    return wrap(layers, ["cpu"] * 2, mode, 4, **options)
+
+
+def of_schedule(layers, mode, **options):
+    return ScheduledLoss(of_gpipe(layers, mode, **options), squares)
+
+
+def of_map(layers, mode, **options):
+    where = dict.fromkeys(layers._modules, "cpu")
+    return MappedGPipe(layers, where, chunks=4, checkpoint=mode, **options)
+
+
+def squares(y):
+    return y.pow(2).mean()
+
+
+WRAPPERS = {"GPipe": of_gpipe, "ScheduledLoss": of_schedule, "MappedGPipe": of_map}
+
+
+def trained(wrapper, layers, mode, **options):
+    """Gradients and buffers after two steps."""
+    model = WRAPPERS[wrapper](copy.deepcopy(layers), mode, **options)
+    for k in range(2):
+        model.zero_grad()
+        torch.manual_seed(k)
+        y = model(torch.rand(16, 4))
+        (y if isinstance(model, ScheduledLoss) else squares(y)).backward()
+    return [*[x.grad for x in model.parameters()], *model.buffers()]
+
+
+def products():
+    """A layer whose products have numbers that those of a norm would change."""
+    return Apply(lambda x: (x * x).sin() * x)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_norms_that_are_deferred(wrapper, kind):
+    """These compute moments in the first run alone."""
+    norms = [nn.Linear(4, 4), nn.BatchNorm1d(4), products()]
+    layers = nn.Sequential(*norms, *copy.deepcopy(norms))
+    expected = trained(wrapper, layers, "never", deferred_batch_norm=True)
+    try:
+        found = trained(wrapper, layers, POLICIES[kind], deferred_batch_norm=True)
+    except RuntimeError as error:
+        pytest.fail(str(error))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_values_that_layers_keep(wrapper, kind):
+    keeping = [nn.Linear(4, 4), Apply(lambda x: keep(x.sin()) * x), products()]
+    layers = nn.Sequential(*keeping, *copy.deepcopy(keeping))
+    expected = trained(wrapper, layers, "never")
+    found = trained(wrapper, layers, POLICIES[kind])
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("mode", ["always", POLICIES["all"]], ids=["always", "policy"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_layers_that_take_no_hooks(wrapper, mode):
+    layer = Apply(torch.func.grad(lambda x: (x.sin() * x).sum()))
+    layers = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4), nn.Tanh())
+    trained(wrapper, layers, "never")
+    with pytest.raises(RuntimeError, match=r"take no hooks .*use checkpoint='never'"):
+        trained(wrapper, layers, mode)
