@@ -22,7 +22,7 @@ from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import CPU, Device
 from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.rounds import pooled, repeat, spread, undisturbed, verify_timed
+from torchgpipe.planner.rounds import pooled, rounds, spread, undisturbed, verify_timed
 
 __all__: list[str] = []
 
@@ -74,26 +74,27 @@ def timed(
         for name, block in blocks.items()
     }
     #: For each round, how long each block took; a block may be called several times.
-    rounds: list[dict[str, float]] = []
+    taken: list[dict[str, float]] = []
 
     def before(name: str, *_: Any) -> None:
         watches[name].start()
 
     def behind(name: str, *_: Any) -> None:
-        rounds[-1][name] = rounds[-1].get(name, 0.0) + watches[name].stop()
+        taken[-1][name] = taken[-1].get(name, 0.0) + watches[name].stop()
 
     def once() -> None:
-        rounds.append({})
+        taken.append({})
         with hooked(blocks, before, behind):
             model(*args, **kwargs)
 
     with unchanged(model), torch.no_grad():
         once()
-        rounds.clear()
-        repeat(once, timeout)
+        taken.clear()
+        for _ in rounds(timeout):
+            once()
     # A model may call its blocks in one round and not in another, but the order stays.
-    names = [*dict.fromkeys(name for found in rounds for name in found)]
-    samples = [[found.get(name, 0.0) for found in rounds] for name in names]
+    names = [*dict.fromkeys(name for found in taken for name in found)]
+    samples = [[found.get(name, 0.0) for found in taken] for name in names]
     kinds = [kind_of(blocks[name]) for name in names]
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 from torchgpipe.planner.record import Record
@@ -32,9 +33,7 @@ def through(first: tuple[int, float], second: tuple[int, float] | None = None) -
         second: likewise; without it, the number is taken to be proportional to the rows.
     """
     rows, value = first
-    if second is None:
-        return Line(0.0, value / rows)
-    others, other = second
+    others, other = second or (0, 0.0)
     slope = max(0.0, (value - other) / (rows - others))
     constant = value - slope * rows
     # Noise may make few rows seem to be slower than they are.
@@ -52,62 +51,46 @@ class Sizes:
     """
 
     def __init__(self, records: Mapping[int, Record]) -> None:
-        self._records = dict(sorted(records.items()))
-        self._found: dict[float, Record] = {}
+        self._found: dict[float, Record] = {**records}
+        self._rows = sorted(records)
 
     @property
     def has_skips(self) -> bool:
         """Whether a value goes to another layer than the next one."""
-        values = next(iter(self._records.values())).values
+        values = self._found[self._rows[0]].values
         return any(hop.is_skip for x in values for hop in x.hops)
 
     def at(self, rows: float) -> Record:
         """The record of a micro-batch of some rows. Beyond all sizes, the last line goes on."""
         if rows not in self._found:
-            self._found[rows] = self._records.get(int(rows)) or self._between(rows)
+            k = min(bisect_left(self._rows, rows, 1), len(self._rows) - 1)
+            y = self._rows[k]
+            # With one size, all is in proportion to it.
+            x = self._rows[k - 1] if k else 0
+            before = self._found[x] if k else None
+            self._found[rows] = _mixed(before, self._found[y], (rows - x) / (y - x))
         return self._found[rows]
 
-    def _between(self, rows: float) -> Record:
-        sizes = [*self._records]
-        right = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
-        b = self._records[sizes[right]]
-        if not right:
-            # In proportion to the only size.
-            return _mixed(b, b, rows / sizes[0], is_line=False)
-        x, y = sizes[right - 1], sizes[right]
-        return _mixed(self._records[x], b, (rows - x) / (y - x))
 
-
-def _mixed(a: Record, b: Record, share: float, *, is_line: bool = True) -> Record:
+def _mixed(a: Record | None, b: Record, share: float) -> Record:
     """The record on the line through two others, or from nothing to the second one."""
 
-    def mix(x: float, y: float) -> float:
-        return max(0.0, x + share * (y - x)) if is_line else share * y
+    def mix(x: Any, y: Any) -> Any:
+        """Mix numbers, also within tuples and tables, and leave what is none."""
+        if isinstance(y, dict):
+            return {k: mix(None if x is None else x.get(k, z), z) for k, z in y.items()}
+        if isinstance(y, tuple):
+            return type(y)(*[mix(None if x is None else x[k], z) for k, z in enumerate(y)])
+        if y is None or isinstance(y, bool):
+            return y
+        return max(0.0, share * y if x is None else x + share * (y - x))
 
-    sections = [
-        replace(y, **{key: _each(mix, getattr(x, key), getattr(y, key)) for key in _SIZES})
-        for x, y in zip(a.sections, b.sections)
-    ]
-    values = [
-        replace(
-            y,
-            size=mix(x.size, y.size),
-            users={k: mix(x.users.get(k, size), size) for k, size in y.users.items()},
-            gradient=mix(x.gradient, y.gradient),
-            holds={k: mix(x.holds.get(k, size), size) for k, size in y.holds.items()},
-            output=mix(x.output, y.output),
-        )
-        for x, y in zip(a.values, b.values)
-    ]
-    return Record(sections, values)
+    def mixed(x: Any, y: Any, keys: str) -> Any:
+        pairs = {key: (x and getattr(x, key), getattr(y, key)) for key in keys.split()}
+        return replace(y, **{key: mix(*pair) for key, pair in pairs.items()})
 
-
-def _each(mix: Callable[[float, float], float], x: Any, y: Any) -> Any:
-    """Mix numbers, also those within tuples of both, and leave what is none."""
-    if isinstance(x, tuple):
-        return type(x)(*[_each(mix, *pair) for pair in zip(x, y)])
-    return x if x is None or isinstance(x, bool) else mix(x, y)
-
-
-#: What is a number of bytes of a section, or several.
-_SIZES = ("kept", "forward", "again", "free", "held", "halves", "rest")
+    sections, values = (a.sections, a.values) if a else (repeat(None), repeat(None))
+    return Record(
+        [mixed(*x, "kept forward again free held halves rest") for x in zip(sections, b.sections)],
+        [mixed(*x, "size users gradient holds output") for x in zip(values, b.values)],
+    )

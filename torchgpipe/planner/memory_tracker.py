@@ -24,7 +24,7 @@ from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import hooked, kind_of, unchanged
-from torchgpipe.planner.halved import Halved, Root, halved, own_outputs, sizes_of
+from torchgpipe.planner.halved import Halved, Root, halved, sizes_of
 from torchgpipe.planner.record import GIVEN, Peaks, Record, Section, Value
 from torchgpipe.planner.sandbox import Sandbox
 from torchgpipe.planner.storages import watching
@@ -168,7 +168,7 @@ class MemoryTracker:
         with watching(self._note):
             with saved_tensors_hooks(self._save, lambda x: x):
                 output = sandbox.forward(batch)
-            shared, roots = self._hand_on(k, sandbox, output), own_outputs(sandbox, output)
+            shared, roots = self._hand_on(k, sandbox, output), sandbox.roots(output)
             self._settle(shared)
             root = Root.apply(*roots) if roots else None
             del output, batch, roots

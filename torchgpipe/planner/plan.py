@@ -27,8 +27,7 @@ from torchgpipe.planner.given import (
     state_of,
     with_loss,
 )
-from torchgpipe.planner.layers import measured
-from torchgpipe.planner.links import measured_links
+from torchgpipe.planner.layers import measured, measured_links
 from torchgpipe.planner.room import Room
 from torchgpipe.planner.rounds import verify_timed
 from torchgpipe.planner.search import Problem, Trial, search
