@@ -24,7 +24,7 @@ from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.keeping import words_of
-from torchgpipe.planner.room import Room
+from torchgpipe.planner.plan import excess_of
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
@@ -234,11 +234,12 @@ def _excess(
     order: Sequence[Step],
 ) -> float | None:
     """The bytes that a device has too little for a setting, if the plan of the model knows."""
-    room: Room | None = None if isinstance(model, MappedGPipe) else stages_of(model).room
+    room = None if isinstance(model, MappedGPipe) else stages_of(model).room
     if room is None or isinstance(model, MappedGPipe):
         return None
     has_loss = setting.schedule is not None
-    return room.excess(schedule, order, setting.balance, model.devices, rows, has_loss=has_loss)
+    options: Any = {"rows": rows, "has_loss": has_loss}
+    return excess_of(room, schedule, order, setting.balance, model.devices, **options)
 
 
 def _in_use(memory: Mapping[str, int]) -> str:

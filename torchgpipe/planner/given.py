@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import is_number, listed, shown, verify_kind
-from torchgpipe.devices.measures import memory_total, model_of
+from torchgpipe.devices.measures import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values import trees
@@ -42,9 +42,6 @@ MOST = 64
 
 #: As many sizes of micro-batch, each half of the one before, are looked at for their memory.
 LOOKS = 5
-
-#: Devices whose times differ by less than this share are taken to be alike.
-ALIKE = 0.05
 
 
 def places_of(devices: Iterable[Device] | None) -> list[torch.device]:
@@ -99,48 +96,30 @@ def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = Fals
     return found
 
 
-def sizes_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
-    """The micro-batches to measure: a quarter and an eighth of a mini-batch, if there are so many.
-
-    They are by their rows, and have two rows at least, if the input does.
+def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[int, Batch]]:
+    """Micro-batches to measure with, by their rows.
 
     Args:
         input: the input.
         have: its rows.
         rows: the rows of a mini-batch.
-    """
-    # A batch normalisation takes no single row.
-    first = min(have, max(4, -(-rows // 4)))
-    found: dict[int, Batch] = {}
-    for count in (-(-have // first), max(1, have // max(2, first // 2))):
-        size, batch = _first_of(input, have, count)
-        found.setdefault(size, batch)
-    return found
 
-
-def _first_of(input: Any, have: int, count: int) -> tuple[int, Batch]:
-    """The first of some micro-batches, and its rows, which not all of its tensors have."""
-    return divided(have, count)[0], scatter(input, count)[0]
-
-
-def smaller_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
-    """The micro-batches to look at the memory with: a mini-batch, a half, a quarter, and so on.
-
-    They are by their rows.
-
-    Args:
-        input: the input.
-        have: its rows.
-        rows: the rows of a mini-batch.
+    Returns:
+        Those to look at the memory with: a mini-batch, a half, a quarter, and so on; and those to
+        take times with: a quarter and an eighth, or the two smallest. All have two rows at least,
+        if the input does.
     """
     found: dict[int, Batch] = {}
     for k in range(LOOKS):
         count = max(1, have * 2**k // rows)
         # A batch normalisation takes no single row. One size there must be.
         if have >= 2 * count or not found:
-            size, batch = _first_of(input, have, min(have, count))
-            found.setdefault(size, batch)
-    return found
+            count = min(have, count)
+            # The rows of the first micro-batch, which not all of its tensors have.
+            found.setdefault(divided(have, count)[0], scatter(input, count)[0])
+    small = [x for x in found if x <= max(4, -(-rows // 4))]
+    few = small[:2] if len(small) > 1 else [*found][-2:]
+    return found, {x: found[x] for x in few}
 
 
 def limits_of(
@@ -231,25 +210,6 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
             f"(optimizer: {optimizer}); pass 0 for SGD, 1 with momentum, 2 for Adam"
         )
     return float(optimizer)
-
-
-def slowness_of(
-    places: Sequence[torch.device], measure: Callable[[torch.device], float]
-) -> list[float]:
-    """By which factor each device is slower than the first.
-
-    Args:
-        places: the devices.
-        measure: the time of the model on a device. One device of each model is measured.
-    """
-    first: dict[str, torch.device] = {}
-    for place in places:
-        first.setdefault(model_of(place), place)
-    if len(first) == 1:
-        return [1.0] * len(places)
-    times = {model: measure(place) for model, place in first.items()}
-    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
-    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
 
 
 def with_loss(

@@ -11,7 +11,7 @@ from tests.support.helpers import note_of
 from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, NoChunk, arguments
 from torchgpipe.partition.arguments import MISSING
-from torchgpipe.planner import choice
+from torchgpipe.planner import plan as choice
 from torchgpipe.planner.plan import ranked
 
 # Layers that are as small as these may well be fastest in one piece.
