@@ -135,11 +135,6 @@ def sizes_of(
     return costs
 
 
-def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:
-    """The blocks of a model by name."""
-    return Wholes.of(model, no_split).blocks()
-
-
 class Units:
     """The blocks of a model in the order of their calls.
 

@@ -44,22 +44,26 @@ MOST = 64
 LOOKS = 5
 
 
-def places_of(devices: Iterable[Device] | None) -> list[torch.device]:
+def places_of(
+    devices: Iterable[Device] | None, *, are_one_each: bool = True
+) -> list[torch.device]:
     """The devices to plan for: by default all accelerators.
 
     Raises:
         TypeError: the devices are no sequence.
-        ValueError: there are none, or a device comes twice.
+        ValueError: there are none, or an accelerator comes twice, if each may come once.
     """
     given: Any = accelerators() if devices is None else devices
     if not isinstance(given, str) and isinstance(given, Iterable):
         given = [*given]
     # The message about something else proposes one device.
     found = checked_devices(given, len(given) if isinstance(given, list) else 1)
-    if not found or (len({*found}) < len(found) and found[0] != CPU):
+    is_twice = are_one_each and len({*found}) < len(found) and found[0] != CPU
+    if not found or is_twice:
         raise ValueError(
-            "a plan is for one or more devices, each of them once (devices: "
-            f"{[str(x) for x in given]}); pass such as devices=[0, 1, 2, 3], or ['cpu'] * 4"
+            "'auto', and a plan, is for one or more accelerators, or other devices, of a plan each "
+            f"of them once (devices: {[str(x) for x in given]}); pass such as devices=[0, 1, 2, "
+            "3], or ['cpu'] * 4"
         )
     return found
 

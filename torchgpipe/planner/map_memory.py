@@ -145,6 +145,39 @@ def _runs(numbers: Sequence[int]) -> list[range]:
     return found
 
 
+def weights_of(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    own: Collection[str | None] | None = None,
+) -> dict[str | None, Weights]:
+    """The memory of the weights of each block, and under None of what belongs to none.
+
+    A weight that several blocks share counts for the last one of them, the first in backward.
+
+    Args:
+        model: the model.
+        blocks: its blocks by name.
+        own: the names of those on one device; None for all. A weight whose home is another device
+            comes as a copy, whose gradient leaves.
+    """
+    users: dict[Tensor, list[str | None]] = {}
+    for name, module in (*blocks.items(), (None, model)):
+        for x in {*module.parameters(), *module.buffers()}:
+            users.setdefault(x, []).append(name)
+    found: dict[str | None, Weights] = {}
+    for x, names in users.items():
+        # The home is the first of the deepest ones.
+        home = max(names, key=lambda name: 0 if name is None else 1 + name.count("."))
+        here = [name for name in names[:-1] if own is None or name in own]
+        last, changed = here[-1] if here else None, x.nbytes if x.requires_grad else 0
+        before = found.get(last, Weights())
+        if own is None or home in own:
+            found[last] = Weights(before.all + x.nbytes, before.trainable + changed)
+        elif here:
+            found[last] = Weights(before.all + x.nbytes + changed, before.trainable)
+    return found
+
+
 def recorded(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],

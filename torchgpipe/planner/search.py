@@ -34,8 +34,9 @@ from torchgpipe.schedule.search import built_in
 __all__ = ["Problem", "Search", "Setting", "Trial", "search"]
 
 #: How many instructions are timed, in all trials together, before nothing more is improved. A
-#: million take about a second. To count their memory takes three times as long.
-EFFORT = 30_000_000
+#: million take about 0.8 seconds. To count the memory of one takes three times as long, and to find
+#: out what it waits for 45 times.
+EFFORT = 50_000_000
 #: How many times the time of the fastest one a setting may take, with the first balance and nothing
 #: computed again, to be improved.
 HOPE = 1.5
@@ -234,6 +235,7 @@ class Search:
         base = setting.schedule
         program = checkpointed(base.program, modes, base.chunks)
         rehearsal = Rehearsal(program, skips)
+        self.effort += 45 * len(rehearsal.steps)
         order = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
         return replace(base, program=program, skips=tuple(skips)), rehearsal, issued(order)
 

@@ -47,7 +47,7 @@ def test_state_of_an_optimizer(optimizer, expected):
         (limits_of, ({"cpu": True}, [CPU]), ValueError, "memory: {'cpu': True}"),
         (limits_of, ({}, [CPU]), ValueError, "memory: {}, missing: cpu.; add them"),
         (limits_of, ({"disk": 1}, [CPU]), ValueError, "accelerators of this machine.*disk"),
-        (places_of, ([],), ValueError, "one or more devices"),
+        (places_of, ([],), ValueError, "one or more accelerators"),
     ],
 )
 def test_errors(function, args, kind, words):

@@ -103,7 +103,7 @@ def test_without_a_sample():
     [
         ({"sample": [X]}, TypeError, r"a sample is .*sample: list\); pass .* as \(argument,\)"),
         ({"devices": "cpu"}, TypeError, "devices must be a sequence"),
-        ({"devices": []}, ValueError, r"one or more devices.*\['cpu'\] \* 4"),
+        ({"devices": []}, ValueError, r"one or more accelerators.*\['cpu'\] \* 4"),
         ({"chunks": 0}, ValueError, "chunks must be a positive integer"),
         ({"checkpoint": "ever"}, ValueError, "checkpoint must be one of"),
         ({"checkpoint": ["never"]}, ValueError, r"checkpoint: \['never'\], partitions: 2"),
