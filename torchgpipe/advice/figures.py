@@ -8,7 +8,7 @@ that. The device is taken to be busy half of this time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from math import inf
@@ -16,7 +16,6 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
-from torchgpipe.advice.replay import thread_of
 from torchgpipe.advice.waits import Wait
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.timeline.span import Span
@@ -90,16 +89,13 @@ class Figures:
     @property
     def without_strays(self) -> Figures:
         """The figures without the copies that layers make by themselves."""
-        times = dict(self.times)
-        first = 0
+        times, first = dict(self.times), 0
         for j, size in enumerate(self.balance):
             own = self.layers[first : first + size]
             first += size
             if any(layer.copied for layer in own):
                 forward = sum(layer.forward for layer in own)
-                for key in (("F", j), ("R", j)):
-                    if key in times:
-                        times[key] = min(times[key], forward)
+                times |= {x: min(times[x], forward) for x in (("F", j), ("R", j)) if x in times}
         return replace(self, times=times)
 
     @property
@@ -131,11 +127,10 @@ class Figures:
         if tuple(balance) == self.balance:
             return [{j: 1.0} for j in range(len(balance))]
         each = iter(self._each_share())
-        found: list[dict[int, float]] = []
-        for size in balance:
-            found.append({})
+        found: list[dict[int, float]] = [{} for _ in balance]
+        for size, own in zip(balance, found):
             for j, share in islice(each, size):
-                found[-1][j] = found[-1].get(j, 0.0) + share
+                own[j] = own.get(j, 0.0) + share
         return found
 
     def _bytes(self, balance: Sequence[int], j: int) -> float:
@@ -144,6 +139,17 @@ class Figures:
             return 1.0
         before = self.layers[sum(self.balance[: j + 1]) - 1].bytes
         return self.layers[sum(balance[: j + 1]) - 1].bytes / before if before else 1.0
+
+
+def thread_of(
+    by_autograd: bool, w: int | None, kind: str, i: int | None = 0, threads: int = 1
+) -> Hashable:
+    """Name the thread that issues a computation of a worker.
+
+    That is the caller's, or one of those that issue the forward, but for a backward under autograd,
+    which has a thread for each worker.
+    """
+    return w if by_autograd and kind != "F" else ("caller", (i or 0) % threads)
 
 
 def figures_of(
@@ -156,7 +162,7 @@ def figures_of(
     waits: Mapping[int, Wait] = {},
     threads: int = 1,
 ) -> Figures:
-    """Find the figures of a step.
+    """Take the figures of a step.
 
     Args:
         spans: those of the step.

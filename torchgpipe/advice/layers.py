@@ -28,13 +28,7 @@ APART, TIMES = 0.005, 5
 
 
 class Stray(NamedTuple):
-    """A copy that a layer makes.
-
-    Args:
-        layer: the number of the layer.
-        device: the other device.
-        end: when the other device was done with it, in milliseconds.
-    """
+    """A copy that a layer makes, with the other device, and when that was done with it, in ms."""
 
     layer: int
     device: torch.device

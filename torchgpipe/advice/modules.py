@@ -36,20 +36,17 @@ class Modules:
         self.balance = tuple([size for _, size in groups])
         if len({*self.devices}) < len(groups):
             self.balance, self.devices = (), []
-        homes: dict[torch.Tensor, list[int]] = {}
+        homes: dict[torch.Tensor, set[int]] = {}
         for k, mapped in enumerate(modules):
             for x in mapped.module.parameters():
-                homes.setdefault(x, []).append(k)
+                homes.setdefault(x, set()).add(k)
         #: The numbers of modules that share a parameter, so they have one device.
         self._ties = [numbers for numbers in homes.values() if len(numbers) > 1]
 
     def allows(self, balance: Sequence[int]) -> bool:
         """Whether modules that share a parameter are on as few devices as before."""
-        places = self._places(balance)
-        return all(
-            len({places[k] for k in tie}) <= len({self._before[k] for k in tie})
-            for tie in self._ties
-        )
+        before, places = self._before, self._places(balance)
+        return all(len({places[k] for k in x}) <= len({before[k] for k in x}) for x in self._ties)
 
     def map(self, balance: Sequence[int]) -> dict[str, torch.device]:
         """The device map of a balance."""
@@ -61,14 +58,11 @@ class Modules:
         for name, old, new in zip(self._names, self._before, self._places(balance)):
             if old != new:
                 moved.setdefault(new, []).append(name)
-        parts = [f"{_listed(names)} on {device}" for device, names in moved.items()]
+        parts = [
+            f"{', '.join(x) if len(x) <= FEW else f'{x[0]} to {x[-1]}'} on {device}"
+            for device, x in moved.items()
+        ]
         return f"with {', '.join(parts)}, the step"
 
     def _places(self, balance: Sequence[int]) -> list[torch.device]:
         return [x for x, size in zip(self.devices, balance) for _ in range(size)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) <= FEW:
-        return ", ".join(names)
-    return f"{names[0]} to {names[-1]}"
