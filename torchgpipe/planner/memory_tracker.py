@@ -57,17 +57,6 @@ class Piece:
         #: The number of the first operator that finds it gone.
         self.gone: int | None = None
 
-    @property
-    def is_used(self) -> bool:
-        """Whether others than its maker use it."""
-        x = self.value
-        return bool(x.users or x.output or x.savers - {x.made})
-
-    @property
-    def lives(self) -> bool:
-        """Whether somebody holds it."""
-        return not self.reference.expired()
-
 
 class MemoryTracker:
     """The record of one run, or of layers, one after the other."""
@@ -88,9 +77,11 @@ class MemoryTracker:
         self._grads: dict[StorageWeakRef, bool] = {}
         #: The section of each operator of backward; None in forward.
         self._ticks: list[int] | None = None
-        #: The values of layers, and of what they hand on with the layer that it comes from.
+        #: The values of layers, and what the last one hands on: for each part the values of its
+        #: tensors, with the layer that they come from.
         self._values: dict[int, Value] = {}
-        self._handed: dict[StorageWeakRef, tuple[Value, int]] = {}
+        self._handed: dict[Any, list[tuple[Value, int]]] = {}
+        self._last: list[tuple[Value, float, float]] = []
 
     # A whole model.
 
@@ -125,92 +116,84 @@ class MemoryTracker:
             self._calls += 1
             roots = [x for x in outputs if x.requires_grad]
             losses = [x for x in roots if not x.dim()]
-            shared = {*map(self._return, _strided(outputs))}
-            self._settle(shared | {id(x.value) for x in self._pieces.values() if x.is_used})
+            has_loss = bool(losses)
+            used = [x.value for x in self._pieces.values() if _is_used(x.value)]
+            for x in _strided(outputs):
+                piece = self._pieces.get(_memory(x))
+                if piece is not None:
+                    piece.value.give(*_returned(x))
+                    used.append(piece.value)
+            self._settle({*map(id, used)})
             root = Root.apply(*(losses or roots)) if roots else None
-            del outputs, roots
+            del outputs, roots, losses
             self._backward(root, weights, ends)
-        values = [x.value for x in self._pieces.values() if x.is_used]
-        return Record(self.sections, values, size, bool(losses), fills_itself)
-
-    def _return(self, x: Tensor) -> int:
-        """Take note that the caller gets a tensor; the identity of its value."""
-        piece = self._pieces.get(_memory(x))
-        if piece is not None:
-            _returned(piece.value, x)
-        return id(piece and piece.value)
+        values = [x.value for x in self._pieces.values() if _is_used(x.value)]
+        return Record(self.sections, values, size, has_loss, fills_itself)
 
     # Layers.
 
     def layer(self, sandbox: Sandbox) -> None:
         """Run a layer forward and backward, on what those before it have handed on."""
-        k = len(self.sections)
-        self.sections.append(Section("", True, next_number()))
-        layer, before = sandbox.layer, sandbox.batch
+        k, layer = len(self.sections), sandbox.layer
+        section = Section("", True, next_number())
+        self.sections.append(section)
         self._weights = {_memory(x) for _, x in tensors(layer) if x.layout == torch.strided}
         self._kept, self._live, self._ticks, self._grads = {}, [], None, {}
         self._calls, self._pieces = 1, {}
         batch = sandbox.input()
         ends: dict[int, GradientEdge] = {}
         #: The skip of each of these, if it is one.
-        popped: dict[int, Value | None] = {}
-        for key, own in before.parts.items():
+        popped: list[Value | None] = []
+        for key, own in batch.parts.items():
             passes_by = key in sandbox.output.skips
-            for x, y in zip(own, batch.parts[key]):
-                value, source = self._handed.get(_memory(x)) or (Value(GIVEN, _size(x)), GIVEN)
+            handed = self._handed.setdefault(key, [(Value(GIVEN, _size(x)), GIVEN) for x in own])
+            for (value, source), x in zip(handed, own):
                 self._values.setdefault(id(value), value)
-                self._pieces.setdefault(_memory(y), Piece(value, y))
+                self._pieces.setdefault(_memory(x), Piece(value, x))
                 if not passes_by:
                     value.use(k, x, source, is_skip=key is not VALUE)
-                    if y.requires_grad:
-                        ends[id(y)] = get_gradient_edge(y)
-                        popped[id(y)] = value if key is not VALUE else None
+                    if x.requires_grad and id(x) not in ends:
+                        ends[id(x)] = get_gradient_edge(x)
+                        popped.append(value if key is not VALUE else None)
         with watching(self._note):
             with saved_tensors_hooks(self._save, lambda x: x):
                 output = sandbox.forward(batch)
             shared, roots = self._hand_on(k, sandbox, output), sandbox.roots(output)
             self._settle(shared)
             root = Root.apply(*roots) if roots else None
-            del output, batch, roots
-            if ends:
-                del y
+            del output, batch, roots, own, x
             weights = [x for x in layer.parameters() if x.requires_grad]
             sizes = self._backward(root, weights, [*ends.values()])
-        skips = [(value, size) for value, size in zip(popped.values(), sizes) if value is not None]
+        skips = {n: x for n, x in enumerate(popped) if x is not None} if sizes else {}
         if skips:
-            for value, size in skips:
-                value.holds[k] = sum(size.values())
-            held = {place: x for _, size in skips for place, x in size.items()}
+            for n, value in skips.items():
+                value.holds[k] = sum(sizes[n].values())
+            held = {place: x for n in skips for place, x in sizes[n].items()}
             every = {place: x for size in sizes for place, x in size.items()}
-            self.sections[k].rest = sum(every.values()) - sum(held.values())
-        self.sections[k].halves = halved(sandbox) if root is not None else Halved()
+            section.rest = sum(every.values()) - sum(held.values())
+        section.halves = halved(sandbox) if root is not None else Halved()
 
     def _hand_on(self, k: int, sandbox: Sandbox, output: Batch) -> set[int]:
         """Take note of what a layer hands on, and of what it has made of that."""
-        shared, handed = set(), {}
-        self._last: list[tuple[Value, Tensor]] = []
-        for key, own in sandbox.output.parts.items():
-            passes_by = key in sandbox.batch.skips
-            for x, y in zip(own, output.parts[key]):
-                if x.layout != torch.strided:
-                    continue
-                piece = self._pieces.get(_memory(y))
-                value = Value(k, _size(y)) if piece is None else piece.value
+        handed: dict[Any, list[tuple[Value, int]]] = {}
+        self._last = []
+        for key, own in output.parts.items():
+            # What passes by comes from where it came from.
+            before = self._handed[key] if key in sandbox.batch.skips else []
+            handed[key] = []
+            for n, x in enumerate(_strided(own)):
+                piece = self._pieces.get(_memory(x))
+                value = Value(k, _size(x)) if piece is None else piece.value
                 self._values.setdefault(id(value), value)
-                shared.add(id(value))
-                self._last.append((value, x))
-                before = next(
-                    (self._handed.get(_memory(z)) for z in sandbox.batch.parts.get(key, ())), None
-                )
-                source = before[1] if passes_by and before is not None else k
-                handed[_memory(x)] = value, source
+                self._last.append((value, *_returned(x)))
+                handed[key].append((value, before[n][1] if n < len(before) else k))
         self._handed = handed
-        return shared
+        return {id(value) for value, *_ in self._last}
 
     def layers(self) -> Record:
         """The record of all layers, the last of which returns what it hands on."""
-        for value, x in self._last:
-            _returned(value, x)
+        for value, output, gradient in self._last:
+            value.give(output, gradient)
         return Record(self.sections, [*self._values.values()])
 
     # Forward.
@@ -258,7 +241,7 @@ class MemoryTracker:
         """See what is left of the forward for each section's backward, values aside."""
         self._kept.setdefault(len(self.sections) - 1, self._live)
         for k, pieces in self._kept.items():
-            self._kept[k] = alive = [x for x in pieces if x.lives]
+            self._kept[k] = alive = [x for x in pieces if not x.reference.expired()]
             for x in alive:
                 # What others use, too, goes with the section's own backward, if that needs it.
                 x.is_shared = id(x.value) in shared
@@ -372,7 +355,7 @@ class MemoryTracker:
         elif not self._calls:
             self._use(inputs)
         for piece in self._live:
-            if not piece.lives:
+            if piece.reference.expired():
                 piece.gone = tick
         self._live = [x for x in self._live if x.gone is None]
         for x in _strided(output):
@@ -386,10 +369,15 @@ class MemoryTracker:
             section.forward = max(section.forward, sum(x.value.size for x in self._live))
 
 
-def _returned(value: Value, x: Tensor) -> None:
+def _is_used(x: Value) -> bool:
+    """Whether others than its maker use a value."""
+    return bool(x.users or x.output or x.savers - {x.made})
+
+
+def _returned(x: Tensor) -> tuple[float, float]:
+    """The bytes of a tensor that a model returns, and of its gradient."""
     # Losses are joined, too, but take next to nothing.
-    value.output += x.nbytes if x.dim() else 0
-    value.gradient = max(value.gradient, x.requires_grad * x.nbytes)
+    return (x.nbytes if x.dim() else 0), x.requires_grad * x.nbytes
 
 
 def _detached(x: Any) -> Any:
