@@ -109,11 +109,9 @@ class GPipe(Wrapper):
         verify_skippables(module)
         # A plan refuses modes that it does not choose among.
         mode: Any = checkpoint
-        balance, devices, chunks, mode, best = chosen(
-            module, balance, sample, devices, chunks, mode
-        )
-        self._balance = checked_balance(balance, module)
-        self._devices = checked_devices(devices, len(self._balance))
+        own, places, chunks, mode, best = chosen(module, balance, sample, devices, chunks, mode)
+        self._balance = checked_balance(own, module)
+        self._devices = checked_devices(places, len(self._balance))
         verify_sharding(module, self._devices)
         self._set(module, chunks, mode)
         partitions = split_module(module, self._balance)

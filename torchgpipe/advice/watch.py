@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from torchgpipe.advice.advisor import Advisor
-from torchgpipe.advice.figures import Layer, figures_of
-from torchgpipe.advice.layers import Layers
+from torchgpipe.advice.figures import Layer, Wait, figures_of
+from torchgpipe.advice.layers import Layers, Waits
 from torchgpipe.advice.modules import Modules
 from torchgpipe.advice.replays import Setting, Traced
-from torchgpipe.advice.waits import Wait, Waits
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.engine.stages import stages_of
@@ -183,15 +182,15 @@ def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int,
 
 
 def _excess(
-    model: GPipe | MappedGPipe,
+    model: GPipe | MappedGPipe | None,
     rows: int,
     setting: Setting,
     schedule: Schedule,
     order: Sequence[Step],
 ) -> float | None:
     """The bytes that a device has too little for a setting, if the plan of the model knows."""
-    problem = None if isinstance(model, MappedGPipe) else stages_of(model).room
-    if problem is None or isinstance(model, MappedGPipe):
+    problem = stages_of(model).room if isinstance(model, GPipe) else None
+    if problem is None or not isinstance(model, GPipe):
         return None
     has_loss = setting.schedule is not None
     return excess_of(

@@ -6,7 +6,7 @@ own forward runs on a sample, and each of its blocks is measured there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from math import hypot

@@ -44,9 +44,7 @@ MOST = 64
 LOOKS = 5
 
 
-def places_of(
-    devices: Iterable[Device] | None, *, are_one_each: bool = True
-) -> list[torch.device]:
+def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
     """The devices to plan for: by default all accelerators.
 
     Raises:

@@ -51,7 +51,7 @@ class Sizes:
     """
 
     def __init__(self, records: Mapping[int, Record]) -> None:
-        self._found: dict[float, Record] = {**records}
+        self._found: dict[float, Record] = dict(records.items())
         self._rows = sorted(records)
 
     @property

@@ -183,7 +183,7 @@ def _maps(
     def map_of(times: Times) -> dict[str, Device]:
         units = Units(*times)
         units.verify(places)
-        sizes = evenest(units.costs, len(places), units.spreads)
+        sizes: Sequence[int] = evenest(units.costs, len(places), units.spreads)
         peak = None if min(limits) == inf else _peaks(model, times, units, places, arguments, again)
         if peak is not None:
             sizes = _fitted(units, sizes, limits, peak)
@@ -289,10 +289,10 @@ def _too_large(
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
     lacks: Counter[torch.device] = Counter()
-    for place, size in zip(places, over):
-        lacks[place] += round(size)
+    for x, size in zip(places, over):
+        lacks[x] += round(size)
     # Several entries of one device share its memory.
-    room = {place: round(limit * places.count(place)) for place, limit in zip(places, limits)}
+    room = {x: round(limit * places.count(x)) for x, limit in zip(places, limits)}
     lacking = ", ".join(
         f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in lacks.items() if size
     )

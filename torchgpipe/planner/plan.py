@@ -70,12 +70,7 @@ def ranked(
 ) -> list[Trial]:
     """Measure layers, search, and rank what was found: as :func:`torchgpipe.plan` says.
 
-    Args:
-        layers: the model. It is not changed.
-        input: the input of the first layer, as one value.
-
-    Keyword Args:
-        modes: the checkpoint modes, if they are not to be searched.
+    The input is one value, and checkpoint modes may be given that are not to be searched then.
     """
     verify_module(layers)
     verify_skippables(layers)
@@ -199,7 +194,13 @@ def chosen(
                 "balance"
             )
         chunks = 1 if chunks is MISSING else chunks
-        return balance, devices, chunks, "except_last" if checkpoint is MISSING else checkpoint, None
+        return (
+            balance,
+            devices,
+            chunks,
+            "except_last" if checkpoint is MISSING else checkpoint,
+            None,
+        )
     if balance != "auto":
         raise ValueError(
             "balance is a list with the number of layers of each partition, or the word 'auto' "

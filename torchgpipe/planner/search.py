@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -293,8 +293,8 @@ class Search:
                         took = self.problem.links.get(link, Line()).at(size) if size else 0.0
                         copy[way] = max(copy.get(way, 0.0), took)
         slow = [self.problem.slowness[w] for w in placement]
-        each = {k: [s * getattr(x, k) for s, x in zip(slow, times)] for k in Durations._fields}
-        return Costs(**each, copy=copy)
+        each: Any = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
+        return Costs(*each, copy=copy)
 
     # Which balance and modes are best.
 

@@ -42,7 +42,12 @@ class Model(nn.Module):
 
 
 def test_blocks():
-    assert [*Wholes.of(Model(Block(), Block())).blocks()] == ["embed", "blocks.0", "blocks.1", "norm"]
+    assert [*Wholes.of(Model(Block(), Block())).blocks()] == [
+        "embed",
+        "blocks.0",
+        "blocks.1",
+        "norm",
+    ]
     nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Block()))
     assert [*Wholes.of(nested).blocks()] == ["0", "1"]
     assert [*Wholes.of(nested, no_split=["Block"]).blocks()] == ["0", "1.0", "1.1"]
