@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -293,8 +293,8 @@ class Search:
                         took = self.problem.links.get(link, Line()).at(size) if size else 0.0
                         copy[way] = max(copy.get(way, 0.0), took)
         slow = [self.problem.slowness[w] for w in placement]
-        each: Any = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
-        return Costs(*each, copy=copy)
+        each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
+        return Costs(each[0], each[1], each[2], each[3], copy)
 
     # Which balance and modes are best.
 
