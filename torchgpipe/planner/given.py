@@ -67,12 +67,7 @@ def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) ->
 
 
 def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = False) -> list[int]:
-    """The numbers of micro-batches to try.
-
-    Args:
-        chunks: the numbers, if they are given.
-        rows: the rows of a mini-batch.
-        has_norms: whether there are batch normalisations, which see micro-batches.
+    """The numbers of micro-batches to try, given or not, of a mini-batch of some rows.
 
     Raises:
         ValueError: one of them is not positive, or more than the rows.
@@ -99,12 +94,7 @@ def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = Fals
 
 
 def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[int, Batch]]:
-    """Micro-batches to measure with, by their rows.
-
-    Args:
-        input: the input.
-        have: its rows.
-        rows: the rows of a mini-batch.
+    """Micro-batches of an input to measure with, by their rows.
 
     Returns:
         Those to look at the memory with: a mini-batch, a half, a quarter, and so on; and those to
@@ -131,11 +121,6 @@ def limits_of(
     has_skips: bool = False,
 ) -> list[float]:
     """The bytes that a plan may fill each device with: a little less than it may use.
-
-    Args:
-        memory: the bytes that each device may use, or all of them; None for what there is.
-        places: the devices.
-        has_skips: whether there are skips.
 
     Raises:
         ValueError: there are not as many as devices, one is not positive, or a device has none.

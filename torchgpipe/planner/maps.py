@@ -31,7 +31,7 @@ from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.partition.arguments import checkpointed
 from torchgpipe.partition.sample import arguments_of
 from torchgpipe.planner.blocks import Times, Units, refined, timed
-from torchgpipe.planner.cuts import cut, evenest
+from torchgpipe.planner.cuts import cut
 from torchgpipe.planner.given import Memory, limits_of, places_of, state_of
 from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
 from torchgpipe.values.microbatch import scatter
@@ -182,8 +182,7 @@ def _maps(
 
     def map_of(times: Times) -> dict[str, Device]:
         units = Units(*times)
-        units.verify(places)
-        sizes: Sequence[int] = evenest(units.costs, len(places), units.spreads)
+        sizes: Sequence[int] = units.cut(places)
         peak = None if min(limits) == inf else _peaks(model, times, units, places, arguments, again)
         if peak is not None:
             sizes = _fitted(units, sizes, limits, peak)

@@ -40,13 +40,11 @@ def rounds(timeout: float | None) -> Iterator[int]:
 def undisturbed(times: Sequence[float]) -> float:
     """The time that something takes undisturbed: the lower quartile of its times over rounds.
 
-    Noise only adds time: another process takes the core, the cache or the link for a while, and
-    nothing makes work faster than it is. So low times are nearer to the truth than the median,
-    which is disturbed as soon as half of the rounds are. The minimum would be nearer yet for work
-    that is the same each time. But a layer may skip its work at random, as with stochastic depth or
-    experts that get no tokens, and its minimum says that it takes none. The lower quartile stands
-    three disturbed rounds of four, and one of four in which a layer does nothing. Of fewer than
-    :data:`MANY` rounds it is the minimum, since of so few, noise is the greater danger.
+    Noise only adds time, so low times are nearer to the truth than the median. The minimum would be
+    nearer yet for work that is the same each time. But a layer may skip its work at random, as with
+    stochastic depth or experts that get no tokens. The lower quartile stands three disturbed rounds
+    of four, and one of four in which a layer does nothing. Of fewer than :data:`MANY` rounds it is
+    the minimum, since of so few, noise is the greater danger.
     """
     return sorted(times)[_quarter(times)]
 
@@ -67,12 +65,6 @@ def _quarter(times: Sequence[float]) -> int:
 
 def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: str) -> None:
     """Check that anything takes time, before it is balanced by it.
-
-    Args:
-        times: the times of layers or blocks.
-        device: where they were measured.
-        what: the word for them, in the plural.
-        elsewhere: how to have them measured on the CPU.
 
     Raises:
         ValueError: nothing does.
