@@ -34,7 +34,6 @@ def test_memory_of_each_size():
         values = sizes.at(rows).values
         assert [x.size for x in values][1:] == [size] * 2
         assert [x.savers for x in values] == [{0}, set(), {1}]
-    assert not sizes.has_skips
 
 
 def test_sizes_that_are_too_large_are_left_out(monkeypatch):
