@@ -13,8 +13,7 @@ from torch import nn
 from torchgpipe.advice.advisor import Advisor
 from torchgpipe.advice.figures import Layer, Wait, figures_of
 from torchgpipe.advice.layers import Layers, Waits
-from torchgpipe.advice.modules import Modules
-from torchgpipe.advice.replays import Setting, Traced
+from torchgpipe.advice.replays import Modules, Setting, Traced
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.engine.stages import stages_of

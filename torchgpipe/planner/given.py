@@ -33,8 +33,8 @@ UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1)
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
 USABLE = 0.9
-#: The share of a limit that a plan fills, since predictions may be as much too low as the rest: those
-#: of values that wait for a later layer are, by 4 %.
+#: The share of a limit that a plan fills, since predictions may be as much too low as the rest: of
+#: models with skips they are, by 4 %.
 FILLED = 0.95
 
 #: The most micro-batches that are tried by default.

@@ -18,17 +18,44 @@ from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.lines import Line, Sizes, through
 from torchgpipe.planner.memory_tracker import MemoryTracker
+from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.rounds import undisturbed
 from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves
 from torchgpipe.planner.stages import Weights
 from torchgpipe.values.microbatch import VALUE, Batch
 
-__all__ = ["Layer", "measured", "measured_links"]
+__all__ = ["Layer", "Line", "measured", "measured_links"]
 
 #: Bytes that are copied to measure a link, and how often.
 SIZES, TIMES = (4 * 2**20, 2**16), 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """A number that depends on the rows of a micro-batch: ``constant + slope * rows``."""
+
+    constant: float = 0.0
+    slope: float = 0.0
+
+    def at(self, rows: float) -> float:
+        """The number for a micro-batch of some rows."""
+        return max(0.0, self.constant + self.slope * rows)
+
+
+def through(first: tuple[int, float], second: tuple[int, float] | None = None) -> Line:
+    """The line through two points, of which the constant part is not negative.
+
+    Args:
+        first: rows and the number there.
+        second: likewise; without it, the number is taken to be proportional to the rows.
+    """
+    rows, value = first
+    others, other = second or (0, 0.0)
+    slope = max(0.0, (value - other) / (rows - others))
+    constant = value - slope * rows
+    # Noise may make few rows seem to be slower than they are.
+    return Line(constant, slope) if constant > 0 else Line(0.0, value / rows)
 
 
 @dataclass(frozen=True)

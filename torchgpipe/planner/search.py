@@ -19,9 +19,9 @@ import torch
 
 from torchgpipe.partition.arguments import Modes
 from torchgpipe.planner.cuts import cut, others
-from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.lines import Line, Sizes
+from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import Issued, LossMemory, issued, peaks, ways
+from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.stages import Stage, stage_of
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
