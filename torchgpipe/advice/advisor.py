@@ -26,11 +26,7 @@ ENOUGH = 0.7
 
 
 class Advisor:
-    """The advisor of one traced step.
-
-    Args:
-        traced: the step.
-    """
+    """The advisor of one traced step."""
 
     def __init__(self, traced: Traced) -> None:
         self._traced = traced

@@ -79,12 +79,9 @@ class Strays:
             each.append(self._recorder.issued(times.stream.device))
 
     def found(self) -> Sequence[Stray]:
-        """The copies, once the devices are done.
-
-        There are none if several threads have issued the layers: what is between the times of a
-        stream may be another thread's then.
-        """
+        """The copies, once the devices are done."""
         if len(self._threads) > 1:
+            # What is between the times of a stream may be another thread's.
             return []
         found = []
         for layer, some in self._seen.items():
@@ -154,11 +151,7 @@ class Layers:
         return [*self._times]
 
     def found(self, order: Sequence[int] | None = None) -> list[Layer]:
-        """The layers, once the devices are done; none if not all of them were timed.
-
-        Args:
-            order: their numbers in the order to list them in; by default their own.
-        """
+        """The layers in an order, once the devices are done; none if not all were timed."""
         order = range(len(self._found)) if order is None else order
         if not self._bytes.keys() >= {*order}:
             return []
@@ -234,11 +227,7 @@ class Waits:
         return Looking(self._recorder, mark.stream.device, self._seen.setdefault(mark.stage, []))
 
     def found(self, ends: Mapping[int, float]) -> dict[int, Wait]:
-        """The waits by stage, once the devices are done.
-
-        Args:
-            ends: the end of the first forward of each stage, on the recorder's clock.
-        """
+        """The waits by stage, once the devices are done, by the ends of their first forwards."""
         found: dict[int, Wait] = {}
         for j, samples in self._seen.items():
             waited, last = 0.0, None

@@ -58,12 +58,10 @@ class Host(NamedTuple):
     """The host that issues a step.
 
     Args:
-        time: the time that it takes to issue each kind of computation of each stage.
-        by_autograd: whether the threads of autograd issue the backward, one for each worker; each
-            waits until what its work needs was issued.
+        time: the time to issue each kind of computation of each stage.
+        by_autograd: whether threads of autograd issue the backward, one for each worker.
         threads: the number of threads that issue the forward, one micro-batch each.
-        tails: the stages whose code waits for their device, and for how long the device goes on
-            behind that.
+        tails: how long the device goes on behind the last wait in the code of a stage.
     """
 
     time: Mapping[tuple[str, int], float]
@@ -111,11 +109,10 @@ class Setting:
         placement: the worker of each partition.
         chunks: the micro-batches of a step.
         modes: the checkpoint mode of each partition.
-        schedule: the choice of a :class:`~torchgpipe.ScheduledLoss`; None for the order of
-            :class:`~torchgpipe.GPipe`.
+        schedule: None for the order of :class:`~torchgpipe.GPipe`.
         skips: the partitions that each skip leads from and to.
-        threads: the threads of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of
-            one micro-batch behind another; 0 for other wrappers.
+        threads: those of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of one
+            micro-batch behind another; 0 for other wrappers.
     """
 
     balance: tuple[int, ...]
@@ -236,11 +233,7 @@ class Traced:
 
 
 class Replays:
-    """Replays of a traced step in other settings.
-
-    Args:
-        traced: the step.
-    """
+    """Replays of a traced step in other settings."""
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
@@ -254,12 +247,7 @@ class Replays:
         return self.now is not None and -ABOVE <= 1 - self.now / self.traced.makespan <= BELOW
 
     def time(self, setting: Setting, *, copies: bool = True) -> float | None:
-        """The time of a step, in milliseconds; None if there is no schedule for it.
-
-        Args:
-            setting: the setting.
-            copies: whether copies take time.
-        """
+        """The milliseconds of a step, whose copies may take none; None if there is no schedule."""
         schedule, figures = setting.made(), self.traced.figures
         if schedule is None:
             return None

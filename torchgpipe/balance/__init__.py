@@ -118,14 +118,14 @@ def balance_by_size(
         input: an input of the size of a mini-batch, on any device: the argument of the first layer.
 
     Keyword Args:
-        args: the arguments of the first layer behind the input, or all of them without one.
-        kwargs: the keyword arguments of the first layer.
+        args: as in :func:`balance_by_time`.
+        kwargs: likewise.
         chunks: how many micro-batches are made of the mini-batch. Layers run one of them; with the
             default they run the whole mini-batch, for which a device may lack the memory.
         param_scale: how many times the memory of a parameter it takes to train it, itself and its
             gradient included: 2 for SGD, 3 with momentum, 4 for Adam.
-        device: where to measure: by default the first accelerator, or the CPU if there is none.
-        progress: whether to show a progress bar.
+        device: as in :func:`balance_by_time`.
+        progress: likewise.
 
     Returns:
         How many layers each partition takes, for ``GPipe(module, balance)``.

@@ -42,13 +42,9 @@ def cut(
     Args:
         n: the number of layers.
         blocks: the number of blocks, none of which is empty.
-        cost: the cost of layers ``start`` to ``stop`` as block ``j``: ``cost(j, start, stop)``. It
-            is infinite for what does not fit.
-        excuses: whether a block may cost so much more than the largest one of the best cut, since
-            nobody can tell one from the other: ``excuses(excess, start, stop)``.
-
-    Returns:
-        The sizes of the blocks.
+        cost: ``cost(j, start, stop)`` of layers as block ``j``; infinite for what does not fit.
+        excuses: ``excuses(excess, start, stop)``, whether a block may cost so much more than the
+            largest one of the best cut, since nobody can tell one from the other.
     """
     bound, _ = _best(n, blocks, lambda before, *block: max(before, cost(*block)))
     if bound == inf:

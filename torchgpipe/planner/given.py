@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, TypeAlias
@@ -199,11 +200,7 @@ def with_loss(
     """The layers, and behind them the loss, if there is one."""
     if loss is None:
         return layers
-    found = nn.Sequential()
-    for name, layer in layers.named_children():
-        found.add_module(name, layer)
-    found.add_module("loss", Loss(loss, targets))
-    return found
+    return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))
 
 
 def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], trees.Spec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torchgpipe.autograd.entrance import Enter
 from torchgpipe.autograd.halves import Halves
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.planner.sandbox import Sandbox
-from torchgpipe.planner.storages import LiveStorages
+from torchgpipe.planner.storages import LiveStorages, sizes_of
 from torchgpipe.values.microbatch import Batch
 
 __all__ = ["Halved", "Root", "halved"]
@@ -104,9 +103,3 @@ def _first_half(
     with LiveStorages() as storages:
         halves.input()
     return storages.highest + sum(given.values()), halves, given
-
-
-def sizes_of(values: Iterable[Tensor]) -> dict[int, int]:
-    """The addresses of the memory of tensors, with its bytes."""
-    found = [x.untyped_storage() for x in values if x.layout == torch.strided and x.numel()]
-    return {x.data_ptr(): x.nbytes() for x in found}

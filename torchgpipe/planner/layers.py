@@ -23,6 +23,7 @@ from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.rounds import undisturbed
 from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves
 from torchgpipe.planner.stages import Weights
+from torchgpipe.planner.storages import sizes_of
 from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__ = ["Layer", "Line", "measured", "measured_links"]
@@ -147,17 +148,11 @@ def measured(
 def _weights_of(layer: nn.Module) -> Weights:
     sizes = [x.nbytes for x in {*layer.parameters()} if x.requires_grad]
     return Weights(
-        sum(_storages(layer).values()),
+        sum(sizes_of([x for _, x in tensors(layer)]).values()),
         sum(sizes),
         sum(x for x in sizes if x < LARGE),
         max(sizes, default=0),
     )
-
-
-def _storages(layer: nn.Module) -> dict[int, int]:
-    """The addresses of the memory of weights and buffers, with its bytes."""
-    own = [x.untyped_storage() for _, x in tensors(layer) if x.layout == torch.strided]
-    return {x.data_ptr(): x.nbytes() for x in own}
 
 
 def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
@@ -166,7 +161,7 @@ def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
     ``again`` is the time up to the last tensor that the forward saves, weights aside: a second run
     under checkpointing ends there.
     """
-    watch, own = sandbox.stopwatch, _storages(sandbox.layer)
+    watch, own = sandbox.stopwatch, sizes_of([x for _, x in tensors(sandbox.layer)])
     again = only_input = 0.0
 
     def pack(x: Tensor) -> Tensor:

@@ -152,13 +152,9 @@ def weights_of(
 ) -> dict[str | None, Weights]:
     """The memory of the weights of each block, and under None of what belongs to none.
 
-    A weight that several blocks share counts for the last one of them, the first in backward.
-
-    Args:
-        model: the model.
-        blocks: its blocks by name.
-        own: the names of those on one device; None for all. A weight whose home is another device
-            comes as a copy, whose gradient leaves.
+    A weight that several blocks share counts for the last one of them, the first in backward. Of
+    the blocks of one device, a weight whose home is another device comes as a copy, whose gradient
+    leaves.
     """
     users: dict[Tensor, list[str | None]] = {}
     for name, module in (*blocks.items(), (None, model)):
@@ -187,16 +183,9 @@ def recorded(
 ) -> Record:
     """Run a model forward and backward on a sample, and see what takes memory.
 
-    The model, its gradients and random numbers stay as they are.
-
-    Args:
-        model: the model.
-        blocks: its blocks by name.
-        args: the arguments of a call.
-        kwargs: likewise.
-        device: an accelerator that the model will be on. The CPU's kernels keep other memory than
-            those of accelerators. So if the model is on the CPU, a copy of one block of each kind
-            runs there, too.
+    The model, its gradients and random numbers stay as they are. The CPU's kernels keep other
+    memory than those of accelerators. So if the model is on the CPU, and will be on an accelerator,
+    a copy of one block of each kind runs there, too.
     """
     tracker = MemoryTracker()
     # The model may change its arguments in place.

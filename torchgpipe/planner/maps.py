@@ -248,13 +248,8 @@ def _fitted(
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
     Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
-    fits, it is the cut that needs the least beyond a device's memory.
-
-    Args:
-        units: the units.
-        sizes: the number of units of each device, if all fit.
-        limits: the bytes of each device.
-        peak: the most bytes that a device needs for units from one number to another.
+    fits, it is the cut that needs the least beyond a device's memory. The sizes given are the best
+    if all fit.
     """
     costs, spreads, n = units.costs, units.spreads, len(units.costs)
     sums = [0.0, *accumulate(costs)]

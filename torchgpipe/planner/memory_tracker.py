@@ -24,10 +24,10 @@ from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import hooked, kind_of, unchanged
-from torchgpipe.planner.halved import Halved, Root, halved, sizes_of
+from torchgpipe.planner.halved import Halved, Root, halved
 from torchgpipe.planner.record import GIVEN, Peaks, Record, Section, Value
 from torchgpipe.planner.sandbox import Sandbox
-from torchgpipe.planner.storages import watching
+from torchgpipe.planner.storages import sizes_of, strided, watching
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -89,9 +89,9 @@ class MemoryTracker:
         self, model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any
     ) -> Record:
         """Run a model forward and backward."""
-        self._weights = {_memory(x) for _, x in tensors(model) if x.layout == torch.strided}
+        self._weights = {_memory(x) for x in strided([x for _, x in tensors(model)])}
         self.sections = [Section(None, False, next_number())]
-        given = _strided((args, kwargs))
+        given = strided((args, kwargs))
         for x in given:
             self._pieces.setdefault(_memory(x), Piece(Value(GIVEN, _size(x)), x))
         size = sum(x.value.size for x in self._pieces.values())
@@ -118,7 +118,7 @@ class MemoryTracker:
             losses = [x for x in roots if not x.dim()]
             has_loss = bool(losses)
             used = [x.value for x in self._pieces.values() if _is_used(x.value)]
-            for x in _strided(outputs):
+            for x in strided(outputs):
                 piece = self._pieces.get(_memory(x))
                 if piece is not None:
                     piece.value.give(*_returned(x))
@@ -137,7 +137,7 @@ class MemoryTracker:
         k, layer = len(self.sections), sandbox.layer
         section = Section("", True, next_number())
         self.sections.append(section)
-        self._weights = {_memory(x) for _, x in tensors(layer) if x.layout == torch.strided}
+        self._weights = {_memory(x) for x in strided([x for _, x in tensors(layer)])}
         self._kept, self._live, self._ticks, self._grads = {}, [], None, {}
         self._calls, self._pieces = 1, {}
         batch = sandbox.input()
@@ -181,7 +181,7 @@ class MemoryTracker:
             # What passes by comes from where it came from.
             before = self._handed[key] if key in sandbox.batch.skips else []
             handed[key] = []
-            for n, x in enumerate(_strided(own)):
+            for n, x in enumerate(strided(own)):
                 piece = self._pieces.get(_memory(x))
                 value = Value(k, _size(x)) if piece is None else piece.value
                 self._values.setdefault(id(value), value)
@@ -204,7 +204,7 @@ class MemoryTracker:
             return
         self._begin(Section(name, True, next_number()))
         self._use((args, kwargs))
-        sizes = [(x.shape, x.dtype, x.requires_grad) for x in _strided((args, kwargs))]
+        sizes = [(x.shape, x.dtype, x.requires_grad) for x in strided((args, kwargs))]
         kind = kind_of(block), *sizes
         self.kinds[len(self.sections) - 1] = kind
         self.calls.setdefault(kind, trees.map_leaves(_detached, (args, kwargs)))
@@ -223,7 +223,7 @@ class MemoryTracker:
     def _use(self, values: Any) -> None:
         """Take note of what the current section uses that another one has made."""
         now = len(self.sections) - 1
-        for x in _strided(values):
+        for x in strided(values):
             piece = self._pieces.get(_memory(x))
             if piece is not None and piece.value.made != now:
                 piece.value.use(now, x, piece.value.made)
@@ -271,7 +271,7 @@ class MemoryTracker:
         finally:
             for hook in hooks:
                 hook.remove()
-        sizes = [sizes_of([] if x is None else [x]) for x in found[len(weights) :]]
+        sizes = [sizes_of(x) for x in found[len(weights) :]]
         del found
         self._sweep([*kept, *[x for at, x in self._pieces.items() if at not in before]])
         return sizes
@@ -358,7 +358,7 @@ class MemoryTracker:
             if piece.reference.expired():
                 piece.gone = tick
         self._live = [x for x in self._live if x.gone is None]
-        for x in _strided(output):
+        for x in strided(output):
             memory = _memory(x)
             if memory not in self._weights and memory not in self._pieces:
                 piece = Piece(Value(now, _size(x)), x, tick, is_root=is_root)
@@ -382,12 +382,6 @@ def _returned(x: Tensor) -> tuple[float, float]:
 
 def _detached(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
-def _strided(values: Any) -> list[Tensor]:
-    """The tensors among values that have memory of their own."""
-    found = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
-    return [x for x in found if x.layout == torch.strided]
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

@@ -169,14 +169,6 @@ def chosen(
 ) -> tuple[Any, Any, Any, Any, Trial | None]:
     """Choose what ``"auto"`` leaves open, and leave the rest to the user.
 
-    Args:
-        module: the layers.
-        balance: the balance, or ``"auto"``.
-        sample: the arguments of a call, for ``"auto"``.
-        devices: the devices.
-        chunks: the number of micro-batches, or :data:`MISSING`.
-        checkpoint: the checkpoint modes, or :data:`MISSING`.
-
     Returns:
         The balance, devices, chunks and checkpoint modes, and the trial that has them, if they are
         planned.
@@ -250,8 +242,6 @@ def excess_of(
         balance: the layers of each partition.
         devices: the device of each partition.
         rows: the rows of the mini-batch.
-
-    Keyword Args:
         has_loss: whether the schedule has the loss in it.
 
     Returns:
