@@ -63,8 +63,8 @@ def plan(
         devices: the devices, one for each worker; by default all accelerators. Slower ones among
             them get less to do.
         memory: the bytes that each device may use, one number for all, or a table by device, as
-            ``{0: "10GiB", 1: "8GiB"}``. A plan leaves 5 % of them free, since predictions may
-            be as much too low. By default a plan fills nine tenths of
+            ``{0: "10GiB", 1: "8GiB"}``. A plan leaves 2 % of them free, and 5 % for layers with
+            skips, since predictions may be as much too low. By default a plan fills nine tenths of
             what the device has, where it says so, and there is no limit for the CPU.
         optimizer: the optimizer, as a function of parameters, or how many bytes of state it has for
             each byte of a parameter: 0 for SGD, 1 with momentum, 2 for Adam.

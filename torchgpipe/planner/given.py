@@ -34,9 +34,9 @@ UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1)
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
 USABLE = 0.9
-#: The share of a limit that a plan fills, since predictions may be as much too low as the rest: of
-#: models with skips they are, by 4 %.
-FILLED = 0.95
+#: The share of a limit that a plan fills, for models without skips and with them. Predictions are as
+#: much too low as the rest; one share for both would cost models without skips up to 4 % of a step.
+FILLED, FILLED_WITH_SKIPS = 0.98, 0.95
 
 #: The most micro-batches that are tried by default.
 MOST = 64
@@ -115,7 +115,9 @@ def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[i
     return found, {x: found[x] for x in few}
 
 
-def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[float]:
+def limits_of(
+    memory: Memory | None, places: Sequence[torch.device], *, has_skips: bool = False
+) -> list[float]:
     """The bytes that a plan may fill each device with: a little less than it may use.
 
     Raises:
@@ -146,7 +148,7 @@ def limits_of(memory: Memory | None, places: Sequence[torch.device]) -> list[flo
             f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
             "leave it out to use what there is"
         )
-    return [FILLED * x for x in found]
+    return [(FILLED_WITH_SKIPS if has_skips else FILLED) * x for x in found]
 
 
 def bytes_of(size: Any) -> float | None:

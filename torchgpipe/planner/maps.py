@@ -89,8 +89,10 @@ def chosen_map(
         found = map_of_accelerate(model)
     elif isinstance(device_map, str):
         places = places_of(devices, are_one_each=False)
+        # A value may be used anywhere behind, as a skip is, and predictions are off by as much.
+        limits = limits_of(memory, places, has_skips=True)
         # Several entries of one device share its memory.
-        limits = [x / places.count(y) for x, y in zip(limits_of(memory, places), places)]
+        limits = [x / places.count(y) for x, y in zip(limits, places)]
         arguments = _arguments_of(model, sample)
         maps = _maps(model, places, arguments, limits, chunks, checkpoint)
         found = _first_that_runs(model, maps, lambda found: rehearse(found, arguments))

@@ -90,7 +90,7 @@ def ranked(
         )
     # What is wrong is better told before anything is measured.
     tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
-    limits = limits_of(memory, places)
+    limits_of(memory, places)
     state = state_of(optimizer)
     behind = [loss] if isinstance(loss, nn.Module) else []
     # On one device, as on the CPU, all are together.
@@ -121,7 +121,7 @@ def ranked(
         loss is not None,
         rows,
         places,
-        limits,
+        limits_of(memory, places, has_skips=sizes.has_skips),
         [1.0 if abs(x - 1) < ALIKE else x for x in slowness],
         {(places.index(a), places.index(b)): line for (a, b), line in links},
         state,
