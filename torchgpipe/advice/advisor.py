@@ -102,18 +102,12 @@ def _balances(replays: Replays) -> Iterator[tuple[Setting, Advice]]:
 
 def _moved(replays: Replays, setting: Setting) -> Setting:
     """Change the balance as long as that helps."""
-    gain, left = replays.gain(setting), BALANCES
-    moved = True
-    while moved:
-        moved = False
-        for balance in others(setting.balance):
-            left -= 1
-            if left < 0:
-                break
-            other = replace(setting, balance=tuple(balance))
-            if replays.gain(other) > gain:
-                setting, gain, moved = other, replays.gain(other), True
-                break
+    left = iter(range(BALANCES))
+    found: Setting | None = setting
+    while found is not None:
+        setting, gain = found, replays.gain(found)
+        tried = (replace(setting, balance=tuple(x)) for _, x in zip(left, others(setting.balance)))
+        found = next((x for x in tried if replays.gain(x) > gain), None)
     return setting
 
 

@@ -34,8 +34,8 @@ UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1)
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
 USABLE = 0.9
-#: The share of a limit that a plan fills, for models without skips and with them. Predictions are as
-#: much too low as the rest; one share for both would cost models without skips up to 4 % of a step.
+#: The share of a limit that a plan fills, for models without skips and with them. Predictions are
+#: too low by the rest. One share for both would cost models without skips up to 4 % of a step.
 FILLED, FILLED_WITH_SKIPS = 0.98, 0.95
 
 #: The most micro-batches that are tried by default.
