@@ -14,7 +14,7 @@ that the replay knows nothing of, and no advice is better than a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,7 +29,9 @@ from torchgpipe.devices.measures import memory_total
 from torchgpipe.executor.plan import Choice, chosen, completed
 from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.arguments import CHECKPOINT_MODES
-from torchgpipe.planner.memory import issued, peaks
+from torchgpipe.planner.memory import peaks
+from torchgpipe.planner.plan import excess_of, placed
+from torchgpipe.planner.search import Problem
 from torchgpipe.planner.stages import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
@@ -207,8 +209,7 @@ class Traced:
         shares: how much each device computed and waited.
         makespan: the time of the step, in milliseconds.
         devices: the device of each partition.
-        excess: the bytes by which a device has too little memory for a setting, with its schedule
-            and the order in which the host issues that; None if the model was not planned.
+        problem: what a plan of the model had measured; None if it was not planned.
         kept: the bytes that a cell of each partition keeps for its backward, as far as known.
         memory: the most bytes that each device has had in use, by its name.
         modules: the modules of a device map; None for layers.
@@ -220,7 +221,7 @@ class Traced:
     shares: Sequence[Shares]
     makespan: float
     devices: Sequence[torch.device]
-    excess: Callable[[Setting, Schedule, Sequence[Step]], float | None]
+    problem: Problem | None
     kept: Mapping[int, float]
     memory: Mapping[str, int]
     modules: Modules | None = None
@@ -290,7 +291,9 @@ class Replays:
         traced, schedule = self.traced, setting.made()
         if schedule is None:
             return None
-        planned = traced.excess(setting, schedule, self._order(schedule, setting.threads))
+        order, has_loss = self._order(schedule, setting.threads), setting.schedule is not None
+        ways = setting.balance, traced.devices, traced.figures.rows
+        planned = excess_of(traced.problem, order, *ways, has_loss=has_loss)
         if planned is not None:
             return planned
         # An estimate is good enough to say no, but not to say yes.
@@ -317,13 +320,8 @@ class Replays:
         given = [0, *(x.bytes for x in traced.figures.layers)]
         inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
         stages = [known(j, scale * traced.kept[j], x) for j, x in enumerate(inputs)]
-        places = [*dict.fromkeys(traced.devices)]
-        placement = [places.index(x) for x in traced.devices]
-        order = self._order(schedule, setting.threads)
-        steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
-        found = peaks(
-            issued(steps), placement, stages, state=0.0, given=0.0, is_summed=True, loss=None
-        )
+        order, placement, places = placed(self._order(schedule, setting.threads), traced.devices)
+        found = peaks(order, placement, stages, state=0.0, given=0.0, is_summed=True, loss=None)
         return dict(zip(places, found))
 
 

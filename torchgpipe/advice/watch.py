@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -21,9 +20,6 @@ from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.keeping import words_of
-from torchgpipe.planner.plan import excess_of
-from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
 from torchgpipe.timeline.timeline import Timeline
 from torchgpipe.values.division import row_count
@@ -162,7 +158,7 @@ class Watch:
         return Advisor(
             Traced(
                 *(setting, figures, last.shares, last.makespan, devices),
-                partial(_excess, self._model, figures.rows),
+                stages_of(self._model).room if isinstance(self._model, GPipe) else None,
                 # Of a cell that is computed again, F keeps the output alone.
                 {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
                 timeline.memory,
@@ -178,20 +174,3 @@ def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int,
     if by_autograd or len(order) == 1:
         return tuple(range(len(devices)))
     return tuple(order.index(x) for x in devices)
-
-
-def _excess(
-    model: GPipe | MappedGPipe | None,
-    rows: int,
-    setting: Setting,
-    schedule: Schedule,
-    order: Sequence[Step],
-) -> float | None:
-    """The bytes that a device has too little for a setting, if the plan of the model knows."""
-    problem = stages_of(model).room if isinstance(model, GPipe) else None
-    if problem is None or not isinstance(model, GPipe):
-        return None
-    has_loss = setting.schedule is not None
-    return excess_of(
-        problem, schedule, order, setting.balance, model.devices, rows, has_loss=has_loss
-    )

@@ -37,17 +37,16 @@ from torchgpipe.planner.given import (
     with_loss,
 )
 from torchgpipe.planner.layers import measured, measured_links
-from torchgpipe.planner.memory import issued
+from torchgpipe.planner.memory import Issued, issued
 from torchgpipe.planner.rounds import verify_timed
 from torchgpipe.planner.search import Problem, Search, Trial, search
-from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.program import operations
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
 
-__all__ = ["chosen", "excess_of", "ranked", "too_large"]
+__all__ = ["chosen", "excess_of", "placed", "ranked", "too_large"]
 
 #: Devices whose times differ by less than this share are taken to be alike.
 ALIKE = 0.05
@@ -223,9 +222,22 @@ def _search_of(problem: Problem, rows: int) -> Search:
     return Search(replace(problem, batch=rows, given=given, targets=targets))
 
 
+def placed(
+    order: Sequence[Step], devices: Sequence[torch.device]
+) -> tuple[Issued, list[int], list[torch.device]]:
+    """What the host issues for partitions on devices, where workers of one share its memory.
+
+    Returns:
+        The computations, the number of the device of each partition, and the devices.
+    """
+    places = [*dict.fromkeys(devices)]
+    placement = [places.index(device) for device in devices]
+    steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
+    return issued(steps), placement, places
+
+
 def excess_of(
-    problem: Problem,
-    schedule: Schedule,
+    problem: Problem | None,
     order: Sequence[Step],
     balance: Sequence[int],
     devices: Sequence[torch.device],
@@ -236,9 +248,8 @@ def excess_of(
     """By how many bytes the fullest device has too little for a step of a model that was planned.
 
     Args:
-        problem: what the plan had measured.
-        schedule: the schedule, with its recomputations.
-        order: its instructions as the host issues them.
+        problem: what the plan had measured, if there was one.
+        order: the instructions as the host issues them.
         balance: the layers of each partition.
         devices: the device of each partition.
         rows: the rows of the mini-batch.
@@ -247,15 +258,12 @@ def excess_of(
     Returns:
         The bytes, 0 if all fit; None if the plan was for something else, so nobody knows.
     """
+    if problem is None or has_loss != problem.has_loss or not rows:
+        return None
     limits = dict(zip(problem.places, problem.memory))
-    if has_loss != problem.has_loss or not limits.keys() >= {*devices}:
+    if sum(balance) != problem.count or not limits.keys() >= {*devices}:
         return None
-    if sum(balance) != problem.count or not rows:
-        return None
-    places = [*dict.fromkeys(devices)]
-    # Workers of one device share its memory.
-    placement = [places.index(device) for device in devices]
-    steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
+    computations, placement, places = placed(order, devices)
     found = _search_of(problem, rows)
-    memory = found.peaks(issued(steps), placement, schedule.chunks, balance)
+    memory = found.peaks(computations, placement, computations.microbatches, balance)
     return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))
