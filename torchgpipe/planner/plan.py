@@ -46,7 +46,7 @@ from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
 
-__all__ = ["chosen", "excess_of", "placed", "ranked", "too_large"]
+__all__ = ["chosen", "excess_of", "placed", "ranked", "slowness_of", "too_large"]
 
 #: Devices whose times differ by less than this share are taken to be alike.
 ALIKE = 0.05
@@ -104,13 +104,10 @@ def ranked(
     elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
     verify_timed([x.time(rows) for x in found], places[0], "layers", elsewhere)
     least = dict([[*few.items()][-1]])
-    # One device of each model is measured.
-    models = {model_of(place): place for place in reversed(places)}
-    times = {
-        model: sum(x.time(rows) for x in measured(module, least, least, place, timeout=0)[0])
-        for model, place in (models if len(models) > 1 else {}).items()
-    }
-    slowness = [times[model_of(x)] / times[model_of(places[0])] if times else 1.0 for x in places]
+
+    def time_on(place: torch.device) -> float:
+        return sum(x.time(rows) for x in measured(module, least, least, place, timeout=0)[0])
+
     links = measured_links(places).items()
     (whole,) = scatter(input, 1)
     scale = rows / have
@@ -121,7 +118,7 @@ def ranked(
         rows,
         places,
         limits_of(memory, places, has_skips=sizes.has_skips),
-        [1.0 if abs(x - 1) < ALIKE else x for x in slowness],
+        slowness_of(places, time_on),
         {(places.index(a), places.index(b)): line for (a, b), line in links},
         state,
         scale * sum(x.nbytes for x in whole),
@@ -139,6 +136,18 @@ def ranked(
             f"ones{'' if loss is not None else ', or plan with a loss, for schedules that do so'}"
         )
     return trials
+
+
+def slowness_of(
+    places: Sequence[torch.device], measure: Callable[[torch.device], float]
+) -> list[float]:
+    """By which factor each device is slower than the first; one of each model is measured."""
+    models = {model_of(place): place for place in reversed(places)}
+    if len(models) == 1:
+        return [1.0] * len(places)
+    times = {model: measure(place) for model, place in models.items()}
+    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
+    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
 
 
 def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
