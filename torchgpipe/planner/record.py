@@ -53,7 +53,6 @@ class Section:
         block: the name of the block; None in front of the first one.
         is_call: whether it is a layer or the call of a block, which can be computed again.
         first: the number of its first node of autograd.
-        nodes: how many nodes it has.
         kept: the bytes that it keeps for backward, values aside.
         forward: the most bytes of what it makes at a time.
         again: likewise up to the last tensor that it saves.
@@ -68,7 +67,6 @@ class Section:
     block: str | None
     is_call: bool
     first: int = 0
-    nodes: int = 0
     kept: float = 0
     forward: float = 0
     again: float = 0
