@@ -117,18 +117,20 @@ class MemoryTracker:
             roots = [x for x in outputs if x.requires_grad]
             losses = [x for x in roots if not x.dim()]
             has_loss = bool(losses)
-            used = [x.value for x in self._pieces.values() if _is_used(x.value)]
-            for x in strided(outputs):
-                piece = self._pieces.get(_memory(x))
-                if piece is not None:
-                    piece.value.give(*_returned(x))
-                    used.append(piece.value)
-            self._settle({*map(id, used)})
+            shared = {*map(self._return, strided(outputs))}
+            self._settle(shared | {id(x.value) for x in self._pieces.values() if _is_used(x.value)})
             root = Root.apply(*(losses or roots)) if roots else None
             del outputs, roots, losses
             self._backward(root, weights, ends)
         values = [x.value for x in self._pieces.values() if _is_used(x.value)]
         return Record(self.sections, values, size, has_loss, fills_itself)
+
+    def _return(self, x: Tensor) -> int:
+        """Take note that the caller gets a tensor; the identity of its value."""
+        piece = self._pieces.get(_memory(x))
+        if piece is not None:
+            piece.value.give(*_returned(x))
+        return id(piece and piece.value)
 
     # Layers.
 
@@ -141,11 +143,37 @@ class MemoryTracker:
         self._kept, self._live, self._ticks, self._grads = {}, [], None, {}
         self._calls, self._pieces = 1, {}
         batch = sandbox.input()
+        ends, popped = self._arrive(k, sandbox, batch)
+        with watching(self._note):
+            with saved_tensors_hooks(self._save, lambda x: x):
+                output = sandbox.forward(batch)
+            shared, roots = self._hand_on(k, sandbox, output), sandbox.roots(output)
+            self._settle(shared)
+            root = Root.apply(*roots) if roots else None
+            del output, batch, roots
+            weights = [x for x in layer.parameters() if x.requires_grad]
+            sizes = self._backward(root, weights, ends)
+        skips = [(value, own) for value, own in zip(popped, sizes) if value is not None]
+        if skips:
+            for value, own in skips:
+                value.holds[k] = sum(own.values())
+            held = {place: size for _, own in skips for place, size in own.items()}
+            every = {place: size for own in sizes for place, size in own.items()}
+            section.rest = sum(every.values()) - sum(held.values())
+        section.halves = halved(sandbox) if root is not None else Halved()
+
+    def _arrive(
+        self, k: int, sandbox: Sandbox, batch: Batch
+    ) -> tuple[list[GradientEdge], list[Value | None]]:
+        """Take note of what a layer gets.
+
+        Returns:
+            What gets a gradient, and for each of these the skip, if it is one.
+        """
         ends: dict[int, GradientEdge] = {}
-        #: The skip of each of these, if it is one.
         popped: list[Value | None] = []
-        for key, own in batch.parts.items():
-            passes_by = key in sandbox.output.skips
+        for key in batch.parts:
+            own, passes_by = strided(batch.parts[key]), key in sandbox.output.skips
             handed = self._handed.setdefault(key, [(Value(GIVEN, _size(x)), GIVEN) for x in own])
             for (value, source), x in zip(handed, own):
                 self._values.setdefault(id(value), value)
@@ -155,23 +183,7 @@ class MemoryTracker:
                     if x.requires_grad and id(x) not in ends:
                         ends[id(x)] = get_gradient_edge(x)
                         popped.append(value if key is not VALUE else None)
-        with watching(self._note):
-            with saved_tensors_hooks(self._save, lambda x: x):
-                output = sandbox.forward(batch)
-            shared, roots = self._hand_on(k, sandbox, output), sandbox.roots(output)
-            self._settle(shared)
-            root = Root.apply(*roots) if roots else None
-            del output, batch, roots, own, x
-            weights = [x for x in layer.parameters() if x.requires_grad]
-            sizes = self._backward(root, weights, [*ends.values()])
-        skips = {n: x for n, x in enumerate(popped) if x is not None} if sizes else {}
-        if skips:
-            for n, value in skips.items():
-                value.holds[k] = sum(sizes[n].values())
-            held = {place: x for n in skips for place, x in sizes[n].items()}
-            every = {place: x for size in sizes for place, x in size.items()}
-            section.rest = sum(every.values()) - sum(held.values())
-        section.halves = halved(sandbox) if root is not None else Halved()
+        return [*ends.values()], popped
 
     def _hand_on(self, k: int, sandbox: Sandbox, output: Batch) -> set[int]:
         """Take note of what a layer hands on, and of what it has made of that."""
