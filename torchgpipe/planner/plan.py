@@ -234,7 +234,7 @@ def _search_of(problem: Problem, rows: int) -> Search:
 def placed(
     order: Sequence[Step], devices: Sequence[torch.device]
 ) -> tuple[Issued, list[int], list[torch.device]]:
-    """What the host issues for partitions on devices, where workers of one share its memory.
+    """The computations that the host issues for partitions on devices, which these share.
 
     Returns:
         The computations, the number of the device of each partition, and the devices.
