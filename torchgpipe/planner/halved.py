@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,8 @@ from torchgpipe.autograd.entrance import Enter
 from torchgpipe.autograd.halves import Halves
 from torchgpipe.autograd.phony import get_phony
 from torchgpipe.planner.sandbox import Sandbox
-from torchgpipe.planner.storages import LiveStorages, sizes_of
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.planner.storages import LiveStorages
+from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__ = ["Halved", "Root", "halved"]
 
@@ -83,23 +84,44 @@ def _first_half(
     Returns:
         The most memory, the second half, and the memory of the gradients of the outputs.
     """
-    needing = sandbox.entries(batch)
-    ends: list[GradientEdge] = []
-    if needing:
-        # The input is the beginning of a graph, as that of a cell is.
-        entered = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
-        passed = dict(zip(map(id, needing), entered))
-        batch = batch.replace([passed.get(id(x), x) for x in batch])
-        ends = [get_gradient_edge(x) for x in entered]
-        del entered, passed
+    batch, ends = _entered(sandbox, batch)
     output = sandbox.forward(batch)
-    outputs = sandbox.roots(output)
+    outputs = own_outputs(sandbox, output)
     roots = outputs if is_held else [Root.apply(*outputs)]
     grads = [torch.ones_like(x) for x in roots]
     weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
     halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
     given = sizes_of(grads) if is_held else {}
-    del batch, needing, output, outputs, roots, grads
+    del batch, output, outputs, roots, grads
     with LiveStorages() as storages:
         halves.input()
     return storages.highest + sum(given.values()), halves, given
+
+
+def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]:
+    """The input as the beginning of a graph, and its edges; what is popped gets a gradient, too."""
+    arriving = [VALUE, *[x for x in batch.skips if x not in sandbox.output.skips]]
+    needing = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
+    if not needing:
+        return batch, []
+    entered = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
+    passed = dict(zip(map(id, needing), entered))
+    found = batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
+    return found, [get_gradient_edge(x) for x in entered]
+
+
+def own_outputs(sandbox: Sandbox, output: Batch) -> list[Tensor]:
+    """The outputs that backward begins with; skips that pass by the layer have none here."""
+    return [
+        x
+        for key, own in output.parts.items()
+        if key not in sandbox.batch.skips
+        for x in own
+        if x.requires_grad
+    ]
+
+
+def sizes_of(values: Iterable[Tensor]) -> dict[int, int]:
+    """The addresses of the memory of tensors, with its bytes."""
+    found = [x.untyped_storage() for x in values if x.layout == torch.strided and x.numel()]
+    return {x.data_ptr(): x.nbytes() for x in found}

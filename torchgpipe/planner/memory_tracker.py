@@ -24,10 +24,10 @@ from torchgpipe.autograd.sequence import next_number, number_of
 from torchgpipe.mapped.on_demand import can_fill_itself
 from torchgpipe.partition.placement import tensors
 from torchgpipe.planner.blocks import hooked, kind_of, unchanged
-from torchgpipe.planner.halved import Halved, Root, halved
+from torchgpipe.planner.halved import Halved, Root, halved, own_outputs, sizes_of
 from torchgpipe.planner.record import GIVEN, Peaks, Record, Section, Value
 from torchgpipe.planner.sandbox import Sandbox
-from torchgpipe.planner.storages import sizes_of, strided, watching
+from torchgpipe.planner.storages import watching
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 
@@ -57,6 +57,17 @@ class Piece:
         #: The number of the first operator that finds it gone.
         self.gone: int | None = None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether others than its maker use it."""
+        x = self.value
+        return bool(x.users or x.output or x.savers - {x.made})
+
+    @property
+    def lives(self) -> bool:
+        """Whether somebody holds it."""
+        return not self.reference.expired()
+
 
 class MemoryTracker:
     """The record of one run, or of layers, one after the other."""
@@ -77,11 +88,9 @@ class MemoryTracker:
         self._grads: dict[StorageWeakRef, bool] = {}
         #: The section of each operator of backward; None in forward.
         self._ticks: list[int] | None = None
-        #: The values of layers, and what the last one hands on: for each part the values of its
-        #: tensors, with the layer that they come from.
+        #: The values of layers, and of what they hand on with the layer that it comes from.
         self._values: dict[int, Value] = {}
-        self._handed: dict[Any, list[tuple[Value, int]]] = {}
-        self._last: list[tuple[Value, float, float]] = []
+        self._handed: dict[StorageWeakRef, tuple[Value, int]] = {}
 
     # A whole model.
 
@@ -89,9 +98,9 @@ class MemoryTracker:
         self, model: nn.Module, blocks: Mapping[str, nn.Module], args: Any, kwargs: Any
     ) -> Record:
         """Run a model forward and backward."""
-        self._weights = {_memory(x) for x in strided([x for _, x in tensors(model)])}
+        self._weights = {_memory(x) for _, x in tensors(model) if x.layout == torch.strided}
         self.sections = [Section(None, False, next_number())]
-        given = strided((args, kwargs))
+        given = _strided((args, kwargs))
         for x in given:
             self._pieces.setdefault(_memory(x), Piece(Value(GIVEN, _size(x)), x))
         size = sum(x.value.size for x in self._pieces.values())
@@ -116,96 +125,92 @@ class MemoryTracker:
             self._calls += 1
             roots = [x for x in outputs if x.requires_grad]
             losses = [x for x in roots if not x.dim()]
-            has_loss = bool(losses)
-            shared = {*map(self._return, strided(outputs))}
-            self._settle(shared | {id(x.value) for x in self._pieces.values() if _is_used(x.value)})
+            shared = {*map(self._return, _strided(outputs))}
+            self._settle(shared | {id(x.value) for x in self._pieces.values() if x.is_used})
             root = Root.apply(*(losses or roots)) if roots else None
-            del outputs, roots, losses
+            del outputs, roots
             self._backward(root, weights, ends)
-        values = [x.value for x in self._pieces.values() if _is_used(x.value)]
-        return Record(self.sections, values, size, has_loss, fills_itself)
+        values = [x.value for x in self._pieces.values() if x.is_used]
+        return Record(self.sections, values, size, bool(losses), fills_itself)
 
     def _return(self, x: Tensor) -> int:
         """Take note that the caller gets a tensor; the identity of its value."""
         piece = self._pieces.get(_memory(x))
         if piece is not None:
-            piece.value.give(*_returned(x))
+            _returned(piece.value, x)
         return id(piece and piece.value)
 
     # Layers.
 
     def layer(self, sandbox: Sandbox) -> None:
         """Run a layer forward and backward, on what those before it have handed on."""
-        k, layer = len(self.sections), sandbox.layer
-        section = Section("", True, next_number())
-        self.sections.append(section)
-        self._weights = {_memory(x) for x in strided([x for _, x in tensors(layer)])}
+        k = len(self.sections)
+        self.sections.append(Section("", True, next_number()))
+        layer, before = sandbox.layer, sandbox.batch
+        self._weights = {_memory(x) for _, x in tensors(layer) if x.layout == torch.strided}
         self._kept, self._live, self._ticks, self._grads = {}, [], None, {}
         self._calls, self._pieces = 1, {}
         batch = sandbox.input()
-        ends, popped = self._arrive(k, sandbox, batch)
+        ends: dict[int, GradientEdge] = {}
+        #: The skip of each of these, if it is one.
+        popped: dict[int, Value | None] = {}
+        for key, own in before.parts.items():
+            passes_by = key in sandbox.output.skips
+            for x, y in zip(own, batch.parts[key]):
+                value, source = self._handed.get(_memory(x)) or (Value(GIVEN, _size(x)), GIVEN)
+                self._values.setdefault(id(value), value)
+                self._pieces.setdefault(_memory(y), Piece(value, y))
+                if not passes_by:
+                    value.use(k, x, source, is_skip=key is not VALUE)
+                    if y.requires_grad:
+                        ends[id(y)] = get_gradient_edge(y)
+                        popped[id(y)] = value if key is not VALUE else None
         with watching(self._note):
             with saved_tensors_hooks(self._save, lambda x: x):
                 output = sandbox.forward(batch)
-            shared, roots = self._hand_on(k, sandbox, output), sandbox.roots(output)
+            shared, roots = self._hand_on(k, sandbox, output), own_outputs(sandbox, output)
             self._settle(shared)
             root = Root.apply(*roots) if roots else None
             del output, batch, roots
+            if ends:
+                del y
             weights = [x for x in layer.parameters() if x.requires_grad]
-            sizes = self._backward(root, weights, ends)
-        skips = [(value, own) for value, own in zip(popped, sizes) if value is not None]
+            sizes = self._backward(root, weights, [*ends.values()])
+        skips = [(value, size) for value, size in zip(popped.values(), sizes) if value is not None]
         if skips:
-            for value, own in skips:
-                value.holds[k] = sum(own.values())
-            held = {place: size for _, own in skips for place, size in own.items()}
-            every = {place: size for own in sizes for place, size in own.items()}
-            section.rest = sum(every.values()) - sum(held.values())
-        section.halves = halved(sandbox) if root is not None else Halved()
-
-    def _arrive(
-        self, k: int, sandbox: Sandbox, batch: Batch
-    ) -> tuple[list[GradientEdge], list[Value | None]]:
-        """Take note of what a layer gets.
-
-        Returns:
-            What gets a gradient, and for each of these the skip, if it is one.
-        """
-        ends: dict[int, GradientEdge] = {}
-        popped: list[Value | None] = []
-        for key in batch.parts:
-            own, passes_by = strided(batch.parts[key]), key in sandbox.output.skips
-            handed = self._handed.setdefault(key, [(Value(GIVEN, _size(x)), GIVEN) for x in own])
-            for (value, source), x in zip(handed, own):
-                self._values.setdefault(id(value), value)
-                self._pieces.setdefault(_memory(x), Piece(value, x))
-                if not passes_by:
-                    value.use(k, x, source, is_skip=key is not VALUE)
-                    if x.requires_grad and id(x) not in ends:
-                        ends[id(x)] = get_gradient_edge(x)
-                        popped.append(value if key is not VALUE else None)
-        return [*ends.values()], popped
+            for value, size in skips:
+                value.holds[k] = sum(size.values())
+            held = {place: x for _, size in skips for place, x in size.items()}
+            every = {place: x for size in sizes for place, x in size.items()}
+            self.sections[k].rest = sum(every.values()) - sum(held.values())
+        self.sections[k].halves = halved(sandbox) if root is not None else Halved()
 
     def _hand_on(self, k: int, sandbox: Sandbox, output: Batch) -> set[int]:
         """Take note of what a layer hands on, and of what it has made of that."""
-        handed: dict[Any, list[tuple[Value, int]]] = {}
-        self._last = []
-        for key, own in output.parts.items():
-            # What passes by comes from where it came from.
-            before = self._handed[key] if key in sandbox.batch.skips else []
-            handed[key] = []
-            for n, x in enumerate(strided(own)):
-                piece = self._pieces.get(_memory(x))
-                value = Value(k, _size(x)) if piece is None else piece.value
+        shared, handed = set(), {}
+        self._last: list[tuple[Value, Tensor]] = []
+        for key, own in sandbox.output.parts.items():
+            passes_by = key in sandbox.batch.skips
+            for x, y in zip(own, output.parts[key]):
+                if x.layout != torch.strided:
+                    continue
+                piece = self._pieces.get(_memory(y))
+                value = Value(k, _size(y)) if piece is None else piece.value
                 self._values.setdefault(id(value), value)
-                self._last.append((value, *_returned(x)))
-                handed[key].append((value, before[n][1] if n < len(before) else k))
+                shared.add(id(value))
+                self._last.append((value, x))
+                before = next(
+                    (self._handed.get(_memory(z)) for z in sandbox.batch.parts.get(key, ())), None
+                )
+                source = before[1] if passes_by and before is not None else k
+                handed[_memory(x)] = value, source
         self._handed = handed
-        return {id(value) for value, *_ in self._last}
+        return shared
 
     def layers(self) -> Record:
         """The record of all layers, the last of which returns what it hands on."""
-        for value, output, gradient in self._last:
-            value.give(output, gradient)
+        for value, x in self._last:
+            _returned(value, x)
         return Record(self.sections, [*self._values.values()])
 
     # Forward.
@@ -216,7 +221,7 @@ class MemoryTracker:
             return
         self._begin(Section(name, True, next_number()))
         self._use((args, kwargs))
-        sizes = [(x.shape, x.dtype, x.requires_grad) for x in strided((args, kwargs))]
+        sizes = [(x.shape, x.dtype, x.requires_grad) for x in _strided((args, kwargs))]
         kind = kind_of(block), *sizes
         self.kinds[len(self.sections) - 1] = kind
         self.calls.setdefault(kind, trees.map_leaves(_detached, (args, kwargs)))
@@ -234,7 +239,7 @@ class MemoryTracker:
     def _use(self, values: Any) -> None:
         """Take note of what the current section uses that another one has made."""
         now = len(self.sections) - 1
-        for x in strided(values):
+        for x in _strided(values):
             piece = self._pieces.get(_memory(x))
             if piece is not None and piece.value.made != now:
                 piece.value.use(now, x, piece.value.made)
@@ -252,7 +257,7 @@ class MemoryTracker:
         """See what is left of the forward for each section's backward, values aside."""
         self._kept.setdefault(len(self.sections) - 1, self._live)
         for k, pieces in self._kept.items():
-            self._kept[k] = alive = [x for x in pieces if not x.reference.expired()]
+            self._kept[k] = alive = [x for x in pieces if x.lives]
             for x in alive:
                 # What others use, too, goes with the section's own backward, if that needs it.
                 x.is_shared = id(x.value) in shared
@@ -282,7 +287,7 @@ class MemoryTracker:
         finally:
             for hook in hooks:
                 hook.remove()
-        sizes = [sizes_of(x) for x in found[len(weights) :]]
+        sizes = [sizes_of([] if x is None else [x]) for x in found[len(weights) :]]
         del found
         self._sweep([*kept, *[x for at, x in self._pieces.items() if at not in before]])
         return sizes
@@ -366,10 +371,10 @@ class MemoryTracker:
         elif not self._calls:
             self._use(inputs)
         for piece in self._live:
-            if piece.reference.expired():
+            if not piece.lives:
                 piece.gone = tick
         self._live = [x for x in self._live if x.gone is None]
-        for x in strided(output):
+        for x in _strided(output):
             memory = _memory(x)
             if memory not in self._weights and memory not in self._pieces:
                 piece = Piece(Value(now, _size(x)), x, tick, is_root=is_root)
@@ -380,19 +385,20 @@ class MemoryTracker:
             section.forward = max(section.forward, sum(x.value.size for x in self._live))
 
 
-def _is_used(x: Value) -> bool:
-    """Whether others than its maker use a value."""
-    return bool(x.users or x.output or x.savers - {x.made})
-
-
-def _returned(x: Tensor) -> tuple[float, float]:
-    """The bytes of a tensor that a model returns, and of its gradient."""
+def _returned(value: Value, x: Tensor) -> None:
     # Losses are joined, too, but take next to nothing.
-    return (x.nbytes if x.dim() else 0), x.requires_grad * x.nbytes
+    value.output += x.nbytes if x.dim() else 0
+    value.gradient = max(value.gradient, x.requires_grad * x.nbytes)
 
 
 def _detached(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _strided(values: Any) -> list[Tensor]:
+    """The tensors among values that have memory of their own."""
+    found = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
+    return [x for x in found if x.layout == torch.strided]
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

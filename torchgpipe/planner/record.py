@@ -116,11 +116,6 @@ class Value:
         if tensor.requires_grad:
             self.gradient = max(self.gradient, tensor.nbytes)
 
-    def give(self, output: float, gradient: float) -> None:
-        """Take note that the model returns a tensor in this memory."""
-        self.output += output
-        self.gradient = max(self.gradient, gradient)
-
 
 @dataclass(frozen=True)
 class Record:
