@@ -23,7 +23,7 @@ from torchgpipe.partition.keeping import Keeping
 from torchgpipe.partition.placement import place, verify_placement
 from torchgpipe.partition.sharding import verify_sharding
 from torchgpipe.partition.split import own_key, plain_module, rename, split_module, verify_module
-from torchgpipe.planner.choice import chosen
+from torchgpipe.planner.plan import chosen
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.structure import arguments
 
@@ -108,11 +108,11 @@ class GPipe(Wrapper):
         verify_skippables(module)
         # A plan refuses modes that it does not choose among.
         mode: Any = checkpoint
-        choice = chosen(module, balance, sample, devices, chunks, mode)
-        self._balance = checked_balance(choice.balance, module)
-        self._devices = checked_devices(choice.devices, len(self._balance))
+        own, places, chunks, mode, best = chosen(module, balance, sample, devices, chunks, mode)
+        self._balance = checked_balance(own, module)
+        self._devices = checked_devices(places, len(self._balance))
         verify_sharding(module, self._devices)
-        self._set(module, choice.chunks, choice.checkpoint)
+        self._set(module, chunks, mode)
         partitions = split_module(module, self._balance)
         place(partitions, self._devices)
         self.partitions = nn.ModuleList(partitions)
@@ -121,8 +121,8 @@ class GPipe(Wrapper):
             defer(self.partitions)
         self.partitions.training = module.training
         self._wrapped("GPipe")
-        if choice.time is not None:
-            self._stages.predict(choice.time, choice.memory or {}, self, None, choice.room)
+        if best is not None:
+            self._stages.predict(best.time, best.by_device, self, None, best.problem)
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -40,7 +40,7 @@ from torchgpipe.partition.keeping import Keeping, keepings_of, recomputed_by, wo
 from torchgpipe.partition.placement import elsewhere, tensors
 from torchgpipe.planner.blocks import unchanged
 from torchgpipe.planner.given import Memory
-from torchgpipe.planner.map_choice import chosen_map
+from torchgpipe.planner.maps import chosen_map
 from torchgpipe.values import trees
 from torchgpipe.values.microbatch import VALUE, Batch
 from torchgpipe.values.order import Order

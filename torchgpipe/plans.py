@@ -16,9 +16,8 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import Memory
 from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.plan import Ranking, ranked, too_large
-from torchgpipe.planner.room import Room
-from torchgpipe.planner.search import Trial
+from torchgpipe.planner.plan import ranked, too_large
+from torchgpipe.planner.search import Problem, Trial
 from torchgpipe.schedule.limits import bounds
 from torchgpipe.schedule.simulator import Report, simulate
 from torchgpipe.scheduled import ScheduledLoss
@@ -99,40 +98,27 @@ def plan(
         timeout=timeout,
         progress=progress,
     )
-    candidates = [_candidate(x, found, loss) for x in found.trials]
+    problem, limits = found[0].problem, dict[torch.device, int]()
+    for place, size in zip(problem.places, problem.memory):
+        if size < inf:
+            limits[place] = limits.get(place, 0) + round(size)
+    candidates = [_candidate(x, loss) for x in found]
     return Plans(
         [x for x in candidates if not x.excess],
         [x for x in candidates if x.excess],
-        [*found.problem.layers],
-        _limits(found),
+        [*problem.layers],
+        limits,
     )
 
 
-def _limits(ranking: Ranking) -> dict[torch.device, int]:
-    """The bytes that a plan may fill each device with; workers of one device add up."""
-    found: dict[torch.device, int] = {}
-    for place, size in zip(ranking.places, ranking.problem.memory):
-        if size < inf:
-            found[place] = found.get(place, 0) + round(size)
-    return found
-
-
-def _candidate(trial: Trial, ranking: Ranking, loss: Callable[..., Any] | None) -> Candidate:
+def _candidate(trial: Trial, loss: Callable[..., Any] | None) -> Candidate:
     schedule, costs = trial.schedule, trial.costs
     report = simulate(schedule, costs)
+    limit = bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips)
     return Candidate(
-        [*trial.balance],
-        ranking.devices(trial),
-        schedule.chunks,
-        trial.checkpoint,
-        trial.setting.name,
-        trial.time,
-        ranking.memory(trial),
-        round(trial.excess),
-        report,
-        bounds(schedule.placement, schedule.chunks, costs, skips=schedule.skips).gap(report),
-        loss,
-        ranking.room,
+        *([*trial.balance], trial.devices, schedule.chunks, trial.checkpoint, trial.setting.name),
+        *(trial.time, trial.by_device, round(trial.excess), report, limit.gap(report)),
+        *(loss, trial.problem),
     )
 
 
@@ -165,7 +151,7 @@ class Candidate:
     report: Report = field(repr=False)
     gap: float
     _loss: Callable[..., Any] | None = field(repr=False)
-    _room: Room = field(repr=False)
+    _problem: Problem = field(repr=False)
 
     @property
     def bubble(self) -> float:
@@ -204,7 +190,7 @@ class Candidate:
         loss = loss or self._loss
         name = self.schedule if loss is not None else None
         if name == self.schedule:
-            stages_of(model).predict(self.time, self.memory, model, name, self._room)
+            stages_of(model).predict(self.time, self.memory, model, name, self._problem)
         return model if name is None or loss is None else ScheduledLoss(model, loss, name)
 
     def __str__(self) -> str:
@@ -216,22 +202,18 @@ class Candidate:
         )
 
     def _row(self) -> list[str]:
-        fullest = max(self.memory.values())
         modes = self.checkpoint
         return [
             self.schedule or "gpipe",
             str(self.chunks),
             str(self.balance),
-            modes if isinstance(modes, str) else " ".join(_SHORT[x] for x in modes),
+            modes if isinstance(modes, str) else " ".join(x[0] for x in modes),
             f"{self.time:.4g}",
-            f"{fullest / 2**20:.1f}",
+            f"{max(self.memory.values()) / 2**20:.1f}",
             f"{self.bubble:.1%}",
             f"{self.gap:.1%}",
             "" if not self.excess else f"{in_bytes(self.excess)} too much",
         ]
-
-
-_SHORT = {"always": "a", "except_last": "e", "never": "n"}
 
 
 @dataclass(frozen=True)

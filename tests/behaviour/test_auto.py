@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchgpipe import GPipe, ScheduledLoss
-from torchgpipe.planner import choice
+from torchgpipe.planner import plan as choice
 from torchgpipe.planner.plan import ranked
 
 

@@ -54,7 +54,7 @@ def test_readme(run):
 def at_once(monkeypatch):
     """Measure models twice, and not for a second."""
     monkeypatch.setattr("torchgpipe.planner.maps.timed", partial(timed, timeout=0))
-    monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.plan.ranked", partial(ranked, timeout=0))
 
 
 @pytest.mark.parametrize(

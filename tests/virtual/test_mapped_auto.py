@@ -12,8 +12,7 @@ from tests.support.size import some
 from tests.virtual.stages import limit
 from tests.virtual.test_mapped import Chain
 from torchgpipe import MappedGPipe
-from torchgpipe.planner import map_choice as choice
-from torchgpipe.planner import maps
+from torchgpipe.planner import given, maps
 from torchgpipe.planner.blocks import timed
 from torchgpipe.testing import observe
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream
 @pytest.fixture(autouse=True)
 def four(devices, monkeypatch):
     monkeypatch.setattr(maps, "timed", partial(timed, timeout=0))
-    monkeypatch.setattr(choice, "accelerators", lambda: devices[:4])
+    monkeypatch.setattr(given, "accelerators", lambda: devices[:4])
 
 
 def test_makespan(devices):

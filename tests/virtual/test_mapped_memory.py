@@ -12,11 +12,12 @@ from transformers.modeling_outputs import CausalLMOutput
 from tests.support.mapping import GPT, EncoderDecoder, measured, tokens
 from tests.support.size import some
 from torchgpipe import MappedGPipe
+from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.partition.keeping import checkpointed
 from torchgpipe.planner import maps
-from torchgpipe.planner.blocks import Times, Units, blocks_of
+from torchgpipe.planner.blocks import Times, Units
 from torchgpipe.planner.given import USABLE
-from torchgpipe.planner.map_memory import Footprint, recorded
+from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
 
 # Embedding and head are one weight, used on the streams of two visits.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
@@ -26,7 +27,7 @@ ROWS = 4
 
 def equal(model, *_, blocks=None, **__):
     """Each block takes one second."""
-    blocks = blocks or blocks_of(model)
+    blocks = blocks or Wholes.of(model).blocks()
     return Times(blocks, dict.fromkeys(blocks, 1.0), dict.fromkeys(blocks, 0.0))
 
 
@@ -58,7 +59,7 @@ def predicted(model, sizes, devices, arguments, chunks, mode):
     for a, b in pairwise(accumulate(sizes, initial=0)):
         own = {x for names in [*units.members.values()][a:b] for x in names}
         own = own if a else {*own, None}
-        weights = maps.weights_of(model, times.blocks, own)
+        weights = weights_of(model, times.blocks, own)
         footprint = Footprint(sections, weights, chunks, checkpointed(mode, chunks), 2.0)
         found.append(footprint.peak(own))
     return units.placed(devices, sizes), found
@@ -272,7 +273,7 @@ def test_complex_output(devices, usable):
 def test_sparse_gradients():
     """Virtual accelerators have none, so a model on the CPU is recorded there alone."""
     model = Sparse()
-    found = recorded(model, blocks_of(model), (tokens(ROWS),), {})
+    found = recorded(model, Wholes.of(model).blocks(), (tokens(ROWS),), {})
     assert found.sections[0].block is None
     assert model.embed.weight.grad is None
 

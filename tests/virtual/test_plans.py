@@ -26,8 +26,7 @@ from tests.support.planning import (
 )
 from tests.support.size import SOAK
 from torchgpipe import GPipe, ScheduledLoss, plan, trace
-from torchgpipe.planner.layers import measured
-from torchgpipe.planner.links import measured_links
+from torchgpipe.planner.layers import measured, measured_links
 from torchgpipe.planner.plan import ranked
 from torchgpipe.planner.search import Search, search, settings
 from torchgpipe.testing import observe
@@ -41,7 +40,7 @@ CHUNKS = [1, 2, 4, 8, 16]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Measure once: virtual time does not vary."""
-    monkeypatch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
+    monkeypatch.setattr("torchgpipe.planner.plan.ranked", partial(ranked, timeout=0))
 
 
 @pytest.fixture
@@ -144,7 +143,7 @@ def test_prediction_with_skips(devices, kind, seed):
 
 def sizes_and_settings(problem, devices, n):
     """Each setting with each balance of ``n`` layers."""
-    for setting in settings(len(devices), CHUNKS, n, problem.has_loss):
+    for setting in settings(problem, CHUNKS):
         count = len(setting.schedule.placement)
         for cuts in itertools.combinations(range(1, n), count - 1):
             yield setting, tuple([b - a for a, b in pairwise((0, *cuts, n))])
@@ -203,7 +202,7 @@ def case(devices):
     """Layers, input, target, and the arguments of plans, and these plans."""
     layers, x, y, options, _ = random_case(9, devices)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchgpipe.planner.choice.ranked", partial(ranked, timeout=0))
+        patch.setattr("torchgpipe.planner.plan.ranked", partial(ranked, timeout=0))
         return layers, x, y, options, planned(layers, x, options)
 
 

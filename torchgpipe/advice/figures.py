@@ -8,16 +8,15 @@ that. The device is taken to be busy half of this time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import inf
 from operator import itemgetter
 from statistics import median
 from typing import Any
 
-from torchgpipe.advice.replay import thread_of
-from torchgpipe.advice.waits import Wait
 from torchgpipe.schedule.costs import Costs
 from torchgpipe.timeline.span import Span
 
@@ -48,6 +47,19 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """The wait of the host in the forward of a cell.
+
+    Args:
+        time: the milliseconds that it waits.
+        tail: those that the device goes on for behind the last wait, before the cell ends.
+    """
+
+    time: float
+    tail: float
+
+
+@dataclass(frozen=True)
 class Figures:
     """The times of the parts of a step, in milliseconds.
 
@@ -74,39 +86,46 @@ class Figures:
     def costs(self, balance: Sequence[int], chunks: int) -> Costs:
         """The costs of partitions of other sizes, for micro-batches of other sizes."""
         scale = self.chunks / chunks
-        shares = self._shares(balance)
-        n = len(balance)
-
-        def each(kind: str) -> list[float]:
-            own = [self._time(kind, j) for j in range(n)]
-            return [scale * sum(x * own[i] for i, x in share.items()) for share in shares]
-
+        ends = [*pairwise(accumulate(balance if self.layers else [1] * len(balance), initial=0))]
+        each: dict[str, Any] = {
+            kind: [scale * sum(x[kind] for x in self._each[a:b]) for a, b in ends]
+            for kind in "FIWR"
+        }
         copy = {
             (j, k): scale * time * self._bytes(balance, min(j, k))
             for (j, k), time in self.copies.items()
         }
-        return Costs(F=each("F"), I=each("I"), W=each("W"), R=each("R"), copy=copy)
+        return Costs(**each, copy=copy)
 
     @property
     def without_strays(self) -> Figures:
         """The figures without the copies that layers make by themselves."""
         times = dict(self.times)
-        first = 0
-        for j, size in enumerate(self.balance):
-            own = self.layers[first : first + size]
-            first += size
+        for j, own in enumerate(self._by_partition):
             if any(layer.copied for layer in own):
                 forward = sum(layer.forward for layer in own)
-                for key in (("F", j), ("R", j)):
-                    if key in times:
-                        times[key] = min(times[key], forward)
+                times |= {x: min(times[x], forward) for x in (("F", j), ("R", j)) if x in times}
         return replace(self, times=times)
 
     @property
     def layer_times(self) -> list[float]:
-        """The time of each layer, forward and backward, of a micro-batch."""
-        each = [sum(self._time(kind, j) for kind in "FIW") for j in range(len(self.balance))]
-        return [each[j] * share for j, share in self._each_share()]
+        """The time of each layer, forward and backward, of a micro-batch; none if not timed."""
+        return [x["F"] + x["I"] + x["W"] for x in self._each] if self.layers else []
+
+    @property
+    def _by_partition(self) -> list[Sequence[Layer]]:
+        return [self.layers[a:b] for a, b in pairwise(accumulate(self.balance, initial=0))]
+
+    @cached_property
+    def _each(self) -> list[dict[str, float]]:
+        """The times of each layer, or of each partition, if its layers were not timed."""
+        found = []
+        for j, own in enumerate(self._by_partition):
+            times = {kind: self._time(kind, j) for kind in "FIWR"}
+            whole = sum(x.forward for x in own)
+            shares = [x.forward / whole if whole else 1 / len(own) for x in own] or [1.0]
+            found += [{kind: share * x for kind, x in times.items()} for share in shares]
+        return found
 
     def _time(self, kind: str, j: int) -> float:
         """The time of a kind of computation, which may not have been among those of the step."""
@@ -118,32 +137,23 @@ class Figures:
         share = 0.5 if j else float(kind == "W")
         return share * self.times.get(("B", j), 0.0)
 
-    def _each_share(self) -> list[tuple[int, float]]:
-        """For each layer its partition, and its share of that partition's time."""
-        place = [j for j, size in enumerate(self.balance) for _ in range(size)]
-        whole = [0.0] * len(self.balance)
-        for j, layer in zip(place, self.layers):
-            whole[j] += layer.forward
-        return [(j, x.forward / (whole[j] or 1.0)) for j, x in zip(place, self.layers)]
-
-    def _shares(self, balance: Sequence[int]) -> list[dict[int, float]]:
-        """For each new partition, the shares that it takes of the old ones."""
-        if tuple(balance) == self.balance:
-            return [{j: 1.0} for j in range(len(balance))]
-        each = iter(self._each_share())
-        found: list[dict[int, float]] = []
-        for size in balance:
-            found.append({})
-            for j, share in islice(each, size):
-                found[-1][j] = found[-1].get(j, 0.0) + share
-        return found
-
     def _bytes(self, balance: Sequence[int], j: int) -> float:
         """The output of a partition, as a multiple of what it was."""
         if tuple(balance) == self.balance:
             return 1.0
         before = self.layers[sum(self.balance[: j + 1]) - 1].bytes
         return self.layers[sum(balance[: j + 1]) - 1].bytes / before if before else 1.0
+
+
+def thread_of(
+    by_autograd: bool, w: int | None, kind: str, i: int | None = 0, threads: int = 1
+) -> Hashable:
+    """Name the thread that issues a computation of a worker.
+
+    That is the caller's, or one of those that issue the forward, but for a backward under autograd,
+    which has a thread for each worker.
+    """
+    return w if by_autograd and kind != "F" else ("caller", (i or 0) % threads)
 
 
 def figures_of(
@@ -156,7 +166,7 @@ def figures_of(
     waits: Mapping[int, Wait] = {},
     threads: int = 1,
 ) -> Figures:
-    """Find the figures of a step.
+    """Take the figures of a step.
 
     Args:
         spans: those of the step.

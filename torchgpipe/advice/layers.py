@@ -1,4 +1,4 @@
-"""The layers of a traced model: what each takes of its partition, and how much it hands on.
+"""The layers of a traced model: what each takes of its partition, and hands on, and who waits.
 
 Hooks around the forward of each layer take the times of two micro-batches in each step, and are
 gone then until the next one: more times would tell little, and each hook takes a while on the host.
@@ -7,15 +7,16 @@ gone then until the next one: more times would tell little, and each hook takes 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from torchgpipe.advice.figures import Layer
-from torchgpipe.devices.recorder import Recorder, WorkTimes
+from torchgpipe.advice.figures import Layer, Wait
+from torchgpipe.devices.recorder import Mark, Recorder, WorkTimes
 from torchgpipe.devices.streams import current_stream
 from torchgpipe.recompute.phase import is_recomputing
 from torchgpipe.values.trees import leaves_of
@@ -28,13 +29,7 @@ APART, TIMES = 0.005, 5
 
 
 class Stray(NamedTuple):
-    """A copy that a layer makes.
-
-    Args:
-        layer: the number of the layer.
-        device: the other device.
-        end: when the other device was done with it, in milliseconds.
-    """
+    """A copy that a layer makes, with the other device, and when that was done with it, in ms."""
 
     layer: int
     device: torch.device
@@ -84,12 +79,9 @@ class Strays:
             each.append(self._recorder.issued(times.stream.device))
 
     def found(self) -> Sequence[Stray]:
-        """The copies, once the devices are done.
-
-        There are none if several threads have issued the layers: what is between the times of a
-        stream may be another thread's then.
-        """
+        """The copies, once the devices are done."""
         if len(self._threads) > 1:
+            # What is between the times of a stream may be another thread's.
             return []
         found = []
         for layer, some in self._seen.items():
@@ -159,11 +151,7 @@ class Layers:
         return [*self._times]
 
     def found(self, order: Sequence[int] | None = None) -> list[Layer]:
-        """The layers, once the devices are done; none if not all of them were timed.
-
-        Args:
-            order: their numbers in the order to list them in; by default their own.
-        """
+        """The layers in an order, once the devices are done; none if not all were timed."""
         order = range(len(self._found)) if order is None else order
         if not self._bytes.keys() >= {*order}:
             return []
@@ -203,3 +191,77 @@ class Layers:
         if len(times) == TIMED:
             self._remove(k)
         self._bytes[k] = sum(x.nbytes for x in leaves_of(output) if isinstance(x, Tensor))
+
+
+#: The milliseconds of work, at least, that a device has left when the host begins to wait for it.
+LEFT = 0.005
+
+#: The functions that may wait: those with a number, a list or a shape that depends on values.
+NAMES = {"__bool__", "__complex__", "__contains__", "__float__", "__getitem__", "__index__"}
+NAMES |= {"__int__", "__setitem__", "allclose", "argwhere", "bincount", "cpu", "equal"}
+NAMES |= {"is_nonzero", "item", "masked_select", "nonzero", "numpy", "repeat_interleave", "to"}
+NAMES |= {"tolist", "unique", "unique_consecutive"}
+
+
+class Waits:
+    """The waits of the first micro-batch of each stage, of the last step.
+
+    A computation that runs while it is issued takes as long as the host does, and one that the host
+    waits for takes the host as long as itself. Times around the cell cannot tell one from the
+    other. So the functions that may wait are looked at: the host has waited in one if the device
+    had work to do when the function was called, and none when it was done.
+
+    Args:
+        recorder: takes the times.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        #: The time of the host before a call, when the device is done with what it was given, and
+        #: the time of the host behind the call.
+        self._seen: dict[int, list[tuple[WorkTimes, WorkTimes, WorkTimes]]] = {}
+        recorder.at_steps.append(self._seen.clear)
+
+    def within(self, mark: Mark) -> Looking:
+        """A mode that looks at the functions that the layers of a cell call."""
+        return Looking(self._recorder, mark.stream.device, self._seen.setdefault(mark.stage, []))
+
+    def found(self, ends: Mapping[int, float]) -> dict[int, Wait]:
+        """The waits by stage, once the devices are done, by the ends of their first forwards."""
+        found: dict[int, Wait] = {}
+        for j, samples in self._seen.items():
+            waited, last = 0.0, None
+            for before, at, after in samples:
+                start, behind = (self._recorder.bounds(x)[0] for x in (before, after))
+                until = self._recorder.bounds(at)[0]
+                # What the device had to do then, and whether the host went on before it was done.
+                if until > start + LEFT and until <= behind + LEFT:
+                    waited += behind - start
+                    last = behind
+            if last is not None and j in ends:
+                found[j] = Wait(waited, max(0.0, ends[j] - last))
+        return found
+
+
+class Looking(TorchFunctionMode):
+    """The mode of one call of layers."""
+
+    def __init__(self, recorder: Recorder, device: torch.device, seen: list[Any]) -> None:
+        super().__init__()
+        self._recorder, self._device, self._seen = recorder, device, seen
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function, and take the times if it may wait."""
+        if getattr(func, "__name__", "") not in NAMES:
+            return func(*args, **(kwargs or {}))
+        before = self._recorder.issued(self._device)
+        at = self._recorder.before(current_stream(self._device))
+        result = func(*args, **(kwargs or {}))
+        self._seen.append((before, at, self._recorder.issued(self._device)))
+        return result

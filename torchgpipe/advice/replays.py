@@ -1,4 +1,12 @@
-"""Replays of a traced step in other settings, and whether these can be believed.
+"""Replays of a traced step in other settings, with the host that issues them.
+
+A device does not begin what the host has not issued, and is not done before the host has issued
+all of it. So with layers that take less time than it takes to issue them, the host is what a step
+waits for::
+
+    host      F0 F1 F2 F3 ...          one line of instructions, in the order of the schedule
+    device 0     F0-- F1-- F2--
+    device 1          F0-- F1--
 
 A replay of the step as it was must take the time that was measured. Otherwise something is going on
 that the replay knows nothing of, and no advice is better than a wrong one.
@@ -6,27 +14,92 @@ that the replay knows nothing of, and no advice is better than a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from statistics import mean
+from typing import NamedTuple
 
-from torchgpipe.advice.figures import Figures
-from torchgpipe.advice.modules import Modules
-from torchgpipe.advice.replay import Host, replayed
+import torch
+
+from torchgpipe.advice.figures import Figures, thread_of
+from torchgpipe.devices.measures import memory_total
 from torchgpipe.executor.plan import Choice, chosen, completed
+from torchgpipe.mapped.device_map import Mapped
 from torchgpipe.partition.keeping import CHECKPOINT_MODES
-from torchgpipe.planner.memory import issued, peaks
+from torchgpipe.planner.memory import peaks
+from torchgpipe.planner.plan import excess_of, placed
+from torchgpipe.planner.search import Problem
 from torchgpipe.planner.stages import known
 from torchgpipe.schedule.costs import Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
-from torchgpipe.schedule.program import operations
+from torchgpipe.schedule.program import Op, operations
 from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.schedule.simulator import in_order
+from torchgpipe.timeline.shares import Shares
 
 __all__: list[str] = []
+
+#: By which factor several threads take longer to issue, since they take the interpreter from each
+#: other. It was measured for small layers on four devices.
+THREADED = 2
+
+#: What a replay may be above the time that was measured, and below, as shares of it. What is below
+#: is taken for something that stays as it is, such as a loss behind the layers.
+ABOVE, BELOW = 0.05, 0.3
+
+
+#: The most modules that a sentence names.
+FEW = 4
+
+
+class Host(NamedTuple):
+    """The host that issues a step.
+
+    Args:
+        time: the time to issue each kind of computation of each stage.
+        by_autograd: whether threads of autograd issue the backward, one for each worker.
+        threads: the number of threads that issue the forward, one micro-batch each.
+        tails: how long the device goes on behind the last wait in the code of a stage.
+    """
+
+    time: Mapping[tuple[str, int], float]
+    by_autograd: bool
+    threads: int = 1
+    tails: Mapping[int, float] = {}
+
+
+def replayed(order: Sequence[Step], table: Table, host: Host) -> float:
+    """The time of a step, of instructions as the host issues them, by the times of the devices."""
+    free: dict[int, float] = {}
+    line_free: dict[Hashable, float] = {}
+    end: dict[Op, float] = {}
+    issued: dict[Op, float] = {}
+    forward = 0.0
+    for w, instruction, edges in order:
+        ops = operations(instruction)
+        j, kind, i = ops[0]
+        line = thread_of(host.by_autograd, w, kind, i, host.threads)
+        begun = line_free.get(line, 0.0)
+        if line == w:
+            begun = max(begun, forward, *(issued[x] for x, _ in edges))
+        elif host.threads > 1:
+            # On every stage they come one after the other.
+            begun = max(begun, issued.get(Op(j, kind, i - 1), 0.0))
+        done = begun + sum(host.time.get((op.kind, op.stage), 0.0) for op in ops)
+        begin = max(begun, free.get(w, 0.0), *(end[x] + table.delay((x, y)) for x, y in edges), 0.0)
+        free[w] = max(begin + table.duration(instruction), done)
+        if kind in "FR" and j in host.tails:
+            done = max(done, free[w] - host.tails[j])
+        line_free[line] = done
+        if line != w:
+            forward = max(forward, done)
+        for op in ops:
+            end[op], issued[op] = free[w], done
+    return max(end.values(), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -38,11 +111,10 @@ class Setting:
         placement: the worker of each partition.
         chunks: the micro-batches of a step.
         modes: the checkpoint mode of each partition.
-        schedule: the choice of a :class:`~torchgpipe.ScheduledLoss`; None for the order of
-            :class:`~torchgpipe.GPipe`.
+        schedule: None for the order of :class:`~torchgpipe.GPipe`.
         skips: the partitions that each skip leads from and to.
-        threads: the threads of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of
-            one micro-batch behind another; 0 for other wrappers.
+        threads: those of a :class:`~torchgpipe.MappedGPipe`, whose host issues the forward of one
+            micro-batch behind another; 0 for other wrappers.
     """
 
     balance: tuple[int, ...]
@@ -58,34 +130,73 @@ class Setting:
 
         Copies to the host, and back, have no instructions that could be replayed.
         """
+        workers, found = max(self.placement) + 1, None
+        if self.schedule is None:
+            found = fill_drain(workers, self.chunks)
+        elif isinstance(self.schedule, Schedule):
+            found = self.schedule
+        else:
+            # Some schedules need a number of micro-batches that their workers divide.
+            with suppress(ValueError):
+                found = chosen(self.schedule, len(self.placement), [workers], self.chunks)
+        ways = self.chunks, self.placement
+        if found is None or (found.chunks, found.placement) != ways:
+            return None
         if not {*self.modes} <= {*CHECKPOINT_MODES}:
             return None
-        schedule = self._chosen()
-        if schedule is None or schedule.chunks != self.chunks:
-            return None
-        if schedule.placement != self.placement:
-            return None
-        return completed(schedule, self.modes, self.skips, forward=False)
-
-    def _chosen(self) -> Schedule | None:
-        workers = max(self.placement) + 1
-        if self.schedule is None:
-            return fill_drain(workers, self.chunks)
-        if isinstance(self.schedule, Schedule):
-            return self.schedule
-        # Some schedules need a number of micro-batches that their workers divide.
-        with suppress(ValueError):
-            return chosen(self.schedule, len(self.placement), [workers], self.chunks)
-        return None
+        return completed(found, self.modes, self.skips, forward=False)
 
 
-#: By which factor several threads take longer to issue, since they take the interpreter from each
-#: other. It was measured for small layers on four devices.
-THREADED = 2
+class Modules:
+    """The mapped modules of a traced model, in the order of their calls, as if they were layers.
 
-#: What a replay may be above the time that was measured, and below, as shares of it. What is below
-#: is taken for something that stays as it is, such as a loss behind the layers.
-ABOVE, BELOW = 0.05, 0.3
+    A map that gives each device modules that follow each other is a balance of these modules. So
+    another balance is another map.
+
+    Args:
+        device_map: the map.
+        modules: the mapped modules, in the order of their calls.
+    """
+
+    def __init__(self, device_map: dict[str, torch.device], modules: Sequence[Mapped]) -> None:
+        self._map, self._names = device_map, [x.name for x in modules]
+        self._before = [x.device for x in modules]
+        groups = [(x, len([*own])) for x, own in groupby(self._before)]
+        self.devices = [device for device, _ in groups]
+        #: How many modules each device has; none if the model comes back to a device.
+        self.balance = tuple([size for _, size in groups])
+        if len({*self.devices}) < len(groups):
+            self.balance, self.devices = (), []
+        homes: dict[torch.Tensor, set[int]] = {}
+        for k, mapped in enumerate(modules):
+            for x in mapped.module.parameters():
+                homes.setdefault(x, set()).add(k)
+        #: The numbers of modules that share a parameter, so they have one device.
+        self._ties = [numbers for numbers in homes.values() if len(numbers) > 1]
+
+    def allows(self, balance: Sequence[int]) -> bool:
+        """Whether modules that share a parameter are on as few devices as before."""
+        before, places = self._before, self._places(balance)
+        return all(len({places[k] for k in x}) <= len({before[k] for k in x}) for x in self._ties)
+
+    def map(self, balance: Sequence[int]) -> dict[str, torch.device]:
+        """The device map of a balance."""
+        return {**self._map, **dict(zip(self._names, self._places(balance)))}
+
+    def words(self, balance: Sequence[int]) -> str:
+        """Say which modules go elsewhere."""
+        moved: dict[torch.device, list[str]] = {}
+        for name, old, new in zip(self._names, self._before, self._places(balance)):
+            if old != new:
+                moved.setdefault(new, []).append(name)
+        parts = [
+            f"{', '.join(x) if len(x) <= FEW else f'{x[0]} to {x[-1]}'} on {device}"
+            for device, x in moved.items()
+        ]
+        return f"with {', '.join(parts)}, the step"
+
+    def _places(self, balance: Sequence[int]) -> list[torch.device]:
+        return [x for x, size in zip(self.devices, balance) for _ in range(size)]
 
 
 @dataclass(frozen=True)
@@ -95,53 +206,35 @@ class Traced:
     Args:
         setting: how the model is wrapped.
         figures: what the parts of the step took.
+        shares: how much each device computed and waited.
         makespan: the time of the step, in milliseconds.
-        bubble: the share of it in which devices waited, on average.
-        late: the share of it in which they waited for the host.
-        again: the share of it in which they computed again.
-        slowest: the name of the device that computes longest.
-        longer: by which share it computes longer than the mean.
-        memory: how much of which device is in use; empty if nobody knows.
-        excess: the bytes by which a device has too little memory for a setting, with its schedule
-            and the order in which the host issues that; None if the model was not planned.
+        devices: the device of each partition.
+        problem: what a plan of the model had measured; None if it was not planned.
         kept: the bytes that a cell of each partition keeps for its backward, as far as known.
-        in_use: the most bytes of each device, by its name.
-        places: the name of the device of each partition.
-        total: the bytes that each device has, by its name.
+        memory: the most bytes that each device has had in use, by its name.
         modules: the modules of a device map; None for layers.
         divisible: whether several threads may issue the forward.
     """
 
     setting: Setting
     figures: Figures
+    shares: Sequence[Shares]
     makespan: float
-    bubble: float
-    late: float
-    again: float
-    slowest: str
-    longer: float
-    memory: str
-    excess: Callable[[Setting, Schedule, Sequence[Step]], float | None]
+    devices: Sequence[torch.device]
+    problem: Problem | None
     kept: Mapping[int, float]
-    in_use: Mapping[str, int]
-    places: Sequence[str]
-    total: Mapping[str, float]
+    memory: Mapping[str, int]
     modules: Modules | None = None
     divisible: bool = False
 
     @property
-    def waited(self) -> float:
-        """The share of the step in which the host waits for devices in forward."""
-        figures = self.figures
-        return figures.chunks * sum(x.time for x in figures.waits.values()) / self.makespan
+    def late(self) -> float:
+        """The share of the step in which devices waited for the host."""
+        return mean(x.host or 0.0 for x in self.shares)
 
 
 class Replays:
-    """Replays of a traced step in other settings.
-
-    Args:
-        traced: the step.
-    """
+    """Replays of a traced step in other settings."""
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
@@ -155,84 +248,30 @@ class Replays:
         return self.now is not None and -ABOVE <= 1 - self.now / self.traced.makespan <= BELOW
 
     def time(self, setting: Setting, *, copies: bool = True) -> float | None:
-        """The time of a step, in milliseconds; None if there is no schedule for it.
-
-        Args:
-            setting: the setting.
-            copies: whether copies take time.
-        """
-        schedule = setting.made()
+        """The milliseconds of a step, whose copies may take none; None if there is no schedule."""
+        schedule, figures = setting.made(), self.traced.figures
         if schedule is None:
             return None
-        costs = self.traced.figures.costs(setting.balance, setting.chunks)
+        costs = figures.costs(setting.balance, setting.chunks)
         table = Table(replace(costs, copy=0), schedule.placement, schedule.skips)
         if copies and isinstance(costs.copy, dict):
             # What was not copied took no time.
             table.copy |= {x: costs.copy.get(x, 0.0) for x in table.copy}
-        return replayed(self._order(schedule, setting.threads), table, self._host(setting))
-
-    def _host(self, setting: Setting) -> Host:
-        figures, before = self.traced.figures, self.traced.setting.threads
-        threads = max(1, setting.threads)
-        longer = THREADED if threads > 1 >= before > 0 else 1
+        threads, scale = max(1, setting.threads), figures.chunks / setting.chunks
+        longer = THREADED if threads > 1 >= self.traced.setting.threads > 0 else 1
         time = {x: y * (longer if x[0] == "F" else 1) for x, y in figures.host.items()}
-        scale = figures.chunks / setting.chunks
         tails = {j: scale * x.tail for j, x in figures.waits.items()}
-        return Host(time, setting.schedule is None, threads, tails)
+        host = Host(time, setting.schedule is None, threads, tails)
+        return replayed(self._order(schedule, setting.threads), table, host)
 
     @property
-    def without_strays(self) -> float | None:
-        """The share of the step's time that goes into copies that layers make by themselves.
-
-        None if there are none, or nobody can tell.
-        """
+    def without_strays(self) -> float:
+        """The share of the step's time that goes into copies that layers make by themselves."""
         traced = self.traced
         if not any(layer.copied for layer in traced.figures.layers):
-            return None
+            return 0.0
         without = Replays(replace(traced, figures=traced.figures.without_strays))
-        return None if without.now is None else 1 - without.now / traced.makespan
-
-    def excess(self, setting: Setting) -> float | None:
-        """The bytes by which the memory is too small for a setting; None if nobody knows."""
-        schedule = setting.made()
-        if schedule is None:
-            return None
-        known = self.traced.excess(setting, schedule, self._order(schedule, setting.threads))
-        return self._estimated(setting) if known is None else known
-
-    def _estimated(self, setting: Setting) -> float | None:
-        """Likewise without a plan: an estimate is good enough to say no, but not to say yes."""
-        traced = self.traced
-        if setting.balance != traced.setting.balance or len(traced.kept) < len(setting.balance):
-            return None
-        before, behind = self._most(traced.setting), self._most(setting)
-        excess = max(
-            size + behind[name] - before[name] - traced.total[name]
-            for name, size in traced.in_use.items()
-        )
-        return excess if excess > 0 else None
-
-    def _most(self, setting: Setting) -> Mapping[str, float]:
-        traced, schedule = self.traced, setting.made()
-        assert schedule is not None
-        figures = traced.figures
-        scale = figures.chunks / setting.chunks
-        ends = [0, *accumulate(setting.balance)]
-        # Each module of a map keeps its arguments.
-        inner = ends[1:] if setting.threads else [k + 1 for k in ends]
-        given = [0, *(x.bytes for x in figures.layers)]
-        inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
-        stages = [known(j, scale * traced.kept[j], x) for j, x in enumerate(inputs)]
-        # Cells keep activations from F, or from R, until their backward, and only their input from
-        # F until R. The difference between two settings is added to what was measured.
-        names = [*dict.fromkeys(traced.places)]
-        placement = [names.index(x) for x in traced.places]
-        order = self._order(schedule, setting.threads)
-        steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
-        found = peaks(
-            issued(steps), placement, stages, state=0.0, given=0.0, is_summed=True, loss=None
-        )
-        return dict(zip(names, found))
+        return 0.0 if without.now is None else 1 - without.now / traced.makespan
 
     def gain(self, setting: Setting) -> float:
         """The share of the step's time that a setting saves.
@@ -247,19 +286,54 @@ class Replays:
             return 0.0
         return (self.now - time) / self.traced.makespan
 
+    def excess(self, setting: Setting) -> float | None:
+        """The bytes by which the memory is too small for a setting; None if nobody knows."""
+        traced, schedule = self.traced, setting.made()
+        if schedule is None:
+            return None
+        order, has_loss = self._order(schedule, setting.threads), setting.schedule is not None
+        ways = setting.balance, traced.devices, traced.figures.rows
+        planned = excess_of(traced.problem, order, *ways, has_loss=has_loss)
+        if planned is not None:
+            return planned
+        # An estimate is good enough to say no, but not to say yes.
+        if setting.balance != traced.setting.balance or len(traced.kept) < len(setting.balance):
+            return None
+        before, behind = self._most(traced.setting), self._most(setting)
+        excess = max(
+            traced.memory[str(x)] + behind[x] - before[x] - memory_total(x) for x in behind
+        )
+        return excess if excess > 0 else None
+
+    def _most(self, setting: Setting) -> Mapping[torch.device, float]:
+        """The most memory of what cells keep, whose difference counts.
+
+        Cells keep activations from F, or from R, until their backward, and only their input from F
+        until R.
+        """
+        traced, schedule = self.traced, setting.made()
+        assert schedule is not None
+        scale = traced.figures.chunks / setting.chunks
+        ends = [0, *accumulate(setting.balance)]
+        # Each module of a map keeps its arguments.
+        inner = ends[1:] if setting.threads else [k + 1 for k in ends]
+        given = [0, *(x.bytes for x in traced.figures.layers)]
+        inputs = [scale * sum(given[a:b]) for a, b in zip(ends, inner[: len(ends) - 1])]
+        stages = [known(j, scale * traced.kept[j], x) for j, x in enumerate(inputs)]
+        order, placement, places = placed(self._order(schedule, setting.threads), traced.devices)
+        found = peaks(order, placement, stages, state=0.0, given=0.0, is_summed=True, loss=None)
+        return dict(zip(places, found))
+
 
 def _issued(schedule: Schedule, threads: int) -> Sequence[Step]:
     """The instructions of a schedule as the host issues them, which has some threads for a map."""
     found = in_order(schedule)
     if not threads:
         return found
-    # The model's forward is called for one micro-batch, and then for the next one.
-    forward: list[tuple[int, int, int]] = []
-    behind: list[Step] = []
-    for k, step in enumerate(found):
+
+    def key(step: Step) -> tuple[int, int, int]:
         op = operations(step[1])[0]
-        if op.kind == "F":
-            forward.append((op.microbatch, op.stage, k))
-        else:
-            behind.append(step)
-    return [*(found[k] for *_, k in sorted(forward)), *behind]
+        # The model's forward is called for one micro-batch, and then for the next one.
+        return (0, op.microbatch, op.stage) if op.kind == "F" else (1, 0, 0)
+
+    return sorted(found, key=key)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchgpipe.advice.advisor import Advisor
-from torchgpipe.advice.figures import Layer, figures_of
-from torchgpipe.advice.layers import Layers
-from torchgpipe.advice.modules import Modules
-from torchgpipe.advice.replays import Setting, Traced
-from torchgpipe.advice.waits import Wait, Waits
-from torchgpipe.devices.measures import memory_total
+from torchgpipe.advice.figures import Layer, Wait, figures_of
+from torchgpipe.advice.layers import Layers, Waits
+from torchgpipe.advice.replays import Modules, Setting, Traced
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.recorded import Recording, Traceable
 from torchgpipe.engine.stages import stages_of
@@ -24,37 +20,11 @@ from torchgpipe.executor.plan import Choice
 from torchgpipe.gpipe import GPipe
 from torchgpipe.mapped_gpipe import MappedGPipe, calls_of, workers_of
 from torchgpipe.partition.keeping import words_of
-from torchgpipe.planner.room import Room
-from torchgpipe.schedule.language import Schedule
-from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.scheduled import ScheduledLoss
-from torchgpipe.timeline.shares import Shares
 from torchgpipe.timeline.timeline import Timeline
 from torchgpipe.values.division import row_count
 
 __all__: list[str] = []
-
-
-class Wrapped(NamedTuple):
-    """A wrapper whose step is advised on.
-
-    Attributes:
-        setting: how the model is wrapped.
-        devices: the device of each partition.
-        layers: all layers; empty if they were not timed.
-        rows: the rows of a micro-batch; 0 if unknown.
-        waits: the stages whose forward makes the host wait.
-        modules: as in :class:`Traced`.
-        divisible: likewise.
-    """
-
-    setting: Setting
-    devices: Sequence[torch.device]
-    layers: Sequence[Layer]
-    rows: int
-    waits: Mapping[int, Wait] = {}
-    modules: Modules | None = None
-    divisible: bool = False
 
 
 class Watch:
@@ -115,50 +85,16 @@ class Watch:
         if self._model is None or not timeline.spans:
             return None
         last = timeline.step()
+        shares = last.shares
         if not {"B", "W"} & {x.kind for x in last.spans}:
             # Without a backward there are other settings to think of.
             return None
-        shares = last.shares
-        if not any(map(_computing, shares)) or any(x.host is None for x in shares):
+        if not any(x.busy + x.recompute for x in shares) or any(x.host is None for x in shares):
             # Without costs, virtual accelerators take no time. The CPU is the host and the device.
             return None
-        chunks = 1 + max(x.microbatch or 0 for x in last.spans if x.computes)
-        wrapped = self._wrapped(timeline, chunks)
-        if wrapped is None:
-            return None
-        late = mean(x.host or 0.0 for x in shares)
-        setting = wrapped.setting
-        figures = figures_of(
-            *(last.spans, setting.balance, self._choice is None, wrapped.layers, wrapped.rows),
-            *(late, wrapped.waits, max(1, setting.threads)),
-        )
-        slowest = max(shares, key=_computing)
-        return Advisor(
-            Traced(
-                setting,
-                figures,
-                last.makespan,
-                mean(x.bubble for x in shares),
-                late,
-                mean(x.recompute for x in shares),
-                slowest.device,
-                _computing(slowest) / mean(map(_computing, shares)) - 1,
-                _in_use(timeline.memory),
-                partial(_excess, self._model, figures.rows),
-                self._kept(),
-                timeline.memory,
-                [str(device) for device in wrapped.devices],
-                {str(device): memory_total(device) for device in wrapped.devices},
-                wrapped.modules,
-                wrapped.divisible,
-            )
-        )
-
-    def _wrapped(self, timeline: Timeline, chunks: int) -> Wrapped | None:
-        if isinstance(self._model, MappedGPipe):
-            return self._mapped(self._model, timeline, chunks)
-        model, layers = self._model, self._layers
-        assert model is not None
+        model, chunks = self._model, 1 + max(x.microbatch or 0 for x in last.spans if x.computes)
+        if isinstance(model, MappedGPipe):
+            return self._mapped(model, timeline, chunks)
         setting = Setting(
             tuple(model.balance),
             _placement(model.devices, self._choice is None),
@@ -167,14 +103,14 @@ class Watch:
             self._choice,
             tuple(stages_of(model).skip_layout.pairs),
         )
-        if layers is None:
-            return Wrapped(setting, model.devices, [], 0)
-        return Wrapped(setting, model.devices, layers.found(), layers.rows)
+        layers = self._layers
+        found = ([], 0) if layers is None else (layers.found(), layers.rows)
+        return self._advisor(timeline, setting, model.devices, *found)
 
-    def _mapped(self, model: MappedGPipe, timeline: Timeline, chunks: int) -> Wrapped | None:
-        """The wrapper of any module, of which each visit of a device is a partition."""
+    def _mapped(self, model: MappedGPipe, timeline: Timeline, chunks: int) -> Advisor | None:
+        """The advisor of any module, of which each visit of a device is a partition."""
         layers, waits = self._layers, self._waits
-        last = [x for x in timeline.spans if x.step == timeline.steps[-1]]
+        last = timeline.step().spans
         first = {x.stage: x for x in last if x.kind == "F" and not x.microbatch}
         n = len(first)
         if layers is None or waits is None or {*first} != {*range(n)}:
@@ -194,56 +130,47 @@ class Watch:
             tuple(sorted((j, k) for j, k in ways if j is not None and k is not None and k > j + 1)),
             model.threads,
         )
-        return Wrapped(
-            setting,
-            devices,
-            layers.found(order) if is_cut else [],
+        return self._advisor(
+            *(timeline, setting, devices, layers.found(order) if is_cut else []),
             self._rows // chunks,
             waits.found({j: x.end for j, x in first.items() if j is not None}),
-            modules,
-            is_cut and workers_of(model).are_equal(True),
+            modules=modules,
+            divisible=is_cut and workers_of(model).are_equal(True),
         )
 
-    def _kept(self) -> dict[int, float]:
-        """The bytes that a cell of each partition keeps for its backward."""
+    def _advisor(
+        self,
+        timeline: Timeline,
+        setting: Setting,
+        devices: Sequence[torch.device],
+        layers: Sequence[Layer],
+        rows: int,
+        waits: Mapping[int, Wait] | None = None,
+        **more: Any,
+    ) -> Advisor:
+        last = timeline.step()
+        late = mean(x.host or 0.0 for x in last.shares)
+        figures = figures_of(
+            *(last.spans, setting.balance, self._choice is None, layers, rows),
+            *(late, waits or {}, max(1, setting.threads)),
+        )
         kept = self._recorder.kept()
-        # Of a cell that is computed again, F keeps the output alone.
-        return {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()}
-
-
-def _computing(share: Shares) -> float:
-    return share.busy + share.recompute
+        return Advisor(
+            Traced(
+                *(setting, figures, last.shares, last.makespan, devices),
+                stages_of(self._model).room if isinstance(self._model, GPipe) else None,
+                # Of a cell that is computed again, F keeps the output alone.
+                {j: max(0.0, kept.get(("R", j), size)) for (_, j), size in kept.items()},
+                timeline.memory,
+                **more,
+            )
+        )
 
 
 def _placement(devices: Sequence[torch.device], by_autograd: bool) -> tuple[int, ...]:
     """The worker of each partition."""
-    if by_autograd:
-        # Partitions of one device have a stream each.
-        return tuple(range(len(devices)))
     order = [*dict.fromkeys(devices)]
-    if len(order) == 1:
+    # Under autograd, partitions of one device have a stream each.
+    if by_autograd or len(order) == 1:
         return tuple(range(len(devices)))
     return tuple(order.index(x) for x in devices)
-
-
-def _excess(
-    model: GPipe | MappedGPipe,
-    rows: int,
-    setting: Setting,
-    schedule: Schedule,
-    order: Sequence[Step],
-) -> float | None:
-    """The bytes that a device has too little for a setting, if the plan of the model knows."""
-    room: Room | None = None if isinstance(model, MappedGPipe) else stages_of(model).room
-    if room is None or isinstance(model, MappedGPipe):
-        return None
-    has_loss = setting.schedule is not None
-    return room.excess(schedule, order, setting.balance, model.devices, rows, has_loss=has_loss)
-
-
-def _in_use(memory: Mapping[str, int]) -> str:
-    """Say how much memory the fullest device has had in use."""
-    if not memory:
-        return ""
-    name = max(memory, key=memory.__getitem__)
-    return f"; {name} has had {memory[name] / 2**20:.1f} MiB in use"

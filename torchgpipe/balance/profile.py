@@ -25,6 +25,7 @@ from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_devi
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.rounds import pooled, spread, undisturbed, verify_timed
 from torchgpipe.planner.sandbox import Sandbox, Sandboxes, copied, in_rounds, leaves
+from torchgpipe.planner.storages import LiveStorages
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.timeline.tables import aligned, in_bytes
 from torchgpipe.values.microbatch import VALUE, Batch, scatter
@@ -177,12 +178,22 @@ def profile_layers(
     def look(_: int, title: str, sandbox: Sandbox) -> None:
         memory[title] = (
             sum(x.nbytes for x in sandbox.layer.parameters()),
-            sandbox.activations(),
+            _activations(sandbox),
             sum(x.nbytes for x in sandbox.output.parts[VALUE]),
         )
 
     (found,) = in_rounds(make, look, Sandbox.sample, where, timeout=timeout, progress=progress)
     return Profile(str(where), tuple([_row(title, x, memory[title]) for title, x in found.items()]))
+
+
+def _activations(sandbox: Sandbox) -> int:
+    """The bytes that the forward of a layer leaves behind."""
+    batch = sandbox.input()
+    with LiveStorages() as storages:
+        output = sandbox.forward(batch)
+    size = sum(storages.sizes())
+    del output
+    return size
 
 
 def _row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from time import get_clock_info, perf_counter
+from time import perf_counter
 
 import torch
 
@@ -20,10 +20,6 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = current_stream(device)
-        #: Seconds, the least difference that can be told. CUDA documents it for its events.
-        self.resolution = get_clock_info("perf_counter").resolution
-        if isinstance(self._stream, torch.Stream):
-            self.resolution = 0.5e-6
 
     def start(self) -> None:
         """Start, or start again."""

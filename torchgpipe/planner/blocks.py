@@ -6,7 +6,7 @@ own forward runs on a sample, and each of its blocks is measured there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from math import hypot
@@ -22,7 +22,7 @@ from torchgpipe.devices.measures import Stopwatch
 from torchgpipe.devices.streams import CPU, Device
 from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.planner.cuts import evenest
-from torchgpipe.planner.rounds import pooled, repeat, spread, undisturbed, verify_timed
+from torchgpipe.planner.rounds import pooled, rounds, spread, undisturbed, verify_timed
 
 __all__: list[str] = []
 
@@ -43,13 +43,7 @@ class Times(NamedTuple):
 
 
 def refined(measure: Callable[[dict[str, nn.Module]], Times], wholes: Wholes, count: int) -> Times:
-    """Measure the blocks of a model, and divide those that would hold up all devices.
-
-    Args:
-        measure: measures blocks.
-        wholes: how to divide the model.
-        count: the number of devices.
-    """
+    """Measure the blocks of a model, and divide those that would hold up so many devices."""
     times = measure(wholes.blocks())
     while (finer := wholes.finer(times.blocks, times.costs, count)) is not None:
         times = measure(finer)
@@ -74,26 +68,27 @@ def timed(
         for name, block in blocks.items()
     }
     #: For each round, how long each block took; a block may be called several times.
-    rounds: list[dict[str, float]] = []
+    taken: list[dict[str, float]] = []
 
     def before(name: str, *_: Any) -> None:
         watches[name].start()
 
     def behind(name: str, *_: Any) -> None:
-        rounds[-1][name] = rounds[-1].get(name, 0.0) + watches[name].stop()
+        taken[-1][name] = taken[-1].get(name, 0.0) + watches[name].stop()
 
     def once() -> None:
-        rounds.append({})
+        taken.append({})
         with hooked(blocks, before, behind):
             model(*args, **kwargs)
 
     with unchanged(model), torch.no_grad():
         once()
-        rounds.clear()
-        repeat(once, timeout)
+        taken.clear()
+        for _ in rounds(timeout):
+            once()
     # A model may call its blocks in one round and not in another, but the order stays.
-    names = [*dict.fromkeys(name for found in rounds for name in found)]
-    samples = [[found.get(name, 0.0) for found in rounds] for name in names]
+    names = [*dict.fromkeys(name for found in taken for name in found)]
+    samples = [[found.get(name, 0.0) for found in taken] for name in names]
     kinds = [kind_of(blocks[name]) for name in names]
     times, noise = pooled(kinds, [*map(undisturbed, samples)], [*map(spread, samples)])
     verify_timed(times, home, "blocks", "move the model to the CPU before, by model.cpu()")
@@ -134,11 +129,6 @@ def sizes_of(
     return costs
 
 
-def blocks_of(model: nn.Module, no_split: Collection[str] | None = None) -> dict[str, nn.Module]:
-    """The blocks of a model by name."""
-    return Wholes.of(model, no_split).blocks()
-
-
 class Units:
     """The blocks of a model in the order of their calls.
 
@@ -158,21 +148,21 @@ class Units:
         spreads: Mapping[str, float] | None = None,
     ) -> None:
         self._order = [*costs, *[name for name in blocks if name not in costs]]
-        bare = {name for name, block in blocks.items() if not any(True for _ in block.parameters())}
+        weights = {name: [*block.parameters()] for name, block in blocks.items()}
         leader = {name: name for name in blocks}
         #: For each parameter, the first block that is called with it.
         called: dict[Tensor, str] = {}
         norms: dict[Tensor, str] = {}
-        home = next((name for name in self._order if name not in bare), "")
+        home = next((name for name in self._order if weights[name]), "")
         for name in costs:
             # An activation goes with the layer before it.
-            if name in bare:
+            if not weights[name]:
                 leader[name] = leader.get(home, name)
             home = name
             for module in blocks[name].modules():
                 if isinstance(mean := getattr(module, "running_mean", None), Tensor):
                     leader[name] = leader[norms.setdefault(mean, name)]
-            for x in blocks[name].parameters():
+            for x in weights[name]:
                 called.setdefault(x, name)
         #: The names of the blocks of each unit, by the first one.
         self.members: dict[str, list[str]] = {x: [] for x in costs if leader[x] == x}
@@ -181,12 +171,8 @@ class Units:
             # What was not called may have a weight that the code around uses, as a table of
             # positions has. It goes with the block that is called with its weight, or else with
             # the one that was made before it.
-            own = (
-                name
-                if name in costs
-                else next((called[x] for x in blocks[name].parameters() if x in called), None)
-            )
-            home = home if own is None else leader[own]
+            known = [name] if name in costs else [called[x] for x in weights[name] if x in called]
+            home = leader[known[0]] if known else home
             self.members.setdefault(home, []).append(name)
         units = self.members.values()
         #: What each unit costs, and how far that may be off.
@@ -194,8 +180,8 @@ class Units:
         spreads = spreads or {}
         self.spreads = [hypot(*[spreads.get(name, 0.0) for name in names]) for names in units]
 
-    def verify(self, devices: Sequence[Device]) -> None:
-        """Check that each device can have a unit.
+    def cut(self, devices: Sequence[Device]) -> list[int]:
+        """The number of units of each device, such that the slowest is as fast as can be.
 
         Raises:
             ValueError: there are fewer units than devices.
@@ -206,6 +192,7 @@ class Units:
                 f"{len(self.costs)}, devices: {len(devices)}); use fewer devices, or divide larger "
                 "modules with a device map of your own"
             )
+        return evenest(self.costs, len(devices), self.spreads)
 
     def placed(self, devices: Sequence[Device], sizes: Sequence[int]) -> dict[str, Device]:
         """The device map that gives each device so many units, in order."""
@@ -225,8 +212,7 @@ def proposed(
 ) -> dict[str, Device]:
     """Spread blocks over devices in the order of their costs."""
     units = Units(blocks, costs, spreads)
-    units.verify(devices)
-    return units.placed(devices, evenest(units.costs, len(devices), units.spreads))
+    return units.placed(devices, units.cut(devices))
 
 
 def kind_of(block: nn.Module) -> tuple[object, ...]:

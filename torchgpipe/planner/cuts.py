@@ -1,24 +1,24 @@
 """Layers cut into partitions, of which the slowest one is as fast as can be.
 
-:func:`solve` is exact, by bisection over the cost of the largest block. A bound is feasible if
-blocks that are filled greedily up to it are few enough. Each answer moves one end of the search to
-a cost that a block really has, so the search ends at the optimum itself and not near it.
+:func:`evenest` is exact. It finds the cost of the largest block by bisection: a bound is feasible
+if blocks that are filled greedily up to it are few enough, and each answer moves one end of the
+search to a cost that a block really has. Times are measured, and a cut that seems better by less
+than the times vary is not. So a block may cost more than that, by what the noise of its own layers
+explains, if all are evener for it.
 
 Where a block may cost something else at another place, as on a slower device, or not fit there at
-all, :func:`cut` compares all cuts, by dynamic programming. Times are measured, and a cut that seems
-better by less than the times vary is not. So :func:`evenest` lets a block cost more than the best
-cut's largest one, by what the noise of its own layers explains.
+all, :func:`cut` compares all cuts, by dynamic programming.
 
 Source: Pinar and Aykanat, Fast optimal load balancing algorithms for 1D partitioning (2004).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
-from math import comb, inf, isfinite, lcm
+from math import comb, inf, isfinite, isqrt, lcm
 from numbers import Integral
 
 from torchgpipe.checks import finite, is_number, listed, verify
@@ -34,56 +34,51 @@ def cut(
     blocks: int,
     cost: Callable[[int, int, int], float],
     excuses: Callable[[float, int, int], bool] = lambda excess, start, stop: False,
-    bound: float | None = None,
 ) -> list[int]:
     """Cut layers into blocks, of which the largest one costs as little as possible.
 
-    Of such cuts it is the evenest one: the squares of its costs have the least sum. All cuts are
-    compared, by dynamic programming.
+    Of such cuts it is the evenest one: the squares of its costs have the least sum.
 
     Args:
         n: the number of layers.
         blocks: the number of blocks, none of which is empty.
-        cost: the cost of layers ``start`` to ``stop`` as block ``j``: ``cost(j, start, stop)``. It
-            is infinite for what does not fit.
-        excuses: whether a block may cost so much more than the largest one of the best cut, since
-            nobody can tell one from the other: ``excuses(excess, start, stop)``.
-        bound: the cost of that block, if it is known.
-
-    Returns:
-        The sizes of the blocks.
+        cost: ``cost(j, start, stop)`` of layers as block ``j``; infinite for what does not fit.
+        excuses: ``excuses(excess, start, stop)``, whether a block may cost so much more than the
+            largest one of the best cut, since nobody can tell one from the other.
     """
-    if bound is None:
-        bound = _best(n, blocks, lambda largest, own, *_: max(largest, own), cost)[0]
+    bound, _ = _best(n, blocks, lambda before, *block: max(before, cost(*block)))
     if bound == inf:
         # Nothing fits, and any cut is as good.
-        return [*_best(n, blocks, lambda *_: 0.0, cost)[1]]
+        return [*_best(n, blocks, lambda before, *block: before)[1]]
 
-    def squares(before: float, own: float, start: int, stop: int) -> float | None:
+    def squares(before: float, j: int, start: int, stop: int) -> float:
+        own = cost(j, start, stop)
         fits = own <= bound or excuses(own - bound, start, stop)
-        return before + own * own if fits else None
+        return before + own * own if fits else inf
 
-    return [*_best(n, blocks, squares, cost)[1]]
+    return [*_best(n, blocks, squares)[1]]
 
 
 def _best(
-    n: int,
-    blocks: int,
-    add: Callable[[float, float, int, int], float | None],
-    cost: Callable[[int, int, int], float],
-) -> tuple[float, tuple[int, ...]]:
-    """The least total of blocks, and their sizes; ``add`` is None for a block that may not be."""
+    n: int, blocks: int, add: Callable[[float, int, int, int], float | None]
+) -> tuple[float, Sequence[int]]:
+    """The least total of blocks, and their sizes; infinite if none has any.
+
+    ``add(total, j, start, stop)`` is None where larger blocks cannot be either.
+    """
     # best[stop] is the best way to cut the first `stop` layers.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    best: dict[int, tuple[float, Sequence[int]]] = {0: (0, ())}
     for j in range(blocks):
-        now: dict[int, tuple[float, tuple[int, ...]]] = {}
+        now: dict[int, tuple[float, Sequence[int]]] = {}
         for start, (before, sizes) in best.items():
             for stop in range(start + 1, n - (blocks - j - 1) + 1):
-                total = add(before, cost(j, start, stop), start, stop)
-                if total is not None and (stop not in now or total < now[stop][0]):
+                total = add(before, j, start, stop)
+                if total is None:
+                    break
+                if total < (now[stop][0] if stop in now else inf):
                     now[stop] = total, (*sizes, stop - start)
         best = now
-    return best[n]
+    return best.get(n, (inf, ()))
 
 
 def others(sizes: Sequence[int]) -> Iterator[list[int]]:
@@ -114,8 +109,8 @@ def evenest(
 ) -> list[int]:
     """Cut a sequence into the evenest blocks of which none is larger than it has to be.
 
-    The result is exact, as that of :func:`solve` is. It takes
-    time in proportion to the layers, times the layers that fit into a block, times the blocks.
+    The result is exact. It takes time in proportion to the layers, times the layers that fit into
+    a block, at most times the blocks.
 
     Args:
         costs: the cost of each layer, in any unit, finite and not negative.
@@ -142,62 +137,6 @@ def evenest(
         >>> evenest(costs, 3, spreads=[1] * 6)  # 18, 18 and 30, which may well be 29.
         [2, 2, 2]
     """
-    best = solve(costs, partitions)
-    n = len(costs)
-    spreads = [0.0] * n if spreads is None else spreads
-    if len(spreads) != n:
-        raise ValueError(
-            "there must be a spread for each cost "
-            f"(costs: {n}, spreads: {len(spreads)}); give 0 for a cost that is certain"
-        )
-    for k, spread in enumerate(spreads):
-        if not (isfinite(spread) and spread >= 0):
-            raise ValueError(
-                f"spreads must be finite and not negative (spreads[{k}]: {spread}); "
-                "give 0 for a cost that is certain"
-            )
-
-    # Costs are counted in whole units, so that sums are exact.
-    exact = [Fraction(cost) for cost in costs]
-    # A block of more layers must not seem smaller, as it would if noise grew faster than costs.
-    noise = [min(Fraction(spread), cost) for spread, cost in zip(spreads, exact)]
-    unit = lcm(*[x.denominator for x in (*exact, *noise)])
-    # sums[k] is the cost of the first k layers, and squares[k] the square of their spread.
-    sums = [0, *accumulate(int(cost * unit) for cost in exact)]
-    squares = [0, *accumulate(int(x * unit) ** 2 for x in noise)]
-    cuts = [0, *accumulate(map(len, best))]
-    bound = max(sums[stop] - sums[start] for start, stop in pairwise(cuts))
-
-    return cut(
-        n,
-        partitions,
-        lambda _, start, stop: sums[stop] - sums[start],
-        lambda excess, start, stop: excess**2 <= squares[stop] - squares[start],
-        bound,
-    )
-
-
-def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
-    """Cut a sequence into blocks, of which the largest one costs as little as possible.
-
-    Args:
-        costs: the cost of each layer, in any unit, finite and not negative.
-        partitions: how many blocks to make.
-
-    Returns:
-        The blocks in order, none of them empty. Among the optimal solutions it is one whose cuts
-        are near to equal shares.
-
-    Raises:
-        ValueError: there are fewer costs than blocks to make, or a cost is out of range.
-
-    Example::
-
-        >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
-        [[1, 2, 3, 4], [5, 6]]
-        >>> [len(block) for block in solve([1, 2, 3, 4, 5, 6], partitions=2)]
-        [4, 2]
-    """
     costs = listed(costs, "costs must be a sequence", "costs", "pass a number for each layer")
     n = len(costs)
     verify(
@@ -221,29 +160,65 @@ def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
             "measure the layer again, or estimate its cost",
         )
 
+    spreads = [0.0] * n if spreads is None else spreads
+    if len(spreads) != n:
+        raise ValueError(
+            "there must be a spread for each cost "
+            f"(costs: {n}, spreads: {len(spreads)}); give 0 for a cost that is certain"
+        )
+    for k, spread in enumerate(spreads):
+        if not (isfinite(spread) and spread >= 0):
+            raise ValueError(
+                f"spreads must be finite and not negative (spreads[{k}]: {spread}); "
+                "give 0 for a cost that is certain"
+            )
+
     # Costs are counted in whole units, so that sums are exact.
     exact = [Fraction(cost) for cost in costs]
-    unit = lcm(*[cost.denominator for cost in exact])
-    # sums[k] is the cost of the first k layers.
+    # A block of more layers must not seem smaller, as it would if noise grew faster than costs.
+    noise = [min(Fraction(spread), cost) for spread, cost in zip(spreads, exact)]
+    unit = lcm(*[x.denominator for x in (*exact, *noise)])
+    # sums[k] is the cost of the first k layers, and squares[k] the square of their spread.
     sums = [0, *accumulate(int(cost * unit) for cost in exact)]
+    squares = [0, *accumulate(int(x * unit) ** 2 for x in noise)]
     bound = _smallest_bound(sums, partitions)
+    most = bound + isqrt(squares[-1]) + 1
 
-    # earliest[k] is the first cut after which the blocks from k on can take the rest.
-    earliest = [n]
-    for _ in range(partitions):
-        earliest.append(bisect_left(sums, sums[earliest[-1]] - bound))
-    earliest.reverse()
+    def add(before: float, j: int, start: int, stop: int) -> float | None:
+        own = sums[stop] - sums[start]
+        if own > bound and (own - bound) ** 2 > squares[stop] - squares[start]:
+            return None
+        # What is left must not be too much for the other blocks.
+        is_left = sums[n] - sums[stop] > (partitions - j - 1) * most
+        return inf if is_left else before + own * own
 
-    blocks = []
-    start = 0
-    for k in range(1, partitions + 1):
-        first = max(earliest[k], start + 1)
-        last = min(bisect_right(sums, sums[start] + bound) - 1, n - (partitions - k))
-        # An equal share of what is left.
-        share = sums[start] + (sums[n] - sums[start]) // (partitions - k + 1)
-        stop = min(max(first, bisect_left(sums, share)), last)
-        blocks.append(list(costs[start:stop]))
-        start = stop
+    return [*_best(n, partitions, add)[1]]
+
+
+def solve(costs: Sequence[float], partitions: int = 1) -> list[list[float]]:
+    """Cut a sequence into blocks, of which the largest one costs as little as possible.
+
+    Args:
+        costs: the cost of each layer, in any unit, finite and not negative.
+        partitions: how many blocks to make.
+
+    Returns:
+        The blocks in order, none of them empty: the evenest of the optimal solutions.
+
+    Raises:
+        ValueError: there are fewer costs than blocks to make, or a cost is out of range.
+
+    Example::
+
+        >>> solve([1, 2, 3, 4, 5, 6], partitions=2)
+        [[1, 2, 3, 4], [5, 6]]
+        >>> [len(block) for block in solve([1, 2, 3, 4, 5, 6], partitions=2)]
+        [4, 2]
+    """
+    blocks, start = [], 0
+    for size in evenest(costs, partitions):
+        blocks.append([*costs[start : start + size]])
+        start += size
     return blocks
 
 

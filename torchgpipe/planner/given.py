@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.notes import warn
 from torchgpipe.checks import is_number, listed, shown, verify_kind
-from torchgpipe.devices.measures import memory_total, model_of
+from torchgpipe.devices.measures import memory_total
 from torchgpipe.devices.streams import CPU, Device, accelerators
 from torchgpipe.partition.arguments import checked_device, checked_devices, positive_int
 from torchgpipe.values import trees
@@ -33,8 +34,8 @@ UNITS = {f"{x}{i}B": (1024 if i else 1000) ** k for k, x in enumerate("KMGT", 1)
 #: The share of a device's memory that a plan may use, if nobody says how much. Fragments of memory,
 #: and what libraries take, need the rest.
 USABLE = 0.9
-#: The share of what a device may use that a plan fills, for models without skips and with them.
-#: Predictions are off by the rest.
+#: The share of a limit that a plan fills, for models without skips and with them. Predictions are
+#: too low by the rest. One share for both would cost models without skips up to 4 % of a step.
 FILLED, FILLED_WITH_SKIPS = 0.98, 0.95
 
 #: The most micro-batches that are tried by default.
@@ -43,37 +44,31 @@ MOST = 64
 #: As many sizes of micro-batch, each half of the one before, are looked at for their memory.
 LOOKS = 5
 
-#: Devices whose times differ by less than this share are taken to be alike.
-ALIKE = 0.05
 
-
-def places_of(devices: Iterable[Device] | None) -> list[torch.device]:
+def places_of(devices: Iterable[Device] | None, *, are_one_each: bool = True) -> list[torch.device]:
     """The devices to plan for: by default all accelerators.
 
     Raises:
         TypeError: the devices are no sequence.
-        ValueError: there are none, or a device comes twice.
+        ValueError: there are none, or an accelerator comes twice, if each may come once.
     """
     given: Any = accelerators() if devices is None else devices
     if not isinstance(given, str) and isinstance(given, Iterable):
         given = [*given]
     # The message about something else proposes one device.
     found = checked_devices(given, len(given) if isinstance(given, list) else 1)
-    if not found or (len({*found}) < len(found) and found[0] != CPU):
+    is_twice = are_one_each and len({*found}) < len(found) and found[0] != CPU
+    if not found or is_twice:
         raise ValueError(
-            "a plan is for one or more devices, each of them once (devices: "
-            f"{[str(x) for x in given]}); pass such as devices=[0, 1, 2, 3], or ['cpu'] * 4"
+            "'auto', and a plan, is for one or more accelerators, or other devices, of a plan each "
+            f"of them once (devices: {[str(x) for x in given]}); pass such as devices=[0, 1, 2, "
+            "3], or ['cpu'] * 4"
         )
     return found
 
 
 def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = False) -> list[int]:
-    """The numbers of micro-batches to try.
-
-    Args:
-        chunks: the numbers, if they are given.
-        rows: the rows of a mini-batch.
-        has_norms: whether there are batch normalisations, which see micro-batches.
+    """The numbers of micro-batches to try, given or not, of a mini-batch of some rows.
 
     Raises:
         ValueError: one of them is not positive, or more than the rows.
@@ -99,62 +94,31 @@ def chunks_of(chunks: Iterable[int] | None, rows: int, *, has_norms: bool = Fals
     return found
 
 
-def sizes_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
-    """The micro-batches to measure: a quarter and an eighth of a mini-batch, if there are so many.
+def looks_of(input: Any, have: int, rows: int) -> tuple[dict[int, Batch], dict[int, Batch]]:
+    """Micro-batches of an input to measure with, by their rows.
 
-    They are by their rows, and have two rows at least, if the input does.
-
-    Args:
-        input: the input.
-        have: its rows.
-        rows: the rows of a mini-batch.
-    """
-    # A batch normalisation takes no single row.
-    first = min(have, max(4, -(-rows // 4)))
-    found: dict[int, Batch] = {}
-    for count in (-(-have // first), max(1, have // max(2, first // 2))):
-        size, batch = _first_of(input, have, count)
-        found.setdefault(size, batch)
-    return found
-
-
-def _first_of(input: Any, have: int, count: int) -> tuple[int, Batch]:
-    """The first of some micro-batches, and its rows, which not all of its tensors have."""
-    return divided(have, count)[0], scatter(input, count)[0]
-
-
-def smaller_of(input: Any, have: int, rows: int) -> dict[int, Batch]:
-    """The micro-batches to look at the memory with: a mini-batch, a half, a quarter, and so on.
-
-    They are by their rows.
-
-    Args:
-        input: the input.
-        have: its rows.
-        rows: the rows of a mini-batch.
+    Returns:
+        Those to look at the memory with: a mini-batch, a half, a quarter, and so on; and those to
+        take times with: a quarter and an eighth, or the two smallest. All have two rows at least,
+        if the input does.
     """
     found: dict[int, Batch] = {}
     for k in range(LOOKS):
         count = max(1, have * 2**k // rows)
         # A batch normalisation takes no single row. One size there must be.
         if have >= 2 * count or not found:
-            size, batch = _first_of(input, have, min(have, count))
-            found.setdefault(size, batch)
-    return found
+            count = min(have, count)
+            # The rows of the first micro-batch, which not all of its tensors have.
+            found.setdefault(divided(have, count)[0], scatter(input, count)[0])
+    small = [x for x in found if x <= max(4, -(-rows // 4))]
+    few = small[:2] if len(small) > 1 else [*found][-2:]
+    return found, {x: found[x] for x in few}
 
 
 def limits_of(
-    memory: Memory | None,
-    places: Sequence[torch.device],
-    *,
-    has_skips: bool = False,
+    memory: Memory | None, places: Sequence[torch.device], *, has_skips: bool = False
 ) -> list[float]:
     """The bytes that a plan may fill each device with: a little less than it may use.
-
-    Args:
-        memory: the bytes that each device may use, or all of them; None for what there is.
-        places: the devices.
-        has_skips: whether there are skips.
 
     Raises:
         ValueError: there are not as many as devices, one is not positive, or a device has none.
@@ -184,8 +148,7 @@ def limits_of(
             f"for each or a table by device (memory: {shown(memory)}, devices: {len(places)}); "
             "leave it out to use what there is"
         )
-    share = FILLED_WITH_SKIPS if has_skips else FILLED
-    return [share * x for x in found]
+    return [(FILLED_WITH_SKIPS if has_skips else FILLED) * x for x in found]
 
 
 def bytes_of(size: Any) -> float | None:
@@ -233,36 +196,13 @@ def state_of(optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | float)
     return float(optimizer)
 
 
-def slowness_of(
-    places: Sequence[torch.device], measure: Callable[[torch.device], float]
-) -> list[float]:
-    """By which factor each device is slower than the first.
-
-    Args:
-        places: the devices.
-        measure: the time of the model on a device. One device of each model is measured.
-    """
-    first: dict[str, torch.device] = {}
-    for place in places:
-        first.setdefault(model_of(place), place)
-    if len(first) == 1:
-        return [1.0] * len(places)
-    times = {model: measure(place) for model, place in first.items()}
-    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
-    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
-
-
 def with_loss(
     layers: nn.Sequential, loss: Callable[..., Any] | None, targets: Sequence[Any]
 ) -> nn.Sequential:
     """The layers, and behind them the loss, if there is one."""
     if loss is None:
         return layers
-    found = nn.Sequential()
-    for name, layer in layers.named_children():
-        found.add_module(name, layer)
-    found.add_module("loss", Loss(loss, targets))
-    return found
+    return nn.Sequential(OrderedDict([*layers.named_children(), ("loss", Loss(loss, targets))]))
 
 
 def leaves_of(targets: Sequence[Any]) -> tuple[list[Any], trees.Spec]:

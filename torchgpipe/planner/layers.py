@@ -9,34 +9,66 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.autograd.outcome import LARGE
 from torchgpipe.devices.measures import Stopwatch
+from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import tensors
-from torchgpipe.planner.halved import own_outputs
-from torchgpipe.planner.lines import Line, Sizes, through
 from torchgpipe.planner.memory_tracker import MemoryTracker
+from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.rounds import undisturbed
 from torchgpipe.planner.sandbox import Sandbox, Sandboxes, in_rounds, leaves
 from torchgpipe.planner.stages import Weights
+from torchgpipe.planner.storages import sizes_of
 from torchgpipe.values.microbatch import VALUE, Batch
 
-__all__ = ["Layer", "measured"]
+__all__ = ["Layer", "Line", "measured", "measured_links"]
+
+#: Bytes that are copied to measure a link, and how often.
+SIZES, TIMES = (4 * 2**20, 2**16), 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """A number that depends on the rows of a micro-batch: ``constant + slope * rows``."""
+
+    constant: float = 0.0
+    slope: float = 0.0
+
+    def at(self, rows: float) -> float:
+        """The number for a micro-batch of some rows."""
+        return max(0.0, self.constant + self.slope * rows)
+
+
+def through(first: tuple[int, float], second: tuple[int, float] | None = None) -> Line:
+    """The line through two points, of which the constant part is not negative.
+
+    Args:
+        first: rows and the number there.
+        second: likewise; without it, the number is taken to be proportional to the rows.
+    """
+    rows, value = first
+    others, other = second or (0, 0.0)
+    slope = max(0.0, (value - other) / (rows - others))
+    constant = value - slope * rows
+    # Noise may make few rows seem to be slower than they are.
+    return Line(constant, slope) if constant > 0 else Line(0.0, value / rows)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The times of a layer, by the rows of a micro-batch, and its weights.
+    """The times of a layer in milliseconds, by the rows of a micro-batch, and its weights.
 
     Args:
         name: the name of the layer, and its class.
-        forward: the milliseconds of the forward.
-        input: those of the backward for its input.
-        weight: those of the rest of its backward.
-        again: those of a second run, up to the last tensor that it saves for backward, if this
+        forward: the time of the forward.
+        input: that of the backward for its input.
+        weight: that of the rest of its backward.
+        again: that of a second run, up to the last tensor that it saves for backward, if this
             layer is the last one of a partition.
         weights: the memory of its weights.
     """
@@ -87,56 +119,40 @@ def measured(
         return [Sandboxes(module, brought(x), device) for x in batches.values()]
 
     def see(k: int, title: str, sandbox: Sandbox) -> None:
-        if k == 0:
-            _look(looks, sandbox.layer, device)
-            weights[title] = _weights_of(sandbox.layer)
+        if k:
+            return
+        weights[title] = _weights_of(sandbox.layer)
+        for rows, (tracker, batch) in [*looks.items()]:
+            try:
+                look = Sandbox(sandbox.layer, batch, device)
+                tracker.layer(look)
+                looks[rows] = tracker, look.output
+            except torch.OutOfMemoryError:
+                # A plan with fewer rows may fit all the same.
+                del looks[rows]
+                if not looks:
+                    raise
 
     times = in_rounds(make, see, _sample, device, timeout=timeout, progress=progress)
     found = []
-    for title in weights:
-        best = [[undisturbed(x) for x in zip(*own[title])] for own in times]
-        found.append(_layer(title, [*batches], weights[title], best))
+    for title, own in weights.items():
+        best = [[undisturbed(x) for x in zip(*size[title])] for size in times]
+        forward, input, backward, again = (through(*zip(batches, x)) for x in zip(*best))
+        weight = Line(
+            max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
+        )
+        found.append(Layer(title, forward, input, weight, again, own))
     return found, Sizes({rows: tracker.layers() for rows, (tracker, _) in looks.items()})
 
 
-def _look(
-    looks: dict[int, tuple[MemoryTracker, Batch]], layer: nn.Module, device: torch.device
-) -> None:
-    """Look at the next layer, which is on the device, with several sizes of micro-batch."""
-    for rows, (tracker, batch) in [*looks.items()]:
-        try:
-            sandbox = Sandbox(layer, batch, device)
-            tracker.layer(sandbox)
-        except torch.OutOfMemoryError:
-            # A plan with fewer rows may fit all the same.
-            del looks[rows]
-            if not looks:
-                raise
-            continue
-        looks[rows] = tracker, sandbox.output
-
-
 def _weights_of(layer: nn.Module) -> Weights:
-    own = {
-        x.untyped_storage().data_ptr(): x for _, x in tensors(layer) if x.layout == torch.strided
-    }
     sizes = [x.nbytes for x in {*layer.parameters()} if x.requires_grad]
     return Weights(
-        sum(x.untyped_storage().nbytes() for x in own.values()),
+        sum(sizes_of([x for _, x in tensors(layer)]).values()),
         sum(sizes),
         sum(x for x in sizes if x < LARGE),
         max(sizes, default=0),
     )
-
-
-def _layer(
-    title: str, rows: Sequence[int], weights: Weights, times: Sequence[Sequence[float]]
-) -> Layer:
-    forward, input, backward, again = (through(*zip(rows, x)) for x in zip(*times))
-    weight = Line(
-        max(0.0, backward.constant - input.constant), max(0.0, backward.slope - input.slope)
-    )
-    return Layer(title, forward, input, weight, again, weights)
 
 
 def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
@@ -145,38 +161,50 @@ def _sample(sandbox: Sandbox) -> tuple[float, float, float, float]:
     ``again`` is the time up to the last tensor that the forward saves, weights aside: a second run
     under checkpointing ends there.
     """
-    watch, until = sandbox.stopwatch, Stopwatch(sandbox.device)
-    weights = [x for _, x in tensors(sandbox.layer) if x.layout == torch.strided]
-    own = {x.untyped_storage().data_ptr() for x in weights}
-    last: list[float] = [0.0]
+    watch, own = sandbox.stopwatch, sizes_of([x for _, x in tensors(sandbox.layer)])
+    again = only_input = 0.0
 
     def pack(x: Tensor) -> Tensor:
+        nonlocal again
         if x.layout == torch.strided and x.untyped_storage().data_ptr() not in own:
-            last[0] = until.stop()
+            again = watch.stop()
         return x.detach()
 
     batch = sandbox.input()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        until.start()
-        output = sandbox.forward(batch)
-    del output
-    batch = sandbox.input()
-    arriving = [VALUE, *[x for x in batch.skips if x not in sandbox.output.skips]]
-    entries = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
-    watch.start()
-    output = sandbox.forward(batch)
-    forward = watch.stop()
-    outputs = own_outputs(sandbox, output)
-    own_input = backward = 0.0
-    if outputs:
-        gradients = [torch.ones_like(x) for x in outputs]
-        if entries:
-            watch.start()
-            torch.autograd.grad(outputs, entries, gradients, retain_graph=True, allow_unused=True)
-            own_input = watch.stop()
         watch.start()
-        torch.autograd.backward(outputs, gradients)
-        backward = watch.stop()
-    sandbox.layer.zero_grad()
-    own_input, again = min(own_input, backward), min(last[0], forward)
-    return 1000 * forward, 1000 * own_input, 1000 * backward, 1000 * again
+        output = sandbox.forward(batch)
+    roots, entries = sandbox.roots(output), sandbox.entries(batch)
+    if roots and entries:
+        grads = [torch.ones_like(x) for x in roots]
+        watch.start()
+        torch.autograd.grad(roots, entries, grads, allow_unused=True)
+        only_input = watch.stop()
+        del grads
+    del batch, output, roots, entries
+    forward, backward = sandbox.sample()
+    only_input, again = min(only_input, backward), min(again, forward)
+    return 1000 * forward, 1000 * only_input, 1000 * backward, 1000 * again
+
+
+def measured_links(
+    devices: Sequence[torch.device],
+) -> dict[tuple[torch.device, torch.device], Line]:
+    """Measure the milliseconds of copies between all pairs of devices, by the bytes."""
+    found = {}
+    for source, target in permutations(dict.fromkeys(devices), 2):
+        points = []
+        for size in SIZES:
+            x = torch.empty(size, dtype=torch.uint8, device=source)
+            times = []
+            # The first copy may set the link up.
+            for _ in range(1 + TIMES):
+                with use_device(source):
+                    watch = Stopwatch(source)
+                    watch.start()
+                    y = x.to(target)
+                    times.append(1000 * watch.stop())
+                del y
+            points.append((size, undisturbed(times[1:])))
+        found[source, target] = through(*points)
+    return found

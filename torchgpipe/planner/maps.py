@@ -1,4 +1,4 @@
-"""Device maps that fit: of all that do, the one whose slowest device is fastest.
+"""Device maps: the user's own, that of Accelerate, or of all that fit the fastest one.
 
 The blocks are measured where the model is, and the memory of a step is that of one micro-batch,
 recorded once. Each device gets blocks that follow each other, so all maps are searched, exactly.
@@ -7,7 +7,7 @@ recorded once. Each device gets blocks that follow each other, so all maps are s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -15,101 +15,220 @@ from math import hypot, inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchgpipe.ambient.notes import warn
+from torchgpipe.ambient.notes import add_note, noted, warn
 from torchgpipe.devices.streams import CPU, Device, has_streams
+from torchgpipe.mapped.device_map import place
+from torchgpipe.mapped.hugging_face import (
+    map_of_accelerate,
+    release,
+    takes_cache,
+    verify_all_there,
+    without_cache,
+)
 from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.partition.keeping import checkpointed
+from torchgpipe.partition.sample import arguments_of
 from torchgpipe.planner.blocks import Times, Units, refined, timed
-from torchgpipe.planner.cuts import cut, evenest
-from torchgpipe.planner.given import state_of
-from torchgpipe.planner.map_memory import Footprint, recorded
-from torchgpipe.planner.stages import Weights
+from torchgpipe.planner.cuts import cut
+from torchgpipe.planner.given import Memory, limits_of, places_of, state_of
+from torchgpipe.planner.map_memory import Footprint, recorded, weights_of
+from torchgpipe.values.microbatch import scatter
+from torchgpipe.values.structure import Arguments
 
-__all__ = ["fitting_map", "fitting_maps"]
+__all__ = ["chosen_map"]
 
 
-def fitting_maps(
-    places: Sequence[torch.device],
+def chosen_map(
     model: nn.Module,
-    args: Any,
-    kwargs: Any,
+    device_map: Mapping[str, Device] | str | None,
+    sample: Any = None,
+    devices: Iterable[Device] | None = None,
     *,
+    memory: Memory | None = None,
+    chunks: int = 1,
+    checkpoint: str = "except_last",
+    rehearse: Callable[[Mapping[str, Device], Arguments], None] = lambda *_: None,
+) -> Mapping[str, Device]:
+    """Return the device map of a model, which loses the hooks of Accelerate.
+
+    Args:
+        model: the model.
+        device_map: the map, ``"auto"`` to measure the model, or None to take that of Accelerate.
+        sample: the arguments of a call, if the model is measured.
+        devices: the devices then; by default all accelerators.
+        memory: the bytes that each device may use then; by default nine tenths of what it has.
+        chunks: the number of micro-batches, for the memory of a step.
+        checkpoint: the checkpoint mode, likewise.
+        rehearse: runs a model that was measured with the map, and raises what the model raises.
+
+    Raises:
+        TypeError: the sample or the devices are of the wrong kind.
+        ValueError: the word is another one, sample or devices are missing, or given beside another
+            map, memory is given beside one, or has no limit of a device, the model cannot be
+            measured, or does not fit, or it has no map or modules that are offloaded.
+    """
+    if isinstance(device_map, str) and device_map != "auto":
+        raise ValueError(
+            "a device map has the names of modules and their devices, or is the word 'auto' "
+            f"(device_map: {device_map!r}); pass 'auto' and a sample, or such as {{'encoder': 0, "
+            "'decoder': 1}"
+        )
+    measuring = {"sample": sample, "devices": devices, "memory": memory}
+    given = [key for key, x in measuring.items() if x is not None]
+    if device_map != "auto" and given:
+        raise ValueError(
+            "a sample, devices and memory are for a device map that is measured (device_map: "
+            f"{type(device_map).__name__}, given: {', '.join(given)}); leave them out, or pass "
+            "'auto' as the device map"
+        )
+    verify_all_there(model)
+    found: Mapping[str, Device]
+    if device_map is None:
+        found = map_of_accelerate(model)
+    elif isinstance(device_map, str):
+        places = places_of(devices, are_one_each=False)
+        # A value may be used anywhere behind, as a skip is, and predictions are off by as much.
+        limits = limits_of(memory, places, has_skips=True)
+        # Several entries of one device share its memory.
+        limits = [x / places.count(y) for x, y in zip(limits, places)]
+        arguments = _arguments_of(model, sample)
+        maps = _maps(model, places, arguments, limits, chunks, checkpoint)
+        found = _first_that_runs(model, maps, lambda found: rehearse(found, arguments))
+    else:
+        found = device_map
+    release(model)
+    return found
+
+
+def _arguments_of(model: nn.Module, sample: Any) -> Arguments:
+    """The arguments of a call, where the model is."""
+    if sample is None:
+        raise ValueError(
+            "the device map 'auto' needs a sample to measure the model with (sample: None); pass "
+            "the arguments of a call with as many rows as a micro-batch"
+        )
+    (batch,) = scatter(arguments_of(sample), 1)
+    absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
+    if absent is not None:
+        raise ValueError(
+            "a model on the meta device takes no time that could be measured for the device map "
+            f"'auto' ({absent}: meta); load the model first, or pass a device map of your own"
+        )
+    home = _home(model)
+    near = [x.to(home) if x.device.type == "cpu" else x for x in batch]
+    args, kwargs = batch.replace(near).value
+    return Arguments(args, without_cache(kwargs) if takes_cache(model) else kwargs)
+
+
+def _home(model: nn.Module) -> torch.device:
+    return next((x.device for x in model.parameters()), CPU)
+
+
+def _first_that_runs(
+    model: nn.Module,
+    maps: Iterator[dict[str, Device]],
+    rehearse: Callable[[Mapping[str, Device]], None],
+) -> Mapping[str, Device]:
+    """Run a model with one map after another, and return the first one with which it runs.
+
+    Raises:
+        Exception: what the model raises with the first map, if it runs with none.
+    """
+    home, failure = _home(model), None
+    while True:
+        try:
+            with noted("raised by the sample of the device map 'auto'"):
+                found = next(maps, None)
+        except ValueError:
+            # The first map was possible.
+            if failure is None:
+                raise
+            found = None
+        if found is None:
+            break
+        # Accelerate's hooks would bring tensors to where they were before.
+        release(model)
+        try:
+            rehearse(found)
+        except Exception as error:
+            failure = failure or error
+            place(model, {"": home})
+        else:
+            return found
+    assert failure is not None
+    add_note(
+        failure,
+        "raised by the model with the device map 'auto', which has no map that its code runs "
+        "with; pass a device map of your own that keeps together what the code uses together",
+    )
+    raise failure
+
+
+def _maps(
+    model: nn.Module,
+    places: Sequence[torch.device],
+    arguments: Arguments,
     limits: Sequence[float],
     chunks: int,
     checkpoint: str,
 ) -> Iterator[dict[str, Device]]:
-    """Propose device maps, the best one first, and then those of fewer, larger blocks.
-
-    Args, Raises: as for :func:`fitting_map`.
-    """
+    """Propose device maps, the best one first, and then those of fewer, larger blocks."""
+    args, kwargs = arguments
 
     def measure(blocks: Mapping[str, nn.Module]) -> Times:
         return timed(model, *args, blocks=blocks, **kwargs)
 
+    def map_of(times: Times) -> dict[str, Device]:
+        units = Units(*times)
+        sizes: Sequence[int] = units.cut(places)
+        peak = None if min(limits) == inf else _peaks(model, times, units, places, arguments, again)
+        if peak is not None:
+            sizes = _fitted(units, sizes, limits, peak)
+            ends = pairwise(accumulate(sizes, initial=0))
+            over = [max(0.0, peak(*block) - limit) for block, limit in zip(ends, limits)]
+            if any(over):
+                raise _too_large(places, limits, over, chunks, checkpoint)
+        return units.placed(places, sizes)
+
+    again = chunks, checkpointed(checkpoint, chunks)
     wholes = Wholes.of(model)
     measured = refined(measure, wholes, len(places))
-    options: dict[str, Any] = {"limits": limits, "chunks": chunks, "checkpoint": checkpoint}
-    yield fitting_map(places, model, measured, args, kwargs, **options)
+    yield map_of(measured)
     for blocks in (wholes.blocks(), wholes.coarsest()):
         if [*blocks] != [*measured.blocks] and len(blocks) >= len(places):
             measured = measure(blocks)
-            yield fitting_map(places, model, measured, args, kwargs, **options)
+            yield map_of(measured)
 
 
-def fitting_map(
-    places: Sequence[torch.device],
+def _peaks(
     model: nn.Module,
     times: Times,
-    args: Any,
-    kwargs: Any,
-    *,
-    limits: Sequence[float],
-    chunks: int,
-    checkpoint: str,
-) -> dict[str, Device]:
-    """Spread the blocks of a model over devices, as far as each has the memory.
+    units: Units,
+    places: Sequence[torch.device],
+    arguments: Arguments,
+    again: tuple[int, int],
+) -> Callable[[int, int], float] | None:
+    """The most bytes that a device needs for units from one number to another.
 
-    Args:
-        places: the devices.
-        model: the model. It is not changed.
-        times: the times of its blocks.
-        args: the arguments of a call, with the rows of a micro-batch.
-        kwargs: likewise.
-        limits: the bytes that each device may fill.
-        chunks: the number of micro-batches.
-        checkpoint: the checkpoint mode.
-
-    Raises:
-        ValueError: there are fewer blocks than devices, no block takes any time, or nothing fits.
+    None, with a warning, if the backward of the sample fails.
     """
-    units = Units(*times)
-    units.verify(places)
-    # Several entries of one device share its memory.
-    limits = [x / places.count(y) for x, y in zip(limits, places)]
-    fastest = evenest(units.costs, len(places), units.spreads)
-    if min(limits) == inf:
-        return units.placed(places, fastest)
-    there = next((x for x in places if has_streams(x)), CPU)
+    blocks, there = times.blocks, next((x for x in places if has_streams(x)), CPU)
     try:
-        sections = recorded(model, times.blocks, args, kwargs, there)
+        sections = recorded(model, blocks, *arguments, there)
     except RuntimeError as error:
         warn(
             "the memory of a model is seen in a backward of its sample, which has failed here, so "
             f"the device map 'auto' goes by times alone ({type(error).__name__}: {error}); pass a "
             "device map of your own if a device has too little memory"
         )
-        return units.placed(places, fastest)
-    footprint = Footprint(
-        sections,
-        weights_of(model, times.blocks),
-        chunks,
-        checkpointed(checkpoint, chunks),
-        state_of(torch.optim.AdamW),
-    )
+        return None
+    state = state_of(torch.optim.AdamW)
+    footprint = Footprint(sections, weights_of(model, blocks), *again, state)
     members = [*units.members.values()]
-    shared = shared_by(times.blocks)
+    counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
+    shared = {k for k, x in blocks.items() if any(counts[y] > 1 for y in x.parameters())}
 
     @cache
     def peak(start: int, stop: int) -> float:
@@ -117,56 +236,32 @@ def fitting_map(
         own = {*chain([None] if not start else [], *members[start:stop])}
         if shared.isdisjoint(own):
             return footprint.peak(own)
-        return replace(footprint, weights=weights_of(model, times.blocks, own)).peak(own)
+        return replace(footprint, weights=weights_of(model, blocks, own)).peak(own)
 
-    if excesses(fastest, limits, peak):
-        fastest = fitted(units.costs, units.spreads, limits, peak)
-    over = excesses(fastest, limits, peak)
-    if over:
-        raise too_large(places, limits, over, chunks, checkpoint)
-    return units.placed(places, fastest)
+    return peak
 
 
-def excesses(
-    sizes: Sequence[int], limits: Sequence[float], peak: Callable[[int, int], float]
-) -> dict[int, float]:
-    """By how many bytes devices have too little, by their numbers; those with enough are left out.
-
-    Args:
-        sizes: the number of units of each device.
-        limits: the bytes of each device.
-        peak: the most bytes that a device needs for units from one number to another.
-    """
-    ends = pairwise(accumulate(sizes, initial=0))
-    found = {j: peak(*block) - limit for j, (block, limit) in enumerate(zip(ends, limits))}
-    return {j: x for j, x in found.items() if x > 0}
-
-
-def fitted(
-    costs: Sequence[float],
-    spreads: Sequence[float],
+def _fitted(
+    units: Units,
+    sizes: Sequence[int],
     limits: Sequence[float],
     peak: Callable[[int, int], float],
-) -> list[int]:
+) -> Sequence[int]:
     """Cut units into blocks that fit, of which the slowest is as fast as can be.
 
     Of the cuts that are as fast, but for what the spreads explain, it is the evenest. If nothing
-    fits, it is the cut that needs the least beyond a device's memory.
-
-    Args:
-        costs: the cost of each unit.
-        spreads: how far these may be off.
-        limits: the bytes of each device.
-        peak: the most bytes that a device needs for units from one number to another.
-
-    Returns:
-        The number of units of each device.
+    fits, it is the cut that needs the least beyond a device's memory. The sizes given are the best
+    if all fit.
     """
-    n, count = len(costs), len(limits)
+    costs, spreads, n = units.costs, units.spreads, len(units.costs)
     sums = [0.0, *accumulate(costs)]
 
     def lacking(j: int, start: int, stop: int) -> float:
         return max(0.0, peak(start, stop) - limits[j])
+
+    def fits(sizes: Sequence[int]) -> bool:
+        ends = enumerate(pairwise(accumulate(sizes, initial=0)))
+        return not any(lacking(j, *block) for j, block in ends)
 
     def cost(j: int, start: int, stop: int) -> float:
         return inf if lacking(j, start, stop) else sums[stop] - sums[start]
@@ -174,70 +269,26 @@ def fitted(
     def excuses(excess: float, start: int, stop: int) -> bool:
         return excess <= hypot(*map(min, spreads[start:stop], costs[start:stop]))
 
-    found = cut(n, count, cost, excuses)
-    if any(lacking(j, a, b) for j, (a, b) in enumerate(pairwise(accumulate(found, initial=0)))):
-        return cut(n, count, lacking)
-    return found
+    if not fits(sizes):
+        sizes = cut(n, len(limits), cost, excuses)
+    return sizes if fits(sizes) else cut(n, len(limits), lacking)
 
 
-def shared_by(blocks: Mapping[str, nn.Module]) -> set[str]:
-    """The names of blocks that share a weight with another one."""
-    counts = Counter(x for block in blocks.values() for x in {*block.parameters()})
-    return {
-        name for name, block in blocks.items() if any(counts[x] > 1 for x in block.parameters())
-    }
-
-
-def weights_of(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    own: Collection[str | None] | None = None,
-) -> dict[str | None, Weights]:
-    """The memory of the weights of each block, and under None of what belongs to none.
-
-    A weight that several blocks share counts for the last one of them, the first in backward.
-
-    Args:
-        model: the model.
-        blocks: its blocks by name.
-        own: the names of those on one device; None for all. A weight whose home is another device
-            comes as a copy, whose gradient leaves.
-    """
-    owners: dict[Tensor, str | None] = {}
-    homes: dict[Tensor, str | None] = {}
-    deepest = sorted(blocks.items(), key=lambda x: -len(x[0].split(".")))
-    for name, module in (*deepest, (None, model)):
-        for x in chain(module.parameters(), module.buffers()):
-            homes.setdefault(x, name)
-    for name, module in ((None, model), *blocks.items()):
-        if own is None or name in own or name is None:
-            owners |= dict.fromkeys(chain(module.parameters(), module.buffers()), name)
-    found: dict[str | None, Weights] = {}
-    for x, name in owners.items():
-        before = found.get(name, Weights())
-        changed = x.nbytes if x.requires_grad else 0
-        if own is None or homes[x] in own:
-            found[name] = Weights(before.all + x.nbytes, before.trainable + changed)
-        elif name is not None:
-            found[name] = Weights(before.all + x.nbytes + changed, before.trainable)
-    return found
-
-
-def too_large(
+def _too_large(
     places: Sequence[torch.device],
     limits: Sequence[float],
-    over: Mapping[int, float],
+    over: Sequence[float],
     chunks: int,
     checkpoint: str,
 ) -> ValueError:
     """The error that no map fits, with what the nearest one lacks."""
-    sums = Counter({places[j]: 0 for j in over})
-    for j, size in over.items():
-        sums[places[j]] += round(size)
+    lacks: Counter[torch.device] = Counter()
+    for x, size in zip(places, over):
+        lacks[x] += round(size)
     # Several entries of one device share its memory.
-    room = {place: round(limit * places.count(place)) for place, limit in zip(places, limits)}
+    room = {x: round(limit * places.count(x)) for x, limit in zip(places, limits)}
     lacking = ", ".join(
-        f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in sums.items()
+        f"{x} lacks {size} bytes, and may fill {room[x]}" for x, size in lacks.items() if size
     )
     again = "" if checkpoint == "always" else "checkpoint='always', "
     return ValueError(

@@ -233,7 +233,6 @@ class MemoryTracker:
 
     def _begin(self, section: Section) -> None:
         self._kept[len(self.sections) - 1] = self._live
-        self.sections[-1].nodes = section.first - self.sections[-1].first
         self._live = []
         self.sections.append(section)
 

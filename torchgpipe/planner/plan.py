@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,86 +13,42 @@ from torch import Tensor, nn
 
 from torchgpipe.batchnorm import has_batch_norms
 from torchgpipe.checks import checked_flag, verify_kind
+from torchgpipe.devices.measures import model_of
 from torchgpipe.devices.streams import Device
-from torchgpipe.partition.arguments import checked_timeout, positive_int, verify_loss
+from torchgpipe.partition.arguments import (
+    MISSING,
+    checked_chunks,
+    checked_timeout,
+    positive_int,
+    verify_loss,
+)
+from torchgpipe.partition.keeping import checked_keepings, checked_word
+from torchgpipe.partition.sample import input_of
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.given import (
     Memory,
     chunks_of,
     leaves_of,
     limits_of,
+    looks_of,
     places_of,
-    sizes_of,
-    slowness_of,
-    smaller_of,
     state_of,
     with_loss,
 )
-from torchgpipe.planner.layers import measured
-from torchgpipe.planner.links import measured_links
-from torchgpipe.planner.room import Room
+from torchgpipe.planner.layers import measured, measured_links
+from torchgpipe.planner.memory import Issued, issued
 from torchgpipe.planner.rounds import verify_timed
-from torchgpipe.planner.search import Problem, Trial, search
-from torchgpipe.planner.ties import tied_apart, ties_of
+from torchgpipe.planner.search import Problem, Search, Trial, search
+from torchgpipe.schedule.program import operations
+from torchgpipe.schedule.rehearsal import Step
 from torchgpipe.skip.layout import verify_skippables
 from torchgpipe.values.division import row_count
 from torchgpipe.values.microbatch import scatter
 
-__all__ = ["Ranking", "ranked", "too_large"]
+__all__ = ["chosen", "excess_of", "placed", "ranked", "slowness_of", "too_large"]
 
-
-@dataclass(frozen=True)
-class Ranking:
-    """The trials of a model, ranked.
-
-    Args:
-        problem: what was measured.
-        places: the device of each worker.
-        trials: those that fit before those that do not, the fastest first.
-    """
-
-    problem: Problem
-    places: Sequence[torch.device]
-    trials: Sequence[Trial]
-
-    @property
-    def best(self) -> Trial:
-        """The fastest trial.
-
-        Raises:
-            ValueError: none fits.
-        """
-        best = self.trials[0]
-        if best.excess:
-            raise too_large(
-                best.setting.name, best.schedule.chunks, [*best.balance], round(best.excess)
-            )
-        return best
-
-    @cached_property
-    def room(self) -> Room:
-        """The memory of other settings, as far as it is known."""
-        return Room(self.problem, self.places)
-
-    def devices(self, trial: Trial) -> list[torch.device]:
-        """The device of each partition."""
-        return [self.places[w] for w in trial.schedule.placement]
-
-    def memory(self, trial: Trial) -> dict[torch.device, int]:
-        """The most bytes of each device; workers of one device add up."""
-        found = dict.fromkeys(self.places[: len(trial.memory)], 0)
-        for place, size in zip(self.places, trial.memory):
-            found[place] += round(size)
-        return found
-
-
-def too_large(name: str | None, chunks: int, balance: list[int], excess: int) -> ValueError:
-    """The error that nothing fits, with what comes nearest to it."""
-    return ValueError(
-        "a model must fit into the memory of its devices (nearest: "
-        f"{name or 'GPipe'} with chunks={chunks} and balance={balance}, too much by {excess} "
-        "bytes); use more devices, smaller mini-batches, or an optimizer with less state"
-    )
+#: Devices whose times differ by less than this share are taken to be alike.
+ALIKE = 0.05
 
 
 def ranked(
@@ -108,29 +65,10 @@ def ranked(
     timeout: float = 1.0,
     progress: bool = False,
     modes: str | tuple[str, ...] | None = None,
-) -> Ranking:
-    """Measure layers, search, and rank what was found.
+) -> list[Trial]:
+    """Measure layers, search, and rank what was found: as :func:`torchgpipe.plan` says.
 
-    Args:
-        layers: the model. It is not changed.
-        input: the input of the first layer, as one value.
-
-    Keyword Args:
-        devices: as for :func:`torchgpipe.plan`, which passes on all but ``modes``.
-        memory: likewise.
-        optimizer: likewise.
-        batch: likewise.
-        loss: likewise.
-        targets: likewise.
-        chunks: likewise.
-        timeout: likewise.
-        progress: likewise.
-        modes: the checkpoint modes, if they are not to be searched.
-
-    Raises:
-        TypeError: the layers could not be wrapped.
-        ValueError: no layer takes any time, or an argument is out of range.
-        ImportError: a progress bar was asked for, and tqdm is not installed.
+    The input is one value, and checkpoint modes may be given that are not to be searched then.
     """
     verify_module(layers)
     verify_skippables(layers)
@@ -141,7 +79,6 @@ def ranked(
     checked_timeout(timeout)
     progress = checked_flag(progress, "progress")
     places = places_of(devices)
-    (whole,) = scatter(input, 1)
     have = max(1, row_count(input))
     rows = have if batch is None else positive_int(batch)
     if rows is None:
@@ -149,46 +86,39 @@ def ranked(
             f"batch must be a positive number of rows (batch: {batch!r}); leave it out to plan for "
             "the rows of the sample"
         )
-    # On one device, as on the CPU, all are together.
-    behind = [loss] if isinstance(loss, nn.Module) else []
-    ties = ties_of([*layers, *behind]) if len({*places}) > 1 else []
-    tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     # What is wrong is better told before anything is measured.
+    tried = chunks_of(chunks, rows, has_norms=has_batch_norms(layers))
     limits_of(memory, places)
     state = state_of(optimizer)
-    module, sizes = with_loss(layers, loss, targets), sizes_of(input, have, rows)
-    others = smaller_of(input, have, rows)
-    least = dict([[*sizes.items()][-1]])
-    found, memory_of = measured(
-        module, sizes, others, places[0], timeout=timeout, progress=progress
-    )
+    behind = [loss] if isinstance(loss, nn.Module) else []
+    # On one device, as on the CPU, all are together.
+    ties = _ties([*layers, *behind]) if len({*places}) > 1 else []
+    module, looks, few = with_loss(layers, loss, targets), *looks_of(input, have, rows)
+    found, sizes = measured(module, few, looks, places[0], timeout=timeout, progress=progress)
     if loss is not None:
         # The targets are counted by themselves.
-        own = [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
+        own = [x for own in behind for x in chain(own.parameters(), own.buffers())]
         weights = found[-1].weights._replace(all=sum(x.nbytes for x in own))
         found[-1] = replace(found[-1], weights=weights)
-    verify_timed(
-        [x.time(rows) for x in found],
-        places[0],
-        "layers",
-        f"on the CPU, by devices=['cpu'] * {len(places)}",
-    )
+    elsewhere = f"on the CPU, by devices=['cpu'] * {len(places)}"
+    verify_timed([x.time(rows) for x in found], places[0], "layers", elsewhere)
+    least = dict([[*few.items()][-1]])
 
     def time_on(place: torch.device) -> float:
-        return sum(x.time(rows) for x in measured(module, sizes, least, place, timeout=0)[0])
+        return sum(x.time(rows) for x in measured(module, least, least, place, timeout=0)[0])
 
+    links = measured_links(places).items()
+    (whole,) = scatter(input, 1)
     scale = rows / have
     problem = Problem(
         found,
-        memory_of,
+        sizes,
         loss is not None,
         rows,
-        limits_of(memory, places, has_skips=memory_of.has_skips),
+        places,
+        limits_of(memory, places, has_skips=sizes.has_skips),
         slowness_of(places, time_on),
-        {
-            (places.index(a), places.index(b)): line
-            for (a, b), line in measured_links(places).items()
-        },
+        {(places.index(a), places.index(b)): line for (a, b), line in links},
         state,
         scale * sum(x.nbytes for x in whole),
         scale * sum(x.nbytes for x in leaves_of(targets)[0] if isinstance(x, Tensor)),
@@ -197,5 +127,151 @@ def ranked(
     )
     trials = search(problem, tried)
     if not trials:
-        raise tied_apart(ties, loss is not None)
-    return Ranking(problem, places, trials)
+        a, b = ties[0]
+        raise ValueError(
+            "layers that share a weight must be on one device, and no plan has them so, since each "
+            f"partition has a device of its own (layers: {a} and {b}); pass a balance and devices "
+            "by hand, such as devices=[0, 1, 0] with the last layers on the device of the first "
+            f"ones{'' if loss is not None else ', or plan with a loss, for schedules that do so'}"
+        )
+    return trials
+
+
+def slowness_of(
+    places: Sequence[torch.device], measure: Callable[[torch.device], float]
+) -> list[float]:
+    """By which factor each device is slower than the first; one of each model is measured."""
+    models = {model_of(place): place for place in reversed(places)}
+    if len(models) == 1:
+        return [1.0] * len(places)
+    times = {model: measure(place) for model, place in models.items()}
+    factors = [times[model_of(x)] / times[model_of(places[0])] for x in places]
+    return [1.0 if abs(x - 1) < ALIKE else x for x in factors]
+
+
+def _ties(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """The pairs of layers that share a parameter or a buffer, by their numbers."""
+    first: dict[Tensor, int] = {}
+    tensors = ((k, x) for k, y in enumerate(layers) for x in chain(y.parameters(), y.buffers()))
+    return sorted({(first[x], k) for k, x in tensors if first.setdefault(x, k) != k})
+
+
+def too_large(name: str | None, chunks: int, balance: Sequence[int], excess: float) -> ValueError:
+    """The error that nothing fits, with what comes nearest to it."""
+    return ValueError(
+        "a model must fit into the memory of its devices (nearest: "
+        f"{name or 'GPipe'} with chunks={chunks} and balance={[*balance]}, too much by "
+        f"{round(excess)} bytes); use more devices, smaller mini-batches, or an optimizer with "
+        "less state"
+    )
+
+
+def chosen(
+    module: nn.Sequential,
+    balance: Iterable[int] | str | None,
+    sample: Any,
+    devices: Iterable[Device] | None,
+    chunks: int,
+    checkpoint: str | Sequence[str],
+) -> tuple[Any, Any, Any, Any, Trial | None]:
+    """Choose what ``"auto"`` leaves open, and leave the rest to the user.
+
+    Returns:
+        The balance, devices, chunks and checkpoint modes, and the trial that has them, if they are
+        planned.
+
+    Raises:
+        TypeError: ``"auto"`` has no sample, or one of the wrong kind.
+        ValueError: the word is another one, a sample is given beside a balance, the layers take no
+            time, or do not fit.
+    """
+    if not isinstance(balance, str):
+        if sample is not None:
+            raise ValueError(
+                "a sample is for a balance that is measured (balance: "
+                f"{type(balance).__name__}, given: sample); leave it out, or pass 'auto' as the "
+                "balance"
+            )
+        chunks = 1 if chunks is MISSING else chunks
+        return (
+            balance,
+            devices,
+            chunks,
+            "except_last" if checkpoint is MISSING else checkpoint,
+            None,
+        )
+    if balance != "auto":
+        raise ValueError(
+            "balance is a list with the number of layers of each partition, or the word 'auto' "
+            f"(balance: {balance!r}); pass 'auto' and a sample, or such as [2, 2]"
+        )
+    if sample is None:
+        raise TypeError(
+            "the balance 'auto' needs a sample to measure the layers with (sample: None); pass the "
+            "arguments of a call with as many rows as a mini-batch"
+        )
+    input, places = input_of(sample), places_of(devices)
+    # What is wrong is better told before anything is measured.
+    own = None if chunks is MISSING else checked_chunks(chunks)
+    count = min(len(places), len(module))
+    modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count, checked_word)
+    tried = None if own is None else [min(own, max(1, row_count(input)))]
+    best = ranked(module, input, devices=places, chunks=tried, modes=modes)[0]
+    if best.excess:
+        raise too_large(best.setting.name, best.schedule.chunks, best.balance, best.excess)
+    chunks = best.schedule.chunks if own is None else own
+    return [*best.balance], best.devices, chunks, modes or best.checkpoint, best
+
+
+@lru_cache(8)
+def _search_of(problem: Problem, rows: int) -> Search:
+    share = rows / problem.batch
+    given, targets = share * problem.given, share * problem.targets
+    return Search(replace(problem, batch=rows, given=given, targets=targets))
+
+
+def placed(
+    order: Sequence[Step], devices: Sequence[torch.device]
+) -> tuple[Issued, list[int], list[torch.device]]:
+    """The computations that the host issues for partitions on devices, which these share.
+
+    Returns:
+        The computations, the number of the device of each partition, and the devices.
+    """
+    places = [*dict.fromkeys(devices)]
+    placement = [places.index(device) for device in devices]
+    steps = [(placement[operations(x)[0].stage], x, edges) for _, x, edges in order]
+    return issued(steps), placement, places
+
+
+def excess_of(
+    problem: Problem | None,
+    order: Sequence[Step],
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    rows: int,
+    *,
+    has_loss: bool,
+) -> float | None:
+    """By how many bytes the fullest device has too little for a step of a model that was planned.
+
+    Args:
+        problem: what the plan had measured, if there was one.
+        order: the instructions as the host issues them.
+        balance: the layers of each partition.
+        devices: the device of each partition.
+        rows: the rows of the mini-batch.
+        has_loss: whether the schedule has the loss in it.
+
+    Returns:
+        The bytes, 0 if all fit; None if the plan was for something else, so nobody knows.
+    """
+    if problem is None or has_loss != problem.has_loss or not rows:
+        return None
+    limits = dict(zip(problem.places, problem.memory))
+    if sum(balance) != problem.count or not limits.keys() >= {*devices}:
+        return None
+    computations, placement, places = placed(order, devices)
+    found = _search_of(problem, rows)
+    memory = found.peaks(computations, placement, computations.microbatches, balance)
+    return max(0.0, *(x - limits[place] for x, place in zip(memory, places)))

@@ -6,16 +6,18 @@ behind it up to the next call. What one section makes and others use is a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchgpipe.planner.halved import Halved
 
-__all__ = ["GIVEN", "Hop", "Peaks", "Record", "Section", "Value"]
+__all__ = ["GIVEN", "Hop", "Peaks", "Record", "Section", "Sizes", "Value"]
 
 #: The section of what the caller gives to the model.
 GIVEN = -1
@@ -51,7 +53,6 @@ class Section:
         block: the name of the block; None in front of the first one.
         is_call: whether it is a layer or the call of a block, which can be computed again.
         first: the number of its first node of autograd.
-        nodes: how many nodes it has.
         kept: the bytes that it keeps for backward, values aside.
         forward: the most bytes of what it makes at a time.
         again: likewise up to the last tensor that it saves.
@@ -66,7 +67,6 @@ class Section:
     block: str | None
     is_call: bool
     first: int = 0
-    nodes: int = 0
     kept: float = 0
     forward: float = 0
     again: float = 0
@@ -146,3 +146,59 @@ class Record:
     def touching(self, sections: Iterable[int]) -> list[int]:
         """The numbers of the values that sections make, use, keep or hand on."""
         return sorted({n for k in sections for n in self._by_section.get(k, ())})
+
+
+class Sizes:
+    """The records of a model with several sizes of micro-batch, and lines in between.
+
+    The most memory of a computation is no line: it is at one operator if the rows are few and
+    weights take most of the memory, and at another one if they are many.
+
+    Args:
+        records: the records, by the rows.
+    """
+
+    def __init__(self, records: Mapping[int, Record]) -> None:
+        self._found: dict[float, Record] = dict(records.items())
+        self._rows = sorted(records)
+
+    @property
+    def has_skips(self) -> bool:
+        """Whether a value goes to another layer than the next one."""
+        values = self._found[self._rows[0]].values
+        return any(hop.is_skip for x in values for hop in x.hops)
+
+    def at(self, rows: float) -> Record:
+        """The record of a micro-batch of some rows. Beyond all sizes, the last line goes on."""
+        if rows not in self._found:
+            k = min(bisect_left(self._rows, rows, 1), len(self._rows) - 1)
+            y = self._rows[k]
+            # With one size, all is in proportion to it.
+            x = self._rows[k - 1] if k else 0
+            before = self._found[x] if k else None
+            self._found[rows] = _mixed(before, self._found[y], (rows - x) / (y - x))
+        return self._found[rows]
+
+
+def _mixed(a: Record | None, b: Record, share: float) -> Record:
+    """The record on the line through two others, or from nothing to the second one."""
+
+    def mix(x: Any, y: Any) -> Any:
+        """Mix numbers, also within tuples and tables, and leave what is none."""
+        if isinstance(y, dict):
+            return {k: mix(None if x is None else x.get(k, z), z) for k, z in y.items()}
+        if isinstance(y, tuple):
+            return type(y)(*[mix(None if x is None else x[k], z) for k, z in enumerate(y)])
+        if y is None or isinstance(y, bool):
+            return y
+        return max(0.0, share * y if x is None else x + share * (y - x))
+
+    def mixed(x: Any, y: Any, keys: str) -> Any:
+        pairs = {key: (x and getattr(x, key), getattr(y, key)) for key in keys.split()}
+        return replace(y, **{key: mix(*pair) for key, pair in pairs.items()})
+
+    sections, values = (a.sections, a.values) if a else (repeat(None), repeat(None))
+    return Record(
+        [mixed(*x, "kept forward again free held halves rest") for x in zip(sections, b.sections)],
+        [mixed(*x, "size users gradient holds output") for x in zip(values, b.values)],
+    )

@@ -7,7 +7,7 @@ at nearly the same time, again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from math import ceil
 from statistics import median
 from time import monotonic
@@ -24,36 +24,27 @@ LEAST = 3
 MANY = 8
 
 
-def repeat(
-    once: Callable[[], None], timeout: float, expect: Callable[[int], None] | None = None
-) -> None:
-    """Run rounds until a time is over, and :data:`LEAST` of them at least.
+def rounds(timeout: float | None) -> Iterator[int]:
+    """Yield until a time is over, and :data:`LEAST` times at least; not at all without a time.
 
-    Args:
-        once: a round.
-        timeout: the seconds. A round that has begun is finished.
-        expect: what is told after each round how many there will be, as far as can be seen.
+    Yields:
+        How many rounds there will be, as far as can be seen. One that has begun is finished.
     """
-    start = monotonic()
-    rounds, seconds = 0, 0.0
-    while rounds < LEAST or seconds < timeout:
-        once()
-        rounds, seconds = rounds + 1, monotonic() - start
-        if expect is not None:
-            left = max(0.0, timeout - seconds)
-            expect(max(LEAST, rounds + (ceil(left * rounds / seconds) if seconds > 0 else 0)))
+    start, count, seconds = monotonic(), 0, 0.0
+    while timeout is not None and (count < LEAST or seconds < timeout):
+        left = max(0.0, timeout - seconds)
+        yield max(LEAST, count + (ceil(left * count / seconds) if seconds > 0 else 0))
+        count, seconds = count + 1, monotonic() - start
 
 
 def undisturbed(times: Sequence[float]) -> float:
     """The time that something takes undisturbed: the lower quartile of its times over rounds.
 
-    Noise only adds time: another process takes the core, the cache or the link for a while, and
-    nothing makes work faster than it is. So low times are nearer to the truth than the median,
-    which is disturbed as soon as half of the rounds are. The minimum would be nearer yet for work
-    that is the same each time. But a layer may skip its work at random, as with stochastic depth or
-    experts that get no tokens, and its minimum says that it takes none. The lower quartile stands
-    three disturbed rounds of four, and one of four in which a layer does nothing. Of fewer than
-    :data:`MANY` rounds it is the minimum, since of so few, noise is the greater danger.
+    Noise only adds time, so low times are nearer to the truth than the median. The minimum would be
+    nearer yet for work that is the same each time. But a layer may skip its work at random, as with
+    stochastic depth or experts that get no tokens. The lower quartile stands three disturbed rounds
+    of four, and one of four in which a layer does nothing. Of fewer than :data:`MANY` rounds it is
+    the minimum, since of so few, noise is the greater danger.
     """
     return sorted(times)[_quarter(times)]
 
@@ -75,12 +66,6 @@ def _quarter(times: Sequence[float]) -> int:
 def verify_timed(times: Sequence[float], device: object, what: str, elsewhere: str) -> None:
     """Check that anything takes time, before it is balanced by it.
 
-    Args:
-        times: the times of layers or blocks.
-        device: where they were measured.
-        what: the word for them, in the plural.
-        elsewhere: how to have them measured on the CPU.
-
     Raises:
         ValueError: nothing does.
     """
@@ -99,11 +84,9 @@ def pooled(
     """Give layers of one kind one time, as far as the measurement cannot tell them apart.
 
     Equal blocks are the rule in large models, and the middle of several measurements is surer than
-    each. But a kind is only what can be seen from outside: layers of one class with parameters of
-    the same size may still do other work, as the first layer does, whose input needs no gradient.
-    So a layer keeps its own time if that is farther from the middle one of its kind than
-    :data:`NOISE` spreads. Of few rounds a layer's own spread may be small by chance, so the
-    spread that is usual for its kind counts, if that is larger.
+    each. But a kind is only what can be seen from outside. So a layer keeps its own time if that
+    is farther from the middle one of its kind than :data:`NOISE` spreads: its own, or the usual
+    one, since of few rounds a layer's own spread may be small by chance.
 
     Args:
         kinds: the kind of each layer.

@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import chain
-from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.ambient.nesting import holding
 from torchgpipe.ambient.notes import noted
 from torchgpipe.ambient.random_numbers import FirstNumbers
-from torchgpipe.devices.measures import Stopwatch, memory_allocated, memory_free
+from torchgpipe.devices.measures import Stopwatch, memory_free
 from torchgpipe.devices.streams import use_device
 from torchgpipe.partition.placement import place, tensors
-from torchgpipe.planner.progress import Progress
-from torchgpipe.planner.rounds import LEAST, repeat
-from torchgpipe.planner.storages import LiveStorages
+from torchgpipe.planner.rounds import LEAST, rounds
 from torchgpipe.skip.tracker import SkipTracker, use_skip_tracker
-from torchgpipe.values.microbatch import Batch
+from torchgpipe.values.microbatch import VALUE, Batch
 
 __all__: list[str] = []
 
 Sample = TypeVar("Sample")
 
-#: A time is measured well enough if it is so many times the resolution of the clock.
-GRAINS = 100
 
-#: As many calls as make one sample, at most.
-MOST = 16
+class Sandbox:
+    """A copy of a layer that runs on one input, again and again.
+
+    The first run is a warm-up: it may allocate memory that stays, such as the workspace of a
+    library, or compile the layer.
+
+    Args:
+        layer: the copy.
+        batch: its input, and all skips that were stashed before and not popped.
+        device: the device of both.
+    """
+
+    def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
+        self.layer, self.batch, self.device = layer, batch, device
+        self.stopwatch = Stopwatch(device)
+        #: The input of the next layer.
+        self.output = batch
+        _, self.output = self._run()
+
+    def sample(self) -> tuple[float, float]:
+        """Run the layer, and return the seconds of its forward and of its backward."""
+        return self._run()[0]
+
+    def _run(self) -> tuple[tuple[float, float], Batch]:
+        batch = self.input()
+        self.stopwatch.start()
+        output = self.forward(batch)
+        forward, backward, roots = self.stopwatch.stop(), 0.0, self.roots(output)
+        if roots:
+            grads = [torch.ones_like(x) for x in roots]
+            self.stopwatch.start()
+            torch.autograd.backward(roots, grads)
+            backward = self.stopwatch.stop()
+        self.layer.zero_grad()
+        return (forward, backward), leaves(output)
+
+    def input(self) -> Batch:
+        """A copy of the input, which nothing else refers to."""
+        # A layer may change its input in place, which autograd forbids for leaves, not clones.
+        return self.batch.replace([x.clone() for x in leaves(self.batch)])
+
+    def forward(self, batch: Batch) -> Batch:
+        """Run the layer; the output has the skips, too."""
+        tracker = SkipTracker.of(batch)
+        with use_skip_tracker(tracker):
+            return batch.call(self.layer).with_skips(tracker.parts())
+
+    def entries(self, batch: Batch) -> list[Tensor]:
+        """The tensors of an input that get a gradient, skips that are popped among them."""
+        keys = [VALUE, *[x for x in batch.skips if x not in self.output.skips]]
+        return [x for key in keys for x in batch.parts[key] if x.requires_grad]
+
+    def roots(self, output: Batch) -> list[Tensor]:
+        """The outputs that backward begins with; skips that pass by the layer have none here."""
+        own = [x for key, x in output.parts.items() if key not in self.batch.skips]
+        return [x for x in chain(*own) if x.requires_grad]
 
 
 class Sandboxes:
@@ -50,8 +100,7 @@ class Sandboxes:
             for name, layer in module._modules.items()
             if layer is not None
         }
-        self.batch = batch
-        self.device = device
+        self.batch, self.device = batch, device
         # A model may be larger than the device, so the copies of layers stay there only if all of
         # them, with their inputs, fit into half of what is free. The other half is for what a layer
         # needs while it runs. A model that is larger has one copy at a time, made anew in each
@@ -116,31 +165,6 @@ def in_rounds(
     """
     numbers = FirstNumbers(device)
 
-    def run() -> list[dict[str, list[Sample]]]:
-        sizes = make()
-        found: list[dict[str, list[Sample]]] = [{} for _ in sizes]
-        count = sum(len(x.titles) for x in sizes)
-        total = count * (1 + (0 if timeout is None else LEAST))
-        with Progress(progress, "profile", "layer", total) as bar:
-
-            def once(visit: Callable[[int, str, Sandbox], None]) -> None:
-                for k, sandboxes in enumerate(sizes):
-                    sandboxes.each(partial(visit, k))
-
-            def begin(k: int, title: str, sandbox: Sandbox) -> None:
-                found[k][title] = []
-                see(k, title, sandbox)
-                bar.step()
-
-            def add(k: int, title: str, sandbox: Sandbox) -> None:
-                found[k][title].append(take(sandbox))
-                bar.step()
-
-            once(begin)
-            if timeout is not None:
-                repeat(lambda: once(add), timeout, lambda x: bar.expect(count * (1 + x)))
-        return found
-
     def measure() -> list[dict[str, list[Sample]]]:
         with (
             use_device(device),
@@ -148,85 +172,54 @@ def in_rounds(
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
-            return run()
+            sizes = make()
+            count = sum(len(x.titles) for x in sizes)
+            with _bar(count) if progress else nullcontext() as bar:
+                return _measured(sizes, see, take, timeout, bar)
 
     return holding(numbers.locks, measure)
 
 
-class Sandbox:
-    """A copy of a layer that runs on one input, again and again.
+def _measured(
+    sizes: Sequence[Sandboxes],
+    see: Callable[[int, str, Sandbox], None],
+    take: Callable[[Sandbox], Sample],
+    timeout: float | None,
+    bar: Any,
+) -> list[dict[str, list[Sample]]]:
+    found: list[dict[str, list[Sample]]] = [{} for _ in sizes]
 
-    The first run is a warm-up: it may allocate memory that stays, such as the workspace of a
-    library, or compile the layer.
+    def begin(k: int, title: str, sandbox: Sandbox) -> None:
+        found[k][title] = []
+        see(k, title, sandbox)
+        if bar is not None:
+            bar.update()
 
-    Args:
-        layer: the copy.
-        batch: its input, and all skips that were stashed before and not popped.
-        device: the device of both.
-    """
+    def add(k: int, title: str, sandbox: Sandbox) -> None:
+        found[k][title].append(take(sandbox))
+        if bar is not None:
+            bar.update()
 
-    def __init__(self, layer: nn.Module, batch: Batch, device: torch.device) -> None:
-        self.layer = layer
-        self.batch = batch
-        self.device = device
-        self.stopwatch = Stopwatch(device)
-        _, self.output = self._run()
-        """The input of the next layer."""
+    if bar is not None and timeout is not None:
+        bar.total *= 1 + LEAST
+    for k, own in enumerate(sizes):
+        own.each(partial(begin, k))
+    for count in rounds(timeout):
+        if bar is not None:
+            bar.total = sum(map(len, found)) * (1 + count)
+        for k, own in enumerate(sizes):
+            own.each(partial(add, k))
+    return found
 
-    def activations(self) -> int:
-        """Run the layer, and return the bytes that its forward leaves behind."""
-        batch = self.input()
-        before = memory_allocated(self.device)
-        if before is not None:
-            output = self.forward(batch)
-            after = memory_allocated(self.device) or 0
-            del output
-            # The difference is negative if the garbage collector has freed older tensors.
-            return max(0, after - before)
-        with LiveStorages() as storages:
-            output = self.forward(batch)
-        size = sum(storages.sizes())
-        del output
-        return size
 
-    def sample(self) -> tuple[float, float]:
-        """Run the layer, and return the times of its forward and of its backward.
-
-        A layer that takes little more time than the clock can tell runs several times. Each run
-        ends before the next one starts, since the activations of several might not fit.
-        """
-        times = [self._run()[0]]
-        while sum(map(sum, times)) < GRAINS * self.stopwatch.resolution and len(times) < MOST:
-            times.append(self._run()[0])
-        forward, backward = zip(*times)
-        return fmean(forward), fmean(backward)
-
-    def _run(self) -> tuple[tuple[float, float], Batch]:
-        batch = self.input()
-        self.stopwatch.start()
-        output = self.forward(batch)
-        forward, backward = self.stopwatch.stop(), 0.0
-        # Skips that pass by the layer have no backward here.
-        parts = [output.parts[key] for key in output.parts if key not in self.batch.skips]
-        outputs = [x for x in chain(*parts) if x.requires_grad]
-        if outputs:
-            gradients = [torch.ones_like(x) for x in outputs]
-            self.stopwatch.start()
-            torch.autograd.backward(outputs, gradients)
-            backward = self.stopwatch.stop()
-        self.layer.zero_grad()
-        return (forward, backward), leaves(output)
-
-    def input(self) -> Batch:
-        """A copy of the input, which nothing else refers to."""
-        # A layer may change its input in place, which autograd forbids for leaves, not clones.
-        return self.batch.replace([x.clone() for x in leaves(self.batch)])
-
-    def forward(self, batch: Batch) -> Batch:
-        """Run the layer; the output has the skips, too."""
-        tracker = SkipTracker.of(batch)
-        with use_skip_tracker(tracker):
-            return batch.call(self.layer).with_skips(tracker.parts())
+def _bar(total: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError(
+            "a progress bar needs tqdm (progress: True); run `pip install tqdm`"
+        ) from error
+    return tqdm(desc="profile", total=total, unit="layer")
 
 
 def copied(layer: nn.Module, device: torch.device) -> nn.Module:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
+import torch
+
 from torchgpipe.planner.cuts import cut, others
-from torchgpipe.planner.layers import Layer
-from torchgpipe.planner.lines import Line, Sizes
+from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import Issued, LossMemory, issued, peaks, ways
+from torchgpipe.planner.record import Sizes
 from torchgpipe.planner.stages import Stage, stage_of
-from torchgpipe.planner.ties import are_together
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
@@ -29,14 +30,12 @@ from torchgpipe.schedule.rehearsal import Rehearsal
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import built_in
 
-__all__ = ["Problem", "Setting", "Trial", "search"]
+__all__ = ["Problem", "Search", "Setting", "Trial", "search"]
 
 #: How many instructions are timed, in all trials together, before nothing more is improved. A
-#: million take about 0.8 seconds.
+#: million take about 0.8 seconds. To count the memory of one takes three times as long, and to find
+#: out what it waits for 45 times.
 EFFORT = 50_000_000
-#: How many times as long it takes to count the memory of an instruction as to time it, and to find
-#: out what it waits for.
-COUNTING, REHEARSING = 3, 45
 #: How many times the time of the fastest one a setting may take, with the first balance and nothing
 #: computed again, to be improved.
 HOPE = 1.5
@@ -44,11 +43,8 @@ HOPE = 1.5
 #: A loss that is not known keeps as much as its input, as differences, and a gradient.
 LOSS = LossMemory(2, 2)
 
-#: How many schedules with their modes of checkpointing are kept, with what waits for what in them.
-REHEARSALS = 256
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """A model to plan, and the devices to plan it for.
 
@@ -57,6 +53,7 @@ class Problem:
         sizes: the memory that these take.
         has_loss: whether the last layer is the loss.
         batch: the rows of a mini-batch.
+        places: the device of each worker.
         memory: the bytes that each worker may use.
         slowness: by which factor each worker is slower than the one that was measured.
         links: the time of a copy between each pair of workers, by the bytes.
@@ -65,13 +62,14 @@ class Problem:
         targets: memory of the targets of a mini-batch.
         modes: the checkpoint modes, one for all partitions or one for each, if they are given; None
             to search them.
-        ties: pairs of layers that must be on one worker.
+        ties: pairs of layers that share a weight, so they must be on one worker.
     """
 
     layers: Sequence[Layer]
     sizes: Sizes
     has_loss: bool
     batch: int
+    places: Sequence[torch.device]
     memory: Sequence[float]
     slowness: Sequence[float]
     links: dict[tuple[int, int], Line]
@@ -80,6 +78,11 @@ class Problem:
     targets: float
     modes: str | tuple[str, ...] | None = None
     ties: Sequence[tuple[int, int]] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of layers, without the loss."""
+        return len(self.layers) - self.has_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +103,7 @@ class Trial:
     """A setting with a balance and modes, as it was simulated.
 
     Args:
+        problem: what was measured.
         setting: the setting.
         balance: the number of layers of each partition, without the loss.
         modes: the checkpoint mode of each partition.
@@ -111,6 +115,7 @@ class Trial:
             layers are apart that share a weight.
     """
 
+    problem: Problem = field(repr=False)
     setting: Setting
     balance: tuple[int, ...]
     modes: Sequence[str]
@@ -130,26 +135,31 @@ class Trial:
         """The mode of all partitions, or a list with one for each."""
         return self.modes[0] if len({*self.modes}) == 1 else [*self.modes]
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return [self.problem.places[w] for w in self.schedule.placement]
 
-def settings(
-    workers: int, chunks: Iterable[int], layers: int, is_inside: bool
-) -> Iterator[Setting]:
-    """Yield the schedules that layers can run under.
+    @cached_property
+    def by_device(self) -> dict[torch.device, int]:
+        """The most bytes of each device; workers of one device add up."""
+        found = dict.fromkeys(self.problem.places[: len(self.memory)], 0)
+        for place, size in zip(self.problem.places, self.memory):
+            found[place] += round(size)
+        return found
 
-    Args:
-        workers: the number of workers.
-        chunks: the numbers of micro-batches.
-        layers: the number of layers.
-        is_inside: whether the loss is computed for each micro-batch.
-    """
+
+def settings(problem: Problem, chunks: Iterable[int]) -> Iterator[Setting]:
+    """Yield the schedules that the layers of a problem can run under, of some micro-batches."""
+    workers = min(len(problem.places), problem.count)
     for m in chunks:
-        if not is_inside:
+        if not problem.has_loss:
             yield Setting(None, fill_drain(workers, m))
             continue
         for name, schedule in built_in(workers, m):
             # What two computations of one device gain side by side, nobody can tell beforehand.
             overlaps = any(isinstance(x, Overlap) for line in schedule.program for x in line)
-            if len(schedule.placement) <= layers and not overlaps:
+            if len(schedule.placement) <= problem.count and not overlaps:
                 yield Setting(name, schedule)
 
 
@@ -172,10 +182,12 @@ class Search:
         self.trial = cache(self._trial)
         self.even = cache(self._even)
         # Each has thousands of instructions.
-        self.rehearsal = lru_cache(REHEARSALS)(self._rehearsal)
+        self.rehearsal = lru_cache(256)(self._rehearsal)
         self.fastest = cache(self._fastest)
         #: The number of instructions that could have been timed so far.
         self.effort = 0
+
+    # What a partition takes.
 
     def _stage(self, start: int, stop: int, m: int) -> Stage:
         weights = [x.weights for x in self.problem.layers]
@@ -202,128 +214,14 @@ class Search:
 
     def _each(self, balance: Sequence[int], m: int) -> tuple[list[Stage], list[Durations]]:
         """The memory and the times of each partition."""
-        ends = [sum(balance[:k]) for k in range(len(balance) + 1)]
+        ends = [*accumulate(balance, initial=0)]
         ends[-1] += self.problem.has_loss
-        ways = [*pairwise(ends)]
-        return [self.stage(*x, m) for x in ways], [self.times(*x, m) for x in ways]
+        return (
+            [self.stage(*x, m) for x in pairwise(ends)],
+            [self.times(*x, m) for x in pairwise(ends)],
+        )
 
-    def begun(self, setting: Setting) -> Trial:
-        """The first trial of a setting: the fastest slowest partition."""
-        return self.fitted(setting, self.even(setting.schedule.chunks, setting.schedule.placement))
-
-    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
-        """The balance whose slowest partition is fastest."""
-        problem, count = self.problem, len(placement)
-        n, rows = len(problem.layers) - problem.has_loss, self._rows(m)
-        #: The time of all layers before each, that of their forwards, and their weights' memory.
-        times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
-        again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
-        given = self._given(count)
-        weights = [x.weights for x in problem.layers]
-        each = [x.all + (1 + problem.state) * x.trainable for x in weights]
-        sizes = [*accumulate(each, initial=0.0)]
-
-        lonely = {w for w in placement if placement.count(w) == 1}
-
-        def cost(j: int, start: int, stop: int) -> float:
-            end = stop + (problem.has_loss and j == count - 1)
-            block = range(start, end)
-            # Where a worker has several partitions, the other layer may be in another of them.
-            if placement[j] in lonely and any(
-                (a in block) != (b in block) for a, b in problem.ties
-            ):
-                return inf
-            filled = (sizes[end] - sizes[start]) / problem.memory[placement[j]]
-            if filled > 1:
-                # More than whatever fits. If nothing does, the one that needs the least fits first.
-                return 2 * times[-1] * max(problem.slowness) * filled
-            own = times[end] - times[start]
-            if given and given[j] != "never":
-                own += again[end] - again[start]
-            return own * problem.slowness[placement[j]]
-
-        return tuple(cut(n, count, cost))
-
-    def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
-        """Compute again what does not fit, and first what frees the most for its time."""
-        stages, times = self._each(balance, setting.schedule.chunks)
-        given = self._given(len(stages))
-        if given:
-            return self.trial(setting, tuple(balance), given)
-        modes = ["never"] * len(stages)
-        best = trial = self.trial(setting, tuple(balance), tuple(modes))
-        count = 1
-        while trial.excess:
-            chosen = self._chosen(trial, stages, times, count)
-            if not chosen:
-                break
-            for j in chosen:
-                modes[j] = "always"
-            count *= 2
-            trial = self.trial(setting, tuple(balance), tuple(modes))
-            best = min(best, trial, key=_key)
-        return best
-
-    def _given(self, count: int) -> tuple[str, ...]:
-        """The modes of so many partitions, if they are not to be searched."""
-        modes = self.problem.modes
-        return (modes,) * count if isinstance(modes, str) else modes or ()
-
-    def _chosen(
-        self, trial: Trial, stages: Sequence[Stage], times: Sequence[Durations], count: int
-    ) -> list[int]:
-        """The partitions to compute again next: some of each worker that has too little memory."""
-        found: dict[int, list[tuple[float, int]]] = {}
-        for j, w in enumerate(trial.schedule.placement):
-            less = stages[j].held - sum(x.size for x in stages[j].arrivals if not x.is_kept)
-            is_over = trial.memory[w] > self.problem.memory[w]
-            if trial.modes[j] == "never" and less > 0 and is_over:
-                found.setdefault(w, []).append((times[j].R / less, j))
-        return [j for own in found.values() for _, j in sorted(own)[:count]]
-
-    def improved(self, trial: Trial) -> Trial:
-        """Change the balance as long as that helps, and compute less again at the end."""
-        found: Trial | None = trial
-        while found is not None:
-            trial = found
-            found = next(self._better(trial), None)
-        for j, mode in enumerate(trial.modes if self.problem.modes is None else ()):
-            if mode == "always" and not trial.excess:
-                for other in ("never", "except_last"):
-                    modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
-                    less = self.trial(trial.setting, tuple(trial.balance), modes)
-                    trial = min(trial, less, key=_key)
-        return trial
-
-    def _better(self, trial: Trial) -> Iterator[Trial]:
-        """Yield trials that are better, with another balance."""
-        setting, placement = trial.setting, trial.schedule.placement
-        fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
-        for balance in others(trial.balance):
-            if self.effort > EFFORT:
-                return
-            if trial.excess == inf:
-                is_hopeful = True
-            elif trial.excess:
-                # Only the fullest worker's loss of a layer makes anything fit.
-                pairs = zip(trial.balance, balance, placement)
-                is_hopeful = any(y < x for x, y, w in pairs if w == fullest)
-            else:
-                # Nothing is faster than without recomputation.
-                is_hopeful = self.fastest(setting, tuple(balance)) < trial.time
-            if is_hopeful:
-                found = self.fitted(setting, balance)
-                if found.key < trial.key:
-                    yield found
-
-    def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
-        """The time of a setting if nothing is computed again."""
-        placement = setting.schedule.placement
-        stages, times = self._each(balance, setting.schedule.chunks)
-        skips = _skips(stages)
-        _, rehearsal, _ = self.rehearsal(setting, ("never",) * len(stages), skips)
-        self.effort += len(rehearsal.steps)
-        return rehearsal.makespan(Table(self._costs(stages, times, placement), placement, skips))
+    # What a setting takes.
 
     def _rehearsal(
         self, setting: Setting, modes: tuple[str, ...], skips: Skips
@@ -336,34 +234,39 @@ class Search:
         base = setting.schedule
         program = checkpointed(base.program, modes, base.chunks)
         rehearsal = Rehearsal(program, skips)
-        self.effort += REHEARSING * len(rehearsal.steps)
+        self.effort += 45 * len(rehearsal.steps)
         order = rehearsal.order(rehearsal.times(Table(Costs(), base.placement, skips))[0])
         return replace(base, program=program, skips=tuple(skips)), rehearsal, issued(order)
+
+    def _fastest(self, setting: Setting, balance: tuple[int, ...]) -> float:
+        """The time of a setting if nothing is computed again."""
+        placement = setting.schedule.placement
+        stages, times = self._each(balance, setting.schedule.chunks)
+        skips = _skips(stages)
+        _, rehearsal, _ = self.rehearsal(setting, ("never",) * len(stages), skips)
+        self.effort += len(rehearsal.steps)
+        return rehearsal.makespan(Table(self._costs(stages, times, placement), placement, skips))
 
     def _trial(self, setting: Setting, balance: tuple[int, ...], modes: tuple[str, ...]) -> Trial:
         problem, base = self.problem, setting.schedule
         stages, times = self._each(balance, base.chunks)
         costs = self._costs(stages, times, base.placement)
         schedule, rehearsal, order = self.rehearsal(setting, modes, _skips(stages))
-        self.effort += (1 + COUNTING) * len(rehearsal.steps)
-        _, end = rehearsal.times(Table(costs, base.placement, schedule.skips))
+        self.effort += 4 * len(rehearsal.steps)
+        time = rehearsal.makespan(Table(costs, base.placement, schedule.skips))
         memory = self.peaks(order, base.placement, base.chunks, balance)
         excess = max(0.0, *(x - limit for x, limit in zip(memory, problem.memory)))
-        if not are_together(problem.ties, balance, base.placement):
+        # The loss is behind the last layer, on the last worker.
+        own = [w for size, w in zip(balance, base.placement) for _ in range(size)]
+        own.append(base.placement[-1])
+        if any(own[a] != own[b] for a, b in problem.ties):
             excess = inf
-        return Trial(setting, balance, modes, schedule, costs, max(end), memory, excess)
+        return Trial(problem, setting, balance, modes, schedule, costs, time, memory, excess)
 
     def peaks(
         self, order: Issued, placement: Sequence[int], m: int, balance: Sequence[int]
     ) -> list[float]:
-        """The most memory of each worker.
-
-        Args:
-            order: what the host issues.
-            placement: the worker of each partition.
-            m: the number of micro-batches.
-            balance: the layers of each partition, without the loss.
-        """
+        """The most memory of each worker, if the host issues computations in an order."""
         problem = self.problem
         return peaks(
             order,
@@ -379,27 +282,117 @@ class Search:
     def _costs(
         self, stages: Sequence[Stage], times: Sequence[Durations], placement: Sequence[int]
     ) -> Costs:
-        slow = [self.problem.slowness[w] for w in placement]
-        copy = dict.fromkeys(
-            [way for j in range(len(stages) - 1) for way in ((j, j + 1), (j + 1, j))], 0.0
-        )
+        copy = {way: 0.0 for j in range(1, len(stages)) for way in ((j - 1, j), (j, j - 1))}
         # Each part has a lane of its own: there, and its gradient back.
         for k, arrivals in enumerate(ways(stages)):
             for j, x in arrivals:
                 w, v = placement[j], placement[k]
-                if w == v:
-                    continue
-                forward, back = (self.problem.links.get(x, Line()) for x in ((w, v), (v, w)))
-                copy[j, k] = max(copy.get((j, k), 0.0), forward.at(x.size))
-                copy[k, j] = max(copy.get((k, j), 0.0), back.at(x.gradient) if x.gradient else 0.0)
-        each = [Durations(*[x * s for x in own]) for s, own in zip(slow, times)]
-        return Costs(
-            F=[x.F for x in each],
-            I=[x.I for x in each],
-            W=[x.W for x in each],
-            R=[x.R for x in each],
-            copy=copy,
-        )
+                if w != v:
+                    for way, link, size in (((j, k), (w, v), x.size), ((k, j), (v, w), x.gradient)):
+                        took = self.problem.links.get(link, Line()).at(size) if size else 0.0
+                        copy[way] = max(copy.get(way, 0.0), took)
+        slow = [self.problem.slowness[w] for w in placement]
+        each = [[s * y for s, y in zip(slow, x)] for x in zip(*times)]
+        return Costs(each[0], each[1], each[2], each[3], copy)
+
+    # Which balance and modes are best.
+
+    def begun(self, setting: Setting) -> Trial:
+        """The first trial of a setting: the fastest slowest partition."""
+        return self.fitted(setting, self.even(setting.schedule.chunks, setting.schedule.placement))
+
+    def _even(self, m: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+        """The balance whose slowest partition is fastest."""
+        problem, count, rows = self.problem, len(placement), self._rows(m)
+        #: The time of all layers before each, that of their forwards, and their weights' memory.
+        times = [*accumulate([x.time(rows) for x in problem.layers], initial=0.0)]
+        again = [*accumulate([x.forward.at(rows) for x in problem.layers], initial=0.0)]
+        own = [x.weights for x in problem.layers]
+        each = [x.all + (1 + problem.state) * x.trainable for x in own]
+        sizes, given = [*accumulate(each, initial=0.0)], self._given(count)
+
+        def cost(j: int, start: int, stop: int) -> float:
+            w, end = placement[j], stop + (problem.has_loss and j == count - 1)
+            # Where a worker has several partitions, the other layer may be in another of them.
+            if placement.count(w) == 1 and any(
+                (start <= a < end) != (start <= b < end) for a, b in problem.ties
+            ):
+                return inf
+            filled = (sizes[end] - sizes[start]) / problem.memory[w]
+            if filled > 1:
+                # More than whatever fits. If nothing does, the one that needs the least fits first.
+                return 2 * times[-1] * max(problem.slowness) * filled
+            time = times[end] - times[start]
+            if given and given[j] != "never":
+                time += again[end] - again[start]
+            return time * problem.slowness[w]
+
+        return tuple(cut(problem.count, count, cost))
+
+    def _given(self, count: int) -> tuple[str, ...]:
+        """The modes of so many partitions, if they are not to be searched."""
+        modes = self.problem.modes
+        return (modes,) * count if isinstance(modes, str) else modes or ()
+
+    def fitted(self, setting: Setting, balance: Sequence[int]) -> Trial:
+        """Compute again what does not fit, and first what frees the most for its time."""
+        stages, times = self._each(balance, setting.schedule.chunks)
+        given = self._given(len(stages))
+        modes = [*given] or ["never"] * len(stages)
+        best = trial = self.trial(setting, tuple(balance), tuple(modes))
+        count = 1
+        while trial.excess and not given:
+            # Some of each worker that has too little memory.
+            found: dict[int, list[tuple[float, int]]] = {}
+            for j, w in enumerate(setting.schedule.placement):
+                less = stages[j].held - sum(x.size for x in stages[j].arrivals if not x.is_kept)
+                is_over = trial.memory[w] > self.problem.memory[w]
+                if modes[j] == "never" and less > 0 and is_over:
+                    found.setdefault(w, []).append((times[j].R / less, j))
+            if not found:
+                break
+            for own in found.values():
+                for _, j in sorted(own)[:count]:
+                    modes[j] = "always"
+            count *= 2
+            trial = self.trial(setting, tuple(balance), tuple(modes))
+            best = min(best, trial, key=_key)
+        return best
+
+    def improved(self, trial: Trial) -> Trial:
+        """Change the balance as long as that helps, and compute less again at the end."""
+        found: Trial | None = trial
+        while found is not None:
+            trial = found
+            found = next(self._better(trial), None)
+        for j, mode in enumerate(trial.modes if self.problem.modes is None else ()):
+            if mode == "always" and not trial.excess:
+                for other in ("never", "except_last"):
+                    modes = (*trial.modes[:j], other, *trial.modes[j + 1 :])
+                    less = self.trial(trial.setting, trial.balance, modes)
+                    trial = min(trial, less, key=_key)
+        return trial
+
+    def _better(self, trial: Trial) -> Iterator[Trial]:
+        """Yield trials that are better, with another balance."""
+        placement = trial.schedule.placement
+        fullest = max(range(len(trial.memory)), key=lambda w: trial.memory[w])
+        for balance in others(trial.balance):
+            if self.effort > EFFORT:
+                return
+            if 0 < trial.excess < inf:
+                # Only the fullest worker's loss of a layer makes anything fit.
+                pairs = zip(trial.balance, balance, placement)
+                is_hopeful = any(y < x for x, y, w in pairs if w == fullest)
+            else:
+                # Nothing is faster than without recomputation.
+                is_hopeful = trial.excess > 0 or (
+                    self.fastest(trial.setting, tuple(balance)) < trial.time
+                )
+            if is_hopeful:
+                found = self.fitted(trial.setting, balance)
+                if found.key < trial.key:
+                    yield found
 
 
 def _skips(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
@@ -415,22 +408,15 @@ def _key(trial: Trial) -> tuple[float, float, float]:
 def search(problem: Problem, chunks: Iterable[int]) -> list[Trial]:
     """Find the fastest trials that fit, one for each schedule and number of micro-batches.
 
-    Args:
-        problem: the problem.
-        chunks: the numbers of micro-batches to try.
-
     Returns:
         The trials: those that fit before those that do not, the fastest first.
     """
-    n = len(problem.layers) - problem.has_loss
-    workers = min(len(problem.memory), n)
     found = Search(problem)
-    begun = [found.begun(x) for x in settings(workers, chunks, n, problem.has_loss)]
+    begun = [found.begun(x) for x in settings(problem, chunks)]
     best = min(begun, key=_key)
     ranked = []
     for trial in sorted(begun, key=lambda x: (x.excess > 0, x.time)):
-        hope = best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time
-        if hope:
+        if best.excess or found.fastest(trial.setting, trial.balance) < HOPE * best.time:
             trial = found.improved(trial)
             best = min(best, trial, key=_key)
         ranked.append(trial)

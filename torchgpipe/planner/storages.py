@@ -34,11 +34,11 @@ class LiveStorages:
 
     def add(self, inputs: Any, output: Any) -> None:
         """Take note of the storages that an operator has made."""
-        known = {StorageWeakRef(storage) for storage in _storages(inputs)}
-        for storage in _storages(output):
-            reference = StorageWeakRef(storage)
+        known = {StorageWeakRef(x.untyped_storage()) for x in strided(inputs)}
+        for x in strided(output):
+            reference = StorageWeakRef(x.untyped_storage())
             if reference not in known:
-                self._made[reference] = storage.nbytes()
+                self._made[reference] = x.untyped_storage().nbytes()
         self.highest = max(self.highest, sum(self.sizes()))
 
     def sizes(self) -> list[int]:
@@ -75,7 +75,13 @@ def _mode() -> Any:
     return Mode
 
 
-def _storages(values: Any) -> list[Any]:
-    # Sparse tensors have no storage of their own.
-    tensors = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
-    return [x.untyped_storage() for x in tensors if x.layout == torch.strided]
+def strided(values: Any) -> list[Tensor]:
+    """The tensors among values that have memory of their own, as sparse ones have not."""
+    found = [x for x in trees.leaves_of(values) if isinstance(x, Tensor)]
+    return [x for x in found if x.layout == torch.strided]
+
+
+def sizes_of(values: Any) -> dict[int, int]:
+    """The addresses of the memory of tensors among values, with its bytes."""
+    found = [x.untyped_storage() for x in strided(values) if x.numel()]
+    return {x.data_ptr(): x.nbytes() for x in found}

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchgpipe.advice.figures import Layer, figures_of
-from torchgpipe.advice.waits import Wait
+from torchgpipe.advice.figures import Layer, Wait, figures_of
 from torchgpipe.timeline.span import Stream, computation, copy
 
 

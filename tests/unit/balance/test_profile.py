@@ -289,18 +289,6 @@ def test_rounds_interleave(clock):
     assert table.times() == ([4] * 4, [0] * 4)
 
 
-def test_layers_that_the_clock_cannot_tell_run_several_times(clock, monkeypatch):
-    watch = sandbox.Stopwatch(torch.device("cpu"))
-    watch.resolution = 1.0
-    monkeypatch.setattr(sandbox, "Stopwatch", lambda device: watch)
-    runs = [3.0, 3.0, *[1.0, 2.0] * 8]
-    module = nn.Sequential(clock.layer(*runs, 200.0), clock.layer(200.0))
-    found = rows(module, torch.rand(1, requires_grad=True))
-    # Samples of 16 calls, 1 and 1.
-    assert (found[0].forward, found[0].spread) == (1.5, 4 * (200 - 1.5) / 2)
-    assert found[1].forward == 200
-
-
 def test_memory_alone(clock):
     module = nn.Sequential(clock.layer(1.0), nn.Linear(3, 3))
     found = profile_layers(module, torch.rand(2, 3), timeout=None, device="cpu").layers

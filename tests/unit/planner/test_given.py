@@ -8,14 +8,11 @@ import torch
 from torch import nn
 
 from torchgpipe import NoChunk
-from torchgpipe.planner import given
 from torchgpipe.planner.given import (
     chunks_of,
     limits_of,
+    looks_of,
     places_of,
-    sizes_of,
-    slowness_of,
-    smaller_of,
     state_of,
     with_loss,
 )
@@ -50,7 +47,7 @@ def test_state_of_an_optimizer(optimizer, expected):
         (limits_of, ({"cpu": True}, [CPU]), ValueError, "memory: {'cpu': True}"),
         (limits_of, ({}, [CPU]), ValueError, "memory: {}, missing: cpu.; add them"),
         (limits_of, ({"disk": 1}, [CPU]), ValueError, "accelerators of this machine.*disk"),
-        (places_of, ([],), ValueError, "one or more devices"),
+        (places_of, ([],), ValueError, "one or more accelerators"),
     ],
 )
 def test_errors(function, args, kind, words):
@@ -72,48 +69,21 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
-    ("have", "rows", "expected"),
+    ("have", "rows", "expected", "few"),
     [
-        (64, 64, [16, 8]),
-        (16, 64, [16, 8]),
-        (8, 8, [4, 2]),
-        (9, 9, [3]),
-        (3, 3, [3]),
-        (2, 2, [2]),
-        (1, 64, [1]),
+        (64, 64, [64, 32, 16, 8, 4], [16, 8]),
+        (16, 64, [16, 8, 4], [16, 8]),
+        (8, 8, [8, 4, 2], [4, 2]),
+        (9, 9, [9, 5, 3], [5, 3]),
+        (3, 3, [3], [3]),
+        (1, 64, [1], [1]),
     ],
 )
-def test_sizes_of_micro_batches_to_measure(have, rows, expected):
-    sizes = sizes_of(torch.zeros(have, 2), have, rows)
-    assert [*sizes] == expected
-    assert [len(next(iter(x))) for x in sizes.values()] == expected
-
-
-@pytest.mark.parametrize(
-    ("have", "rows", "expected"),
-    [
-        (64, 64, [64, 32, 16, 8, 4]),
-        (16, 64, [16, 8, 4]),
-        (9, 9, [9, 5, 3]),
-        (3, 3, [3]),
-        (1, 64, [1]),
-    ],
-)
-def test_sizes_of_micro_batches_to_look_at(have, rows, expected):
-    sizes = smaller_of(torch.zeros(have, 2), have, rows)
-    assert [*sizes] == expected
-    assert [len(next(iter(x))) for x in sizes.values()] == expected
-
-
-def test_slowness(monkeypatch):
-    places = [torch.device("meta", k) for k in range(4)]
-    monkeypatch.setattr(given, "model_of", lambda x: "new" if x.index < 2 else "old")
-    times = {0: 2.0, 2: 5.0}
-    assert slowness_of(places, lambda x: times[x.index]) == [1, 1, 2.5, 2.5]
-    times[2] = 2.05
-    assert slowness_of(places, lambda x: times[x.index]) == [1, 1, 1, 1]
-    monkeypatch.setattr(given, "model_of", lambda x: "same")
-    assert slowness_of(places, lambda x: 1 / 0) == [1, 1, 1, 1]
+def test_micro_batches_to_look_at(have, rows, expected, few):
+    found, timed = looks_of(torch.zeros(have, 2), have, rows)
+    assert [*found] == expected
+    assert [*timed] == few
+    assert [len(next(iter(x))) for x in found.values()] == expected
 
 
 def test_loss_takes_the_rows_that_come():

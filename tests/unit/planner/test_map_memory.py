@@ -12,9 +12,7 @@ def footprint(chunks, again, state=0.0):
 
     def section(block, k):
         peaks = Peaks(130, 130, 130, 120, 120)
-        return Section(
-            block, block is not None, k, nodes=1, kept=100, forward=110, free=peaks, held=peaks
-        )
+        return Section(block, block is not None, k, kept=100, forward=110, free=peaks, held=peaks)
 
     sections = [Section(None, False, 0), section("a", 0), section("b", 1)]
     values = [

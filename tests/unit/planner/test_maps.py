@@ -3,22 +3,29 @@
 import itertools
 import random
 from itertools import accumulate, pairwise
-from math import inf
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from torchgpipe import MappedGPipe
+from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.planner import maps
-from torchgpipe.planner.blocks import Times, blocks_of
-from torchgpipe.planner.maps import excesses, fitted, too_large, weights_of
+from torchgpipe.planner.blocks import Times
+from torchgpipe.planner.cuts import evenest
+from torchgpipe.planner.map_memory import weights_of
 from torchgpipe.planner.stages import Weights
 
 
 def every_cut(n, count):
     for cuts in itertools.combinations(range(1, n), count - 1):
         yield [b - a for a, b in pairwise((0, *cuts, n))]
+
+
+def fitted(costs, spreads, limits, peak):
+    units = SimpleNamespace(costs=costs, spreads=spreads)
+    return maps._fitted(units, evenest(costs, len(limits), spreads), limits, peak)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -36,7 +43,8 @@ def test_no_other_cut_is_better(seed):
         return max(sum(costs[a:b]) for a, b in pairwise(accumulate(cut, initial=0)))
 
     def lack(cut):
-        return max([0.0, *excesses(cut, limits, peak).values()])
+        ends = pairwise(accumulate(cut, initial=0))
+        return max([0.0, *[peak(*x) - limit for x, limit in zip(ends, limits)]])
 
     found = fitted(costs, [0.0] * n, limits, peak)
     fits = [cut for cut in every_cut(n, count) if not lack(cut)]
@@ -49,13 +57,12 @@ def test_no_other_cut_is_better(seed):
 
 def test_noise_leaves_the_choice_of_the_evenest():
     costs, spreads = [9.0, 9.0, 9.0, 9.0, 20.0, 10.0], [1.0] * 6
-    assert fitted(costs, [0.0] * 6, [inf] * 3, lambda a, b: 0.0) == [3, 2, 1]
-    assert fitted(costs, spreads, [inf] * 3, lambda a, b: 0.0) == [2, 2, 2]
 
+    def peak(a, b):
+        return float(b - a == 3)
 
-def test_exceeds():
-    assert excesses([1, 2], [1.0, 3.0], lambda a, b: 2.0 * (b - a)) == {0: 1.0, 1: 1.0}
-    assert excesses([1, 2], [2.0, 4.0], lambda a, b: 2.0 * (b - a)) == {}
+    assert fitted(costs, [0.0] * 6, [0.5] * 2, lambda a, b: 0.0) == [4, 2]
+    assert fitted(costs, spreads, [0.5] * 3, peak) == [2, 2, 2]
 
 
 class Model(nn.Module):
@@ -76,7 +83,7 @@ def test_weights():
     model.blocks[1].requires_grad_(False)
     model.blocks[3].weight = model.blocks[0].weight
     own = 4 * (8 * 8 + 8)
-    assert weights_of(model, blocks_of(model)) == {
+    assert weights_of(model, Wholes.of(model).blocks()) == {
         None: Weights(12, 4),
         "blocks.0": Weights(32, 32),
         "blocks.1": Weights(own, 0),
@@ -87,10 +94,10 @@ def test_weights():
 
 def test_message():
     places = [torch.device("cpu"), torch.device("meta")]
-    text = str(too_large(places, [1e3, 98.0], {1: 12.4}, 8, "never"))
+    text = str(maps._too_large(places, [1e3, 98.0], [0.0, 12.4], 8, "never"))
     assert "checkpoint: never, the nearest map: meta lacks 12 bytes, and may fill 98)" in text
     assert "use more devices, checkpoint='always', a larger limit as memory, or smaller" in text
-    assert "checkpoint='always'" not in str(too_large(places, [1.0] * 2, {1: 1.0}, 8, "always"))
+    assert "'always'," not in str(maps._too_large(places, [1.0] * 2, [0.0, 1.0], 8, "always"))
 
 
 def test_entries_of_one_device_share_its_memory(monkeypatch):
@@ -99,7 +106,7 @@ def test_entries_of_one_device_share_its_memory(monkeypatch):
 
     seen = []
     monkeypatch.setattr(maps, "timed", equal)
-    monkeypatch.setattr(maps, "excesses", lambda _, limits, __: seen.append(limits) or {})
-    monkeypatch.setattr("torchgpipe.planner.given.memory_total", lambda _: 1000)
+    monkeypatch.setattr(maps, "_fitted", lambda _, sizes, limits, __: seen.append(limits) or sizes)
+    monkeypatch.setattr("torchgpipe.planner.given.memory_total", lambda _: 10**6)
     MappedGPipe(Model(), "auto", sample=torch.rand(2, 8), devices=["cpu"] * 3)
-    assert seen[0] == pytest.approx([300] * 3)
+    assert seen[0] == pytest.approx([3e5] * 3)

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from torchgpipe.planner.blocks import blocks_of
+from torchgpipe.mapped.wholes import Wholes
 from torchgpipe.planner.map_memory import recorded
 from torchgpipe.planner.record import GIVEN
 
@@ -38,7 +38,7 @@ SIZE = 4 * ROWS * WIDTH
 
 
 def record(model, *args, **kwargs):
-    return recorded(model, blocks_of(model), args, kwargs)
+    return recorded(model, Wholes.of(model).blocks(), args, kwargs)
 
 
 def test_sections_and_values():

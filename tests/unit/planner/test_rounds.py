@@ -3,29 +3,27 @@
 import pytest
 
 from torchgpipe.planner import rounds
-from torchgpipe.planner.rounds import repeat, spread, undisturbed, verify_timed
+from torchgpipe.planner.rounds import spread, undisturbed, verify_timed
 
 
 @pytest.mark.parametrize(
     ("seconds", "timeout", "expected"),
     [
         ([1.0] * 9, 0, [3, 3, 3]),
-        ([1.0] * 9, 4.5, [5] * 5),
-        ([4.0, 1.0, 1.0, 1.0], 6.5, [3, 3, 4, 4]),
-        ([0.0, 0.0, 2.0, 2.0], 4, [3, 3, 6, 4]),
+        ([1.0] * 9, 4.5, [3, *[5] * 4]),
+        ([4.0, 1.0, 1.0, 1.0], 6.5, [3, 3, 3, 4]),
+        ([0.0, 0.0, 2.0, 2.0], 4, [3, 3, 3, 6]),
+        ([1.0], None, []),
     ],
 )
-def test_repeat(seconds, timeout, expected, monkeypatch):
+def test_rounds(seconds, timeout, expected, monkeypatch):
+    """Each is told how many there will be."""
     now, told = [10.0], []
     monkeypatch.setattr(rounds, "monotonic", lambda: sum(now))
-    repeat(lambda: now.append(seconds[len(told)]), timeout, told.append)
+    for count in rounds.rounds(timeout):
+        now.append(seconds[len(told)])
+        told.append(count)
     assert told == expected
-
-
-def test_nobody_is_told():
-    done = []
-    repeat(lambda: done.append(1), 0)
-    assert len(done) == 3
 
 
 @pytest.mark.parametrize(

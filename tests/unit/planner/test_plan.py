@@ -11,7 +11,7 @@ from tests.support.helpers import note_of
 from tests.support.skips import Pop, Stash
 from torchgpipe import GPipe, NoChunk, arguments
 from torchgpipe.partition.arguments import MISSING
-from torchgpipe.planner import choice
+from torchgpipe.planner import plan as choice
 from torchgpipe.planner.plan import ranked
 
 # Layers that are as small as these may well be fastest in one piece.
@@ -103,7 +103,7 @@ def test_without_a_sample():
     [
         ({"sample": [X]}, TypeError, r"a sample is .*sample: list\); pass .* as \(argument,\)"),
         ({"devices": "cpu"}, TypeError, "devices must be a sequence"),
-        ({"devices": []}, ValueError, r"one or more devices.*\['cpu'\] \* 4"),
+        ({"devices": []}, ValueError, r"one or more accelerators.*\['cpu'\] \* 4"),
         ({"chunks": 0}, ValueError, "chunks must be a positive integer"),
         ({"checkpoint": "ever"}, ValueError, "checkpoint must be one of"),
         ({"checkpoint": ["never"]}, ValueError, r"checkpoint: \['never'\], partitions: 2"),
@@ -136,3 +136,14 @@ def test_a_sample_that_the_layers_do_not_take():
 def test_all_accelerators_by_default(monkeypatch):
     monkeypatch.setattr("torchgpipe.planner.given.accelerators", lambda: [torch.device("cpu")] * 3)
     assert len(auto(devices=None).balance) == 3
+
+
+def test_slowness(monkeypatch):
+    places = [torch.device("meta", k) for k in range(4)]
+    monkeypatch.setattr(choice, "model_of", lambda x: "new" if x.index < 2 else "old")
+    times = {0: 2.0, 2: 5.0}
+    assert choice.slowness_of(places, lambda x: times[x.index]) == [1, 1, 2.5, 2.5]
+    times[2] = 2.05
+    assert choice.slowness_of(places, lambda x: times[x.index]) == [1, 1, 1, 1]
+    monkeypatch.setattr(choice, "model_of", lambda x: "same")
+    assert choice.slowness_of(places, lambda x: 1 / 0) == [1, 1, 1, 1]

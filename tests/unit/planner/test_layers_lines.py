@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchgpipe.planner.lines import Line, Sizes, through
-from torchgpipe.planner.record import Hop, Peaks, Record, Section, Value
+from torchgpipe.planner.layers import Line, through
+from torchgpipe.planner.record import Hop, Peaks, Record, Section, Sizes, Value
 
 
 @pytest.mark.parametrize(("constant", "slope"), [(0, 1), (3, 0), (2.5, 0.5)])

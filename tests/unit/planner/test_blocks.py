@@ -11,7 +11,8 @@ from torch import nn
 from tests.support.architectures import build
 from torchgpipe import MappedGPipe
 from torchgpipe.balance import map_by_size, map_by_time
-from torchgpipe.planner.blocks import blocks_of, hooked, proposed
+from torchgpipe.mapped.wholes import Wholes
+from torchgpipe.planner.blocks import hooked, proposed
 
 
 class Block(nn.Module):
@@ -41,11 +42,16 @@ class Model(nn.Module):
 
 
 def test_blocks():
-    assert [*blocks_of(Model(Block(), Block()))] == ["embed", "blocks.0", "blocks.1", "norm"]
+    assert [*Wholes.of(Model(Block(), Block())).blocks()] == [
+        "embed",
+        "blocks.0",
+        "blocks.1",
+        "norm",
+    ]
     nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Block()))
-    assert [*blocks_of(nested)] == ["0", "1"]
-    assert [*blocks_of(nested, no_split=["Block"])] == ["0", "1.0", "1.1"]
-    assert [*blocks_of(nn.Linear(2, 2))] == [""]
+    assert [*Wholes.of(nested).blocks()] == ["0", "1"]
+    assert [*Wholes.of(nested, no_split=["Block"]).blocks()] == ["0", "1.0", "1.1"]
+    assert [*Wholes.of(nn.Linear(2, 2)).blocks()] == [""]
 
 
 def test_by_time():
@@ -181,7 +187,7 @@ def test_a_block_that_is_called_under_several_names():
     def before(name, *_):
         seen.append(name)
 
-    with hooked(blocks_of(model), before, lambda *_: None):
+    with hooked(Wholes.of(model).blocks(), before, lambda *_: None):
         model(torch.rand(2, 4))
     assert seen == [f"layers.{k}" for k in range(4)]
     device_map = map_by_size([0, 1], model, torch.rand(2, 4))

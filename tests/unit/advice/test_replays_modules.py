@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchgpipe.advice.modules import Modules
+from torchgpipe.advice.replays import Modules
 from torchgpipe.mapped.device_map import Mapped
 
 CPU, META = torch.device("cpu"), torch.device("meta")

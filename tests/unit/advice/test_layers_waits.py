@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchgpipe.advice.waits import Wait, Waits
+from torchgpipe.advice.figures import Wait
+from torchgpipe.advice.layers import Waits
 from torchgpipe.devices.recorder import Mark
 from torchgpipe.devices.streams import CPU, current_stream
 

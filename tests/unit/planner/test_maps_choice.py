@@ -11,8 +11,7 @@ from torch import nn
 from tests.support.helpers import note_of
 from torchgpipe import MappedGPipe, NoChunk
 from torchgpipe.devices.streams import accelerators
-from torchgpipe.planner import map_choice as choice
-from torchgpipe.planner import maps
+from torchgpipe.planner import given, maps
 from torchgpipe.planner.blocks import timed
 
 CPU = torch.device("cpu")
@@ -82,28 +81,28 @@ def test_a_model_that_is_measured_does_not_change():
 
 
 def test_all_accelerators_by_default(monkeypatch):
-    monkeypatch.setattr(choice, "accelerators", lambda: [CPU, CPU, CPU])
+    monkeypatch.setattr(given, "accelerators", lambda: [CPU, CPU, CPU])
     names = ["first", "second", "norm"]
-    found = choice.chosen_map(Model(), "auto", X)
+    found = maps.chosen_map(Model(), "auto", X)
     assert found == dict.fromkeys(["", *names], CPU)
-    monkeypatch.setattr(choice, "accelerators", list)
-    with pytest.raises(ValueError, match=r"'auto' needs accelerators.*devices=\['cpu', 'cpu'\]"):
+    monkeypatch.setattr(given, "accelerators", list)
+    with pytest.raises(ValueError, match=r"'auto'.* accelerators, or.*\['cpu'\] \* 4"):
         MappedGPipe(Model(), "auto", sample=X)
 
 
 @pytest.mark.skipif(not accelerators(), reason="there is no accelerator")
 def test_accelerators_of_this_machine(monkeypatch):
     device, *_ = few = accelerators()[:2]
-    monkeypatch.setattr(choice, "accelerators", lambda: few)
+    monkeypatch.setattr(given, "accelerators", lambda: few)
     model = MappedGPipe(Model().to(device), "auto", sample={"x": X, "shift": SHIFT})
     assert set(model.device_map.values()) <= {*few}
 
 
 def test_blocks_are_spread_in_the_order_of_their_calls():
-    found = choice.chosen_map(Model(), "auto", X, iter(["cpu", "cpu", "cpu"]))
+    found = maps.chosen_map(Model(), "auto", X, iter(["cpu", "cpu", "cpu"]))
     assert [*found] == ["", "first", "second", "norm"]
     with pytest.raises(ValueError, match=r"blocks: 3, devices: 4\); use fewer devices"):
-        choice.chosen_map(Model(), "auto", X, ["cpu"] * 4)
+        maps.chosen_map(Model(), "auto", X, ["cpu"] * 4)
 
 
 @pytest.mark.parametrize("word", ["balanced", "sequential", "cpu", ""])
@@ -127,7 +126,7 @@ def test_samples_and_devices_beside_a_map(device_map, given):
         ([X], ["cpu"], TypeError, r"a sample is .*sample: list\); pass .* as \(argument,\)"),
         (X, "cpu", TypeError, "devices must be a sequence"),
         (X, 0, TypeError, "devices must be a sequence"),
-        (X, [], ValueError, "needs accelerators, or other devices"),
+        (X, [], ValueError, "one or more accelerators, or other devices"),
         (X, ["nothing"], ValueError, "devices must be the CPU or accelerators"),
         ((X, torch.rand(3)), ["cpu"], ValueError, "same size in dimension 0"),
     ],
