@@ -91,7 +91,8 @@ class Maker:
             options: for the wrapper's class, where all wrappers have them.
         """
         layers = copy.deepcopy(layers)
-        options |= {"chunks": chunks, "checkpoint": KEEPINGS[mode or self.mode]}
+        mode = mode or self.mode
+        options |= {"chunks": chunks, "checkpoint": KEEPINGS.get(mode, mode)}
         return self.wrap(layers, loss, options)
 
     def some(self, cases):

@@ -40,6 +40,11 @@ TESTS = {
         "test_norms_that_are_deferred",
         {"kind": "products", "wrapper": "GPipe"},
     ),
+    "casts": (
+        "behaviour.test_policies",
+        "test_casts_of_weights",
+        {"wrapper": "GPipe", "around": False},
+    ),
     "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
 } | {f"offloaded, {kind}": (*_LAYERS, {"kind": kind, "use": test_offload.once}) for kind in LAYERS}
 
@@ -63,6 +68,7 @@ MUTANTS = {
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
     "results on another stream": ((" and bool(own)", ""), "offloaded, results"),
+    "casts of both runs": (("own_casts()", "nullcontext()"), "casts"),
     "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

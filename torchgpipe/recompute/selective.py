@@ -156,12 +156,12 @@ class Counted:
             self._results.come()
         # A weight that was cast for another micro-batch would be cast in one of both runs alone.
         # guard: casts of both runs
-        self._casts = own_casts()
+        self._casts: AbstractContextManager[None] = own_casts()
         self._casts.__enter__()
         self._mode.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         self._mode.__exit__(*raised)
-        self._casts.__exit__()
+        self._casts.__exit__(*raised)
         if not is_recomputing() and raised[0] is None:
             self._results.leave()
