@@ -66,7 +66,7 @@ def products():
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_norms_that_are_deferred(wrapper, kind):
-    """These compute moments in the first run alone."""
+    """Norms that are deferred compute moments in the first run alone."""
     norms = [nn.Linear(4, 4), nn.BatchNorm1d(4), products()]
     layers = nn.Sequential(*norms, *copy.deepcopy(norms))
     expected = trained(wrapper, layers, "never", deferred_batch_norm=True)
