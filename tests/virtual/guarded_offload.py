@@ -63,7 +63,7 @@ MUTANTS = {
     "back behind compute": (DROP, "offloaded, bits"),
     "compute behind copies": (DROP, "offloaded, bits"),
     "layers with a stream of their own": (
-        ("current_stream(device) == self._stream", "True"),
+        ("current_stream(device) == self.stream", "True"),
         "offloaded, beside",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
