@@ -66,7 +66,7 @@ def products():
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_norms_that_are_deferred(wrapper, kind):
-    """These compute moments in the first run alone."""
+    """Norms that are deferred compute moments in the first run alone."""
     norms = [nn.Linear(4, 4), nn.BatchNorm1d(4), products()]
     layers = nn.Sequential(*norms, *copy.deepcopy(norms))
     expected = trained(wrapper, layers, "never", deferred_batch_norm=True)
@@ -85,6 +85,32 @@ def test_values_that_layers_keep(wrapper, kind):
     expected = trained(wrapper, layers, "never")
     found = trained(wrapper, layers, POLICIES[kind])
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_casts_of_weights(wrapper, around):
+    """Autocast keeps weights that it has cast, from one micro-batch to the next."""
+    linear = nn.Linear(4, 4)
+    layers = nn.Sequential(linear, nn.Tanh(), nn.Sequential(linear, nn.Tanh()), nn.Linear(4, 4))
+    options = {} if wrapper == "MappedGPipe" else {"balance": [3, 1]}
+    found = []
+    for mode in ("always", POLICIES["products"]):
+        model = WRAPPERS[wrapper](copy.deepcopy(layers), mode, **options)
+        torch.manual_seed(0)
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(torch.rand(16, 4))
+                loss = y if wrapper == "ScheduledLoss" else squares(y)
+                if around:
+                    loss.backward()
+            if not around:
+                loss.backward()
+        except RuntimeError as error:
+            pytest.fail(str(error))
+        found.append([x.grad for x in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("mode", ["always", POLICIES["all"]], ids=["always", "policy"])

@@ -122,4 +122,4 @@ class Across(Wrapped):
 def check(group, name, run, mode):
     """Check a promise in this process."""
     torch.manual_seed(0)
-    keeps(name, PipeMaker(group, PROMISES[name].fails, run, mode))
+    keeps(name, PipeMaker(group, PROMISES[name].fails_under(mode), run, mode))

@@ -171,8 +171,8 @@ def forward(make):
             layer.register_forward_hook(lambda _, args, out, k=k: look(f"{k} after", out))
 
     assert len(hooked(make, hook)) == 2 * M * 4 * 2
-    most = 2 * 4 * 2 * {"never": 0, "except_last": M - 1, "always": M}[make.mode]
-    assert int(make.mode == "always") <= len(again) <= most
+    most = 2 * 4 * 2 * {"never": 0, "except_last": M - 1, "always": M}[make.again]
+    assert int(make.again == "always") <= len(again) <= most
 
 
 @promise("Forward hooks of layers change arguments and outputs.", modes=True, eager=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.contract.comparing import assert_as_plain, mean_of_squares, moved
-from tests.contract.promises import Otherwise, promise
+from tests.contract.promises import POLICY, Otherwise, promise
 from tests.contract.wrapped import assert_same_grads, linears, plain_step
 from tests.support.helpers import Apply
 from tests.support.in_place import ENDS, FLAGGED, VIEWS, out_of_place
@@ -194,8 +194,15 @@ def first_in_place(make):
         assert torch.equal(x, before), "changed"
 
 
+KEPT = Otherwise(
+    "Under a policy, PyTorch does not let a result that is kept be changed in place.",
+    "has been mutated",
+)
+
+
 @promise(
     "Layers may change in place what layers of their own device have made.",
+    otherwise={POLICY: KEPT},
     modes=True,
     eager=True,
 )
@@ -225,7 +232,9 @@ def silent_in_place(make):
     assert "(layer: 3)" in error.text or "raised in 3 on cpu, micro-batch 0" in error.notes
 
 
-@promise("Views of any kind may leave a device, and the model.", modes=True)
+@promise(
+    "Views of any kind may leave a device, and the model.", otherwise={POLICY: KEPT}, modes=True
+)
 def views(make):
     for end in make.some([*ENDS.values(), *VIEWS.values()]):
         ends = [nn.Sequential(nn.Linear(3, 3), Apply(end)) for _ in range(2)]

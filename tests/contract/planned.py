@@ -233,8 +233,8 @@ def verify_early(new):
 
 def kinds(model):
     """The kinds of runs that may fail; one of them where nothing follows an error."""
-    mode = model.maker.mode
-    without = {"recomputation"} if mode in ("never", "offload") else set()
+    mode = model.maker.again
+    without = {"recomputation"} if mode == "never" else set()
     without |= set() if isinstance(model.layers[1], Hooked) else {"hook"}
     found = [x for x in KINDS if x not in without]
     return found if model.lasts else found[MODES.index(mode) :][:1]

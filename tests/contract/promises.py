@@ -22,6 +22,8 @@ import pytest
 #: The wrappers: the columns of the table. Names of several runs of one begin with its name.
 WRAPPERS = ("GPipe", "ScheduledLoss", "ScheduledLoss of graphs", "MappedGPipe", "Pipe")
 GRAPHS = "ScheduledLoss of graphs"
+#: The checkpoint mode under which PyTorch counts operators, and keeps some results.
+POLICY = "policy"
 
 #: The modules of promises, which are the sections of the table.
 SECTIONS = (
@@ -62,7 +64,7 @@ class Promise(NamedTuple):
     Args:
         sentence: it, in the words of the table.
         check: checks it.
-        otherwise: for each wrapper that rightly differs, how.
+        otherwise: for each wrapper that rightly differs, how; or for the mode of a policy.
         modes: whether the checkpoint mode matters.
         devices: whether it matters that devices are accelerators.
         fails: whether a step fails, after which processes are not connected any more.
@@ -76,6 +78,10 @@ class Promise(NamedTuple):
     devices: bool
     fails: bool
     eager: bool
+
+    def fails_under(self, mode):
+        """Whether a step fails, since that is the promise or what a policy does instead."""
+        return self.fails or (mode == POLICY and POLICY in self.otherwise)
 
     @property
     def name(self):
@@ -91,7 +97,7 @@ def promise(sentence, *, otherwise=None, modes=False, devices=False, fails=False
 
     def add(check):
         found = Promise(sentence, check, otherwise or {}, modes, devices, fails, eager)
-        assert set(found.otherwise) <= set(WRAPPERS)
+        assert set(found.otherwise) <= {*WRAPPERS, POLICY}
         assert found.name not in PROMISES
         PROMISES[found.name] = found
         return check
@@ -102,7 +108,7 @@ def promise(sentence, *, otherwise=None, modes=False, devices=False, fails=False
 def keeps(name, make):
     """Check that a wrapper keeps a promise, or does what it says that it does instead."""
     found = PROMISES[name]
-    other = found.otherwise.get(make.wrapper)
+    other = found.otherwise.get(make.wrapper) or found.otherwise.get(make.mode)
     with ExitStack() as stack:
         if found.eager and make.wrapper == GRAPHS:
             stack.enter_context(pytest.warns(UserWarning, match="runs eagerly"))

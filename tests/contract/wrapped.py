@@ -3,6 +3,7 @@
 import copy
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,11 +11,14 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from tests.support.helpers import notes_of
+from tests.support.helpers import MODES, notes_of
 from tests.support.size import SOAK
 from torchgpipe import Chunks, GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.values.structure import Arguments
+
+aten = torch.ops.aten
 
 #: The runs: for each its wrapper, and for schedules the name and the kind of stages.
 RUNS = {
@@ -26,6 +30,32 @@ RUNS = {
     "MappedGPipe": ("MappedGPipe",),
     "Pipe": ("Pipe", "zbh1"),
 }
+
+
+def dear(context, operator, *args, **kwargs):
+    """A policy that sends products of matrices to the host, keeps sums, and no other result."""
+    if operator in (aten.mm.default, aten.addmm.default):
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+    kept = operator is aten.add.Tensor
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+#: The checkpoint modes, by the words that stand for them in the names of tests; for which of them
+#: cells run twice says :func:`twin_of`.
+KEEPINGS = {
+    **{mode: mode for mode in (*MODES, "offload")},
+    "policy": partial(create_selective_checkpoint_contexts, dear),
+}
+
+
+def modes_of(run):
+    """The modes that a run has."""
+    return MODES if RUNS[run][0].endswith("of graphs") else (*KEEPINGS,)
+
+
+def twin_of(mode):
+    """The word among the first ones under which as many cells run twice."""
+    return {"offload": "never", "policy": "always"}.get(mode, mode)
 
 
 class Raised(NamedTuple):
@@ -41,12 +71,12 @@ class Maker:
 
     Args:
         run: the name of the run.
-        mode: the checkpoint mode.
+        mode: the word for the checkpoint mode.
         devices: two.
     """
 
     def __init__(self, run, mode="except_last", devices=("cpu", "cpu")):
-        self.run, self.mode = run, mode
+        self.run, self.mode, self.again = run, mode, twin_of(mode)
         self.wrapper, *self.kind = RUNS[run]
         self.devices = [torch.device(device) for device in devices]
 
@@ -61,7 +91,8 @@ class Maker:
             options: for the wrapper's class, where all wrappers have them.
         """
         layers = copy.deepcopy(layers)
-        options |= {"chunks": chunks, "checkpoint": mode or self.mode}
+        mode = mode or self.mode
+        options |= {"chunks": chunks, "checkpoint": KEEPINGS.get(mode, mode)}
         return self.wrap(layers, loss, options)
 
     def some(self, cases):

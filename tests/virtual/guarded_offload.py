@@ -40,6 +40,11 @@ TESTS = {
         "test_norms_that_are_deferred",
         {"kind": "products", "wrapper": "GPipe"},
     ),
+    "casts": (
+        "behaviour.test_policies",
+        "test_casts_of_weights",
+        {"wrapper": "GPipe", "around": False},
+    ),
     "offloaded, graph": ("virtual.test_offload", "test_a_step_leaves_nothing_on_the_device", {}),
 } | {f"offloaded, {kind}": (*_LAYERS, {"kind": kind, "use": test_offload.once}) for kind in LAYERS}
 
@@ -58,11 +63,12 @@ MUTANTS = {
     "back behind compute": (DROP, "offloaded, bits"),
     "compute behind copies": (DROP, "offloaded, bits"),
     "layers with a stream of their own": (
-        ("current_stream(device) == self._stream", "True"),
+        ("current_stream(device) == self.stream", "True"),
         "offloaded, beside",
     ),
     "graphs that are thrown away": (("ref(view)", "lambda: view"), "offloaded, trials"),
     "results on another stream": ((" and bool(own)", ""), "offloaded, results"),
+    "casts of both runs": (("own_casts()", "nullcontext()"), "casts"),
     "operators of one run": (("uncounted()", "torch.no_grad()"), "norms of one run"),
     "small views of large storages": (("storage.nbytes()", "tensor.nbytes"), "offloaded, small"),
 }

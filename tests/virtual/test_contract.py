@@ -35,25 +35,26 @@ def test_beside_the_cpu_and_on_one_device_twice(k, devices):
         keeps(name, Maker("GPipe", "always", places))
 
 
-AWAY = [run for run in LOCAL if "graphs" not in run]
-#: Each promise with one run, by turns; all of them in a soak.
+EAGER = [run for run in LOCAL if "graphs" not in run]
+LEAVING = [(run, mode) for run in EAGER for mode in ("offload", "policy")]
+#: Each promise with one run and one mode, by turns; all of them in a soak.
 OF_CELLS = [
-    (name, run)
-    for number, name in enumerate(sorted(OF_DEVICES))
-    for run in some(AWAY, [AWAY[number % len(AWAY)]])
+    (name, *case)
+    for number, name in enumerate(sorted(x for x in OF_DEVICES if PROMISES[x].modes))
+    for case in some(LEAVING, [LEAVING[number % len(LEAVING)]])
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "run"), OF_CELLS[:: some(1, 4)])
-def test_promise_of_cells_that_are_away(name, run, devices, monkeypatch):
+@pytest.mark.parametrize(("name", "run", "mode"), OF_CELLS[:: some(1, 3)])
+def test_promise_of_cells_that_leave(name, run, mode, devices, monkeypatch):
     # Tensors of promises are small, and micro-batches are few.
     monkeypatch.setattr("torchgpipe.recompute.storage.LEAST", 1)
     monkeypatch.setattr("torchgpipe.recompute.offload.STAYING", 0)
     monkeypatch.setattr("torchgpipe.executor.plan.BETWEEN", 1)
     if name.startswith("memory:"):
-        keeps(name, Maker(run, "offload", devices[:2]))
+        keeps(name, Maker(run, mode, devices[:2]))
         return
     with observe(jitter=0) as seen:
-        keeps(name, Maker(run, "offload", devices[:2]))
+        keeps(name, Maker(run, mode, devices[:2]))
     assert_no_races(seen)

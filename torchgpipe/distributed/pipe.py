@@ -83,8 +83,8 @@ class Pipe(Wrapper):
             are the ranks in the group. An R in it comes right before its backward.
         chunks: how many micro-batches to make of a mini-batch; a mini-batch with fewer rows is
             split into its rows. The number may be changed between steps, in all processes.
-        checkpoint: which micro-batches are checkpointed, as for :class:`~torchgpipe.GPipe`; a list
-            has a mode for each stage, in whatever process.
+        checkpoint: which micro-batches are checkpointed, and what else is kept, as for
+            :class:`~torchgpipe.GPipe`; a list has a mode for each stage, in whatever process.
         deferred_batch_norm: whether batch normalisations update their running statistics once per
             mini-batch: see :mod:`torchgpipe.batchnorm`.
         group: the processes of the pipeline; by default all.

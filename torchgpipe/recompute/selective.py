@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from torchgpipe import _torch
+from torchgpipe.ambient.autocast import own_casts
 from torchgpipe.devices.streams import current_stream, get_device
 from torchgpipe.partition.keeping import Policy
 from torchgpipe.recompute.offload import Offloaded
@@ -59,9 +60,7 @@ def contexts_of(policy: Policy, offloaded: Offloaded | None) -> Contexts:
     if getattr(second, "policy_fn", None) is not None:
         # Before PyTorch 2.13 the second run asks again.
         second.policy_fn = Results(second, None).choose
-    if offloaded is None:
-        return first, second
-    return Hosted(first, results), Hosted(second, results)
+    return Counted(first, results), Counted(second, results)
 
 
 def of_this_run(contexts: Contexts) -> AbstractContextManager[Any]:
@@ -113,7 +112,8 @@ class Results:
 
     def leave(self) -> None:
         """Hand over what leaves, once the layers have run."""
-        assert self._offloaded is not None
+        if self._offloaded is None:
+            return
         for operator, leave in self._leave.items():
             found = self._kept.get(operator, ())
             entries = [
@@ -129,7 +129,8 @@ class Results:
 
     def come(self) -> None:
         """Take back what has left, before the layers run again."""
-        assert self._offloaded is not None
+        if self._offloaded is None:
+            return
         self._offloaded.begin()
         views, self._views = self._views, []
         for entry, view in views:
@@ -139,12 +140,12 @@ class Results:
                 entry.version = view.version
 
 
-class Hosted:
-    """The context manager of a run whose results leave for the host, or come back from there.
+class Counted:
+    """The context manager of a run within a mode of PyTorch's.
 
     Args:
-        mode: that of PyTorch.
-        results: the results.
+        mode: the mode.
+        results: what the mode keeps.
     """
 
     def __init__(self, mode: AbstractContextManager[Any], results: Results) -> None:
@@ -153,9 +154,14 @@ class Hosted:
     def __enter__(self) -> None:
         if is_recomputing():
             self._results.come()
+        # A weight that was cast for another micro-batch would be cast in one of both runs alone.
+        # guard: casts of both runs
+        self._casts: AbstractContextManager[None] = own_casts()
+        self._casts.__enter__()
         self._mode.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         self._mode.__exit__(*raised)
+        self._casts.__exit__(*raised)
         if not is_recomputing() and raised[0] is None:
             self._results.leave()
