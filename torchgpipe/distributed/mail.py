@@ -43,15 +43,14 @@ class Mail(Post):
         forms: the forms that both ends know.
         routes: in which process each stage is.
         peers: the processes of the pipeline.
-        with_numbers: whether states of generators travel with the micro-batches.
         *args: the arguments of :class:`~torchgpipe.executor.post.Post`.
     """
 
-    def __init__(
-        self, forms: Forms, routes: Routes, peers: Peers, with_numbers: bool, *args: Any
-    ) -> None:
+    def __init__(self, forms: Forms, routes: Routes, peers: Peers, *args: Any) -> None:
         super().__init__(*args)
-        self.forms, self.routes, self.with_numbers = forms, routes, with_numbers
+        self.forms, self.routes = forms, routes
+        #: Whether states of generators travel with the micro-batches.
+        self.with_numbers = False
         self._group, self._device = peers.group, peers.device
         #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
         #: and states of generators.

@@ -344,13 +344,15 @@ class Pipe(Wrapper):
         except Exception as raised:
             error = raised
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
-        agreed = self._agreement.begin(
+        agree = self._agreement.begin(
             given.m, given.rows, shapes, settings, flags, trainable, error
         )
         with shared_failures(self._peers), explaining(*self._explained(terms)):
             if self._replicas is not None and recorded:
+                # Whoever finds a difference ends this pipeline, whose processes all have to look.
+                agree()
                 verify_same(trainable, self._replicas)
-            return self._compute(agreed, given, terms, recorded)
+            return self._compute(agree, given, terms, recorded)
 
     def _explained(self, terms: Any) -> tuple[Sequence[Any], nn.Module | None]:
         """The arguments of a step that go to the loss, and the first layer, if it is here."""
@@ -365,10 +367,14 @@ class Pipe(Wrapper):
         each = self.named_parameters()
         return digest(repr([(x, tuple(y.shape), y.dtype, y.requires_grad) for x, y in each]))
 
-    def _compute(self, agreed: Agreed, given: Given, terms: Any, recorded: bool) -> Any:
-        """Compute a step that all processes have agreed on."""
+    def _compute(
+        self, agree: Callable[[], Agreed], given: Given, terms: Any, recorded: bool
+    ) -> Any:
+        """Compute a step, once all processes agree on it."""
         with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
-        division, batches = agreed.division, given.batches
+        batches, mini_batch = given.batches, given.mini_batch
+        # All wait for the first stage, so it gets ready while the answers are on their way.
+        division = agree().division if mini_batch is None or self.is_last else mini_batch.division
         m, rows = division.m, division.rows
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
             # No argument tells the number of rows, or of micro-batches.
@@ -378,20 +384,18 @@ class Pipe(Wrapper):
         if with_loss:
             arguments = arguments or [((), {})] * m
             criterion = Criterion(self.loss or no_loss, arguments, division, None, self._outputs)
-        in_all = given.mini_batch.whole if given.mini_batch else ()
+        in_all = mini_batch.whole if mini_batch else ()
         sharded = sharded_in(self.__dict__["_layers"])
         output = None
         with whole(sharded), torch.set_grad_enabled(recorded):
             partitions: list[Partition] = self.__dict__["_layers"]
             verify_placement(partitions, [self._device] * len(partitions))
-            # Micro-batches that the caller has made may all have shapes of their own.
-            self._forms.begin(agreed.shapes, [*range(m)] if division.is_given else division.sizes)
-            made = partial(Mail, self._forms, self._routes, self._peers, agreed.with_numbers)
+            made = partial(Mail, self._forms, self._routes, self._peers)
             executor = Executor(self._crew, program.plan, batches, criterion, arriving, made)
             mail = executor.post
             assert isinstance(mail, Mail)
             try:
-                run = partial(executor.run, partial(program.run, executor, mail))
+                run = partial(executor.run, partial(self._perform, agree, program, executor, mail))
                 compute(run, self, in_all)
             finally:
                 mail.end()
@@ -406,6 +410,15 @@ class Pipe(Wrapper):
                 reduce(sharded)
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
+
+    def _perform(
+        self, agree: Callable[[], Agreed], program: Program, executor: Executor, mail: Mail
+    ) -> None:
+        """Run the program of a step, once all processes agree on it."""
+        (sizes, is_given), shapes, mail.with_numbers = agree()
+        # Micro-batches that the caller has made may all have shapes of their own.
+        self._forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
+        program.run(executor, mail)
 
     def _hand_over(self, executor: Executor, loss: StepLoss) -> None:
         """Add the gradients of a step to those of the weights and of the input."""
