@@ -373,7 +373,7 @@ class Pipe(Wrapper):
         """Compute a step, once all processes agree on it."""
         with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
         batches, mini_batch = given.batches, given.mini_batch
-        # All wait for the first stage, so it gets ready while the answers are on their way.
+        # All wait for the first stage, which gets on with it while the answers are on their way.
         division = agree().division if mini_batch is None or self.is_last else mini_batch.division
         m, rows = division.m, division.rows
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
@@ -414,7 +414,13 @@ class Pipe(Wrapper):
     def _perform(
         self, agree: Callable[[], Agreed], program: Program, executor: Executor, mail: Mail
     ) -> None:
-        """Run the program of a step, once all processes agree on it."""
+        """Run the program of a step, of which all but the first cell waits until all agree."""
+        try:
+            program.begin(executor, mail)
+        except Exception:
+            # guard: what is wrong in several processes
+            agree()
+            raise
         (sizes, is_given), shapes, mail.with_numbers = agree()
         # Micro-batches that the caller has made may all have shapes of their own.
         self._forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
