@@ -63,7 +63,10 @@ MUTANTS = {
     "end of an overlap": (DROP, "overlaps"),
     "lending to an overlap": (DROP, "overlaps"),
     "back from an overlap": (DROP, "the other order"),
-    "strays": (("cell.look_for_strays()", "[]"), "strays"),
+    "strays": (
+        ("cell.look_for_strays(self.sums.nodes(cell.j))", "[]"),
+        "strays",
+    ),
     "hooks of strays": (DROP, "hooks of strays"),
     "autocast in backward": (("without_autocast(), ", ""), "autocast"),
     "own streams of workers": (("count > 1", "False"), "time of one device"),

@@ -91,18 +91,16 @@ def backward(
 
 
 def leaves(
-    roots: Iterable[GradientEdge], inputs: Node | None, weights: Collection[Tensor]
+    roots: Iterable[GradientEdge], inputs: Node | None, weights: Iterable[Node]
 ) -> list[Tensor]:
     """Find the leaves that a cell's part of autograd's graph leads to, besides its weights.
 
     Args:
         roots: the edges from which gradients come in.
         inputs: the node that hands gradients to the cell's input, if any is wanted.
-        weights: the weights.
+        weights: the nodes of the weights. What a weight was computed from is not the cell's.
     """
-    known = {id(x) for x in weights}
-    # What a weight was computed from is not ours.
-    seen = {inputs, *[x.grad_fn for x in weights]}
+    seen = {inputs, *weights}
     found = []
     waiting = [root.node for root in roots]
     while waiting:
@@ -115,8 +113,7 @@ def leaves(
             waiting += [x for x, _ in edges if x is not None]
             continue
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            known.add(id(leaf))
+        if leaf is not None:
             found.append(leaf)
     return found
 

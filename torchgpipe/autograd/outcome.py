@@ -61,6 +61,10 @@ class Sums:
             key = id(tensor)
             self.tensors[key] = tensor
             found = self._sums.get(key)
+            # guard: sums instead of gradients
+            if grad is found:
+                # It was added as soon as it was there.
+                continue
             if found is None:
                 # Detached: whoever else holds the gradient shares the memory, which can be seen.
                 self._sums[key] = grad.detach()
@@ -69,10 +73,6 @@ class Sums:
             if key not in self._own and is_alone(found):
                 self._own.add(key)
             if key in self._own:
-                # guard: sums instead of gradients
-                if grad is found:
-                    # It was added as soon as it was there.
-                    continue
                 if grad.is_sparse:
                     found += grad
                 else:

@@ -169,7 +169,7 @@ class Executor:
             for cell in self.plan.fetches.get(instruction, ()):
                 self.cells[cell].fetch()
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
-        if len(runs) > 1 or runs[0].stream != main:
+        if len(runs) > 1 or runs[0].stream is not main:
             self._perform_beside(w, runs)
             return
         (run,) = runs
@@ -224,7 +224,7 @@ class Executor:
         self.cells[cell.j, cell.i] = cell
         # A layer may use weights of another module.
         # guard: strays
-        strays = cell.look_for_strays()
+        strays = cell.look_for_strays(self.sums.nodes(cell.j))
         if strays:
             self.crew.verify(cell.j, strays)
             self.sums.met(cell.j, strays)

@@ -328,7 +328,8 @@ def test_weight_that_is_not_among_the_weights():
     layer, stray = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
     input, edge = entered(torch.rand(4, 6))
     root = get_gradient_edge(layer(input) * stray)
-    found = leaves([root], edge.node, list(layer.parameters()))
+    nodes = [get_gradient_edge(x).node for x in layer.parameters()]
+    found = leaves([root], edge.node, nodes)
     assert [id(x) for x in found] == [id(stray)]
     found = Halves([root], [torch.ones(4, 6)], [edge], list(layer.parameters()))
     found.input()
