@@ -64,7 +64,7 @@ MUTANTS = {
     "lending to an overlap": (DROP, "overlaps"),
     "back from an overlap": (DROP, "the other order"),
     "strays": (
-        ("cell.look_for_strays(self.sums.nodes(cell.j))", "[]"),
+        ("cell.look_for_strays(self.sums.nodes[cell.j])", "[]"),
         "strays",
     ),
     "hooks of strays": (DROP, "hooks of strays"),

@@ -133,9 +133,12 @@ class Sums:
         for key in [*self._sums]:
             tensor = self.tensors[key]
             other, grad = others[key], self._sums.pop(key)
-            if key in self._own and key not in other._sums:
+            if key in other._sums:
+                other.add([tensor], [grad])
+                continue
+            other.tensors[key], other._sums[key] = tensor, grad
+            if key in self._own:
                 other._own.add(key)
-            other.add([tensor], [grad])
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
         """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""

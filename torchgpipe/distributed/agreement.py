@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.modules import modules_of
+from torchgpipe._torch.modules import parameters_of
 from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.failures import shared_failures
@@ -254,7 +254,13 @@ class Agreement:
         return StepLoss(value / divisor, divisor) if weighted else StepLoss(value.clone(), None)
 
 
-def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
+def trainable_in(modules: Iterable[nn.Module]) -> int:
+    """A number that stands for the parameters of modules, as they are now."""
+    each = parameters_of(modules)
+    return digest(repr([(*x.shape, x.dtype, x.requires_grad) for x in each]))
+
+
+def flags_of(modules: Iterable[nn.Module]) -> list[Flags]:
     """Find what decides whether layers draw: in which mode they are, and their attributes.
 
     All plain values count, since nobody knows the names of probabilities, switches and counters.
@@ -265,8 +271,7 @@ def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
             *[value for value in x.__dict__.values() if type(value) in PLAIN],
             *([object()] if type(x) is nn.RReLU and x.training else []),
         )
-        for some in layers
-        for x in modules_of(some)
+        for x in modules
     ]
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from torchgpipe._torch import pipelining
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe._torch.modules import modules_of
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description
 from torchgpipe.devices.streams import Device, current_device
-from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of
+from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of, trainable_in
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.given import NOTHING, Given, Reader
 from torchgpipe.distributed.gradients import (
@@ -32,7 +33,7 @@ from torchgpipe.distributed.gradients import (
 )
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms, described
-from torchgpipe.distributed.peers import Peers, digest
+from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.runtime import Program, fitting
 from torchgpipe.distributed.sharded import reduce, sharded_in, whole
@@ -340,7 +341,7 @@ class Pipe(Wrapper):
                 )
             given = self._reader.read(self, input, terms, recorded)
             shapes = described(given.batches, given.rows, recorded, given.m < 0)
-            flags, trainable = flags_of([self]), self._trainable()
+            flags, trainable = flags_of(modules := modules_of(self)), trainable_in(modules)
         except Exception as raised:
             error = raised
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
@@ -361,11 +362,6 @@ class Pipe(Wrapper):
 
     def _traced(self) -> tuple[Stages, list[torch.device]]:
         return self._crew.stages, [self._device]
-
-    def _trainable(self) -> int:
-        """A number that stands for the parameters of this process, as they are now."""
-        each = self.named_parameters()
-        return digest(repr([(x, tuple(y.shape), y.dtype, y.requires_grad) for x, y in each]))
 
     def _compute(
         self, agree: Callable[[], Agreed], given: Given, terms: Any, recorded: bool

@@ -15,7 +15,7 @@ tell autograd where the gradient of the input is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +67,14 @@ class Cell:
         """
         raise NotImplementedError
 
-    def look_for_strays(self, weights: Collection[Any]) -> list[Tensor]:
+    def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
         """Find leaves that the cell has used, and that are not among its weights.
 
         Such are the parameters of another module that a layer or the loss refers to.
 
         Args:
-            weights: the nodes of its weights in autograd's graph.
+            nodes: the nodes of its weights in autograd's graph, as far as other cells have met
+                them; this one adds its own.
         """
         return []
 
@@ -174,10 +175,10 @@ class EagerCell(Cell):
         entered = iter(found)
         return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
 
-    def look_for_strays(self, weights: Collection[Any]) -> list[Tensor]:
+    def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
         edges = [edge for part in self._outputs.values() for edge in part if edge is not None]
         node = next((e.node for part in self._inputs.values() for e in part if e is not None), None)
-        return leaves(edges, node, weights)
+        return leaves(edges, node, self.weights, nodes)
 
     def recompute(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None

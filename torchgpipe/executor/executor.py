@@ -224,7 +224,7 @@ class Executor:
         self.cells[cell.j, cell.i] = cell
         # A layer may use weights of another module.
         # guard: strays
-        strays = cell.look_for_strays(self.sums.nodes(cell.j))
+        strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:
             self.crew.verify(cell.j, strays)
             self.sums.met(cell.j, strays)

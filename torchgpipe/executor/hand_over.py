@@ -7,15 +7,15 @@ the post. All of them are summed up over micro-batches, and multiplied by the gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
+from torchgpipe._torch.modules import modules_of, parameters_of
 from torchgpipe.autograd.hooks import without_hooks
 from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
 from torchgpipe.devices.streams import AbstractStream, current_stream, use_stream
@@ -71,11 +71,11 @@ class StepSums:
         self._plan = plan
         #: For each stage, its weights that require a gradient; the last one has those of the loss.
         self.weights: list[list[Tensor]] = [
-            [x for x in in_place_of(own, [*module.parameters()]) if x.requires_grad]
+            [x for x in in_place_of(own, parameters_of(modules_of(module))) if x.requires_grad]
             for module, own in zip(modules, copies)
         ]
         #: For each stage, their nodes in autograd's graph, as far as cells have met them.
-        self._nodes: list[set[Any]] = [set() for _ in modules]
+        self.nodes: list[set[Any]] = [{x.grad_fn for x in own} for own in self.weights]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
         given = [x for x in chain(*self._inputs) if x.requires_grad]
@@ -87,7 +87,7 @@ class StepSums:
         """Begin to sum up; hooks of weights and inputs see nothing until the block ends."""
         within.enter_context(self._without_hooks)
         # Whoever hands over makes nodes anew, for streams of its own.
-        within.callback(self._nodes.clear)
+        within.callback(self.nodes.clear)
         for sums, weights in zip(self.by_worker, self._weights_of_one()):
             within.enter_context(sums.adding_at_once(weights))
 
@@ -100,13 +100,6 @@ class StepSums:
         # Another worker has a thread of its own.
         # guard: sums of weights that workers share
         return [[x for key, x in own.items() if count[key] == 1] for own in found]
-
-    def nodes(self, j: int) -> Collection[Any]:
-        """The nodes of a stage's weights in autograd's graph, which live until the step ends."""
-        found, weights = self._nodes[j], self.weights[j]
-        if len(found) < len(weights):
-            found.update([get_gradient_edge(x).node for x in weights])
-        return found
 
     def met(self, j: int, strays: Sequence[Tensor]) -> None:
         """Take weights that a stage uses, and that are not among its own, for its own."""
@@ -132,8 +125,9 @@ class StepSums:
                 if x.requires_grad and id(x) not in owner:
                     # A layer may use a weight of another device.
                     at = stream if x.device == stream.device else current_stream(x.device)
-                    sums, tensors = parts.setdefault(at, (Sums(), []))
-                    owner[id(x)] = sums
+                    if at not in parts:
+                        parts[at] = Sums(), []
+                    owner[id(x)], tensors = parts[at]
                     tensors.append(x)
         for i, given in enumerate(self._inputs):
             for found in post.receive_grads(-1, i).values():
