@@ -83,12 +83,10 @@ class Agreement:
         except Exception as raised:
             error = raised
         with shared_failures(self._peers):
-            texts: list[str] = []
-            if any(x for (x,) in self._peers.gathered([int(error is not None)])):
-                texts = self._peers.texts(_text(error))
+            texts = self._peers.texts(_text(error))
         if error is not None:
             raise error
-        if texts:
+        if any(texts):
             raise _of_others("make the pipeline", texts)
 
     def same_pipeline(
@@ -123,21 +121,12 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        agree = self._asked(None, name, 0, 0, 0, 0)
-        with shared_failures(self._peers):
-            agree()
-
-    def _asked(
-        self, error: Exception | None, settings: str, m: int, rows: int, form: int, quiet: int
-    ) -> Callable[[], list[list[int]]]:
-        """Tell the others numbers of this process; return what waits for those of all."""
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
-        own = [int(error is not None), m, rows, form, digest(settings), quiet]
         with shared_failures(self._peers):
-            return partial(self._answered, error, settings, self._peers.gathering(own))
+            self._answers(None, name, self._peers.gathering([0, 0, 0, 0, digest(name), 0]))
 
-    def _answered(
+    def _answers(
         self, error: Exception | None, settings: str, gathered: Callable[[], list[list[int]]]
     ) -> list[list[int]]:
         """The numbers of all processes, which have nothing wrong, and the same settings."""
@@ -170,7 +159,7 @@ class Agreement:
         trainable: int,
         error: Exception | None,
     ) -> Callable[[], Agreed]:
-        """Begin to agree on a step, and return what waits for the others, within shared failures.
+        """Begin to agree on a step, and return what waits for the others.
 
         Args:
             m: the number of micro-batches, where the first stage is, negative if the caller has
@@ -186,16 +175,17 @@ class Agreement:
         quiet = int(flags == self._quiet)
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        return cache(partial(self._agreed, self._asked(error, settings, m, rows, form, quiet)))
+        own = [int(error is not None), m, rows, form, digest(settings), quiet]
+        return cache(partial(self._agreed, error, settings, self._peers.gathering(own)))
 
-    def _agreed(self, answered: Callable[[], list[list[int]]]) -> Agreed:
+    def _agreed(self, *asked: Any) -> Agreed:
         """A step that all processes agree on.
 
         Raises:
             ValueError: the settings differ, or another process calls something else.
             RuntimeError: another process has found something wrong.
         """
-        found = answered()
+        found = self._answers(*asked)
         first = next(x for x in found if x[1])
         counts = {x[2] for x in found if x[2]}
         if len(counts) > 1:

@@ -16,6 +16,7 @@ from torchgpipe._torch.dynamo import uncompiled
 from torchgpipe._torch.modules import modules_of
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
+from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description
@@ -345,10 +346,12 @@ class Pipe(Wrapper):
         except Exception as raised:
             error = raised
         settings = repr((self.chunks, self.checkpoint, recorded, terms is None))
-        agree = self._agreement.begin(
-            given.m, given.rows, shapes, settings, flags, trainable, error
-        )
+        # Within a transform no message arrives, so each process says so for itself.
+        verify_no_transform()
         with shared_failures(self._peers), explaining(*self._explained(terms)):
+            agree = self._agreement.begin(
+                given.m, given.rows, shapes, settings, flags, trainable, error
+            )
             if self._replicas is not None and recorded:
                 # Whoever finds a difference ends this pipeline, whose processes all have to look.
                 agree()

@@ -167,8 +167,8 @@ class EagerCell(Cell):
         needing = [x for x in batch if x.requires_grad] if torch.is_grad_enabled() else []
         if not needing:
             return batch.replace([x.detach() for x in batch])
-        found = enter(*needing)
-        edges = {id(x): get_gradient_edge(y) for x, y in zip(needing, found)}
+        found, ends = enter(*needing)
+        edges = dict(zip(map(id, needing), ends))
         for key in batch.parts:
             distinct = {id(x): x for x in batch.parts[key]}.values()
             self._inputs[key] = [edges.get(id(x)) for x in distinct]

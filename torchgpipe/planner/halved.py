@@ -103,10 +103,10 @@ def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]
     needing = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
     if not needing:
         return batch, []
-    entered = enter(*needing)
+    entered, edges = enter(*needing)
     passed = dict(zip(map(id, needing), entered))
     found = batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
-    return found, [get_gradient_edge(x) for x in entered]
+    return found, edges
 
 
 def own_outputs(sandbox: Sandbox, output: Batch) -> list[Tensor]:
