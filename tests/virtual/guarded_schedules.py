@@ -78,7 +78,7 @@ MUTANTS = {
     "workers after the caller": (DROP, "workers of one device"),
     "the caller after workers": (DROP, "workers of one device"),
     "sums of what is not ours": (("is_alone(found)", "True"), "shared sums"),
-    "sums instead of gradients": (("grad is found", "False"), "at once"),
+    "sums instead of gradients": ((" or grad is found", ""), "at once"),
     "sums of weights that workers share": ((" if count[key] == 1", ""), "sums of all"),
     "recording what is handed over": (DROP, "workers of one device"),
     "what only the input needed": (DROP, "halves"),

@@ -56,15 +56,13 @@ class Sums:
         """Add the gradients of some tensors; None adds nothing."""
         sums, terms = [], []
         for tensor, grad in zip(tensors, grads):
-            if grad is None:
-                continue
             key = id(tensor)
-            self.tensors[key] = tensor
             found = self._sums.get(key)
+            # One that was added as soon as it was there is the sum.
             # guard: sums instead of gradients
-            if grad is found:
-                # It was added as soon as it was there.
+            if grad is None or grad is found:
                 continue
+            self.tensors[key] = tensor
             if found is None:
                 # Detached: whoever else holds the gradient shares the memory, which can be seen.
                 self._sums[key] = grad.detach()

@@ -432,10 +432,12 @@ class Pipe(Wrapper):
         self._tied.add_up(sums)
         if self._replicas is not None:
             average(chain(*executor.sums.weights), sums, self._replicas)
-        outcome = executor.outcome(loss.value, loss.divisor)
+        one = torch.ones_like(loss.value)
+        zeros = executor.sums.zeros(executor.links, executor.post, one.dtype)
         # There may be nothing that requires a gradient here.
-        if outcome.requires_grad:
-            outcome.backward()
+        if zeros:
+            factor = one if loss.divisor is None else one / loss.divisor
+            torch.autograd.backward(zeros, [factor] * len(zeros))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

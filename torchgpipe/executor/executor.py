@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.nesting import holding
+from torchgpipe.autograd.outcome import Outcome
 from torchgpipe.devices.streams import use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step, lend
@@ -240,4 +241,6 @@ class Executor:
         if self.criterion.scale is not None:
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
-        return self.sums.hand_over(self.links, self.post, value, divisor)
+        zeros = self.sums.zeros(self.links, self.post, value.dtype)
+        loss: Tensor = Outcome.apply(value, divisor, *zeros)
+        return loss

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe._torch.modules import modules_of, parameters_of
 from torchgpipe.autograd.hooks import without_hooks
-from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
+from torchgpipe.autograd.outcome import HandOver, Sums
 from torchgpipe.devices.streams import AbstractStream, current_stream, use_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.links import Links
@@ -107,14 +107,13 @@ class StepSums:
         self._without_hooks.add(strays)
         self.weights[j] += strays
 
-    def hand_over(self, links: Links, post: Post, value: Tensor, divisor: Tensor | None) -> Tensor:
-        """Make the loss hand the gradients over in its backward.
+    def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
+        """Make zeros whose backward hands the gradients over.
 
         Args:
             links: the streams of the step.
             post: has the gradients of the caller's tensors.
-            value: the loss.
-            divisor: what its sum was divided by, if by anything.
+            dtype: the dtype of the loss.
         """
         #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
@@ -142,6 +141,5 @@ class StepSums:
             with use_stream(stream):
                 device = stream.device
                 caller = callers.get(device, stream)
-                zeros.append(HandOver.apply(sums, device, value.dtype, caller, *tensors))
-        loss: Tensor = Outcome.apply(value, divisor, *zeros)
-        return loss
+                zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
+        return zeros
