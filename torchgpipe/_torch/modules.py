@@ -17,7 +17,8 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting += [x for x in reversed(module._modules.values()) if x is not None]
+            if children := module._modules:
+                waiting += [x for x in reversed(children.values()) if x is not None]
     return [*found]
 
 

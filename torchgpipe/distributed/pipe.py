@@ -432,12 +432,11 @@ class Pipe(Wrapper):
         self._tied.add_up(sums)
         if self._replicas is not None:
             average(chain(*executor.sums.weights), sums, self._replicas)
-        one = torch.ones_like(loss.value)
-        zeros = executor.sums.zeros(executor.links, executor.post, one.dtype)
+        zeros = executor.sums.zeros(executor.links, executor.post, loss.value.dtype)
         # There may be nothing that requires a gradient here.
         if zeros:
-            factor = one if loss.divisor is None else one / loss.divisor
-            torch.autograd.backward(zeros, [factor] * len(zeros))
+            factors = None if loss.divisor is None else [1 / loss.divisor] * len(zeros)
+            torch.autograd.backward(zeros, factors)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
