@@ -1,9 +1,9 @@
 """Throughput over processes, beside PyTorch's own classes and one process.
 
 Two processes train an MLP, whose micro-batches have equal sizes, on the CPU. The steps of all ways
-alternate: ours (``torchgpipe.distributed.Pipe``), those of PyTorch's schedule classes over its own
-``PipelineStage``, and, while the other process waits, ``ScheduledLoss`` in one process with a
-thread for each stage::
+alternate, in all orders: ours (``torchgpipe.distributed.Pipe``), those of PyTorch's schedule
+classes over its own ``PipelineStage``, and, while the other process waits, ``ScheduledLoss`` in one
+process with a thread for each stage::
 
     python -m benchmarks across
 
@@ -17,7 +17,7 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import cycle, permutations, product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -141,8 +141,10 @@ def work(rank: int, folder: str, options: dict[str, Any]) -> None:
         for size, m in product(options["sizes"], options["m"]):
             made = steps(name, m, *map(int, size.split("x")))
             times: dict[str, list[float]] = {way: [] for way in made}
+            # Behind "one process", in which a process is idle, a step takes longer, whose it is.
+            orders = cycle(permutations(made.items()))
             for _ in range(options["repeat"]):
-                for way, step in made.items():
+                for way, step in next(orders):
                     dist.barrier()
                     start = perf_counter()
                     step()

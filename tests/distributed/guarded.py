@@ -1,5 +1,6 @@
 """Guards that need several processes: for each a mutant without it, and a case that must fail."""
 
+from tests.distributed.test_pipe import more_chunks, wrong_in_both
 from tests.virtual.mutants import DROP
 
 #: By guard: the change, the case, the number of processes, and the arguments.
@@ -15,6 +16,13 @@ MUTANTS = {
         "test_schedules:train",
         2,
         ["fill_drain", 2, "never"],
+    ),
+    "errors that all raise": (DROP, "test_pipe:refusal", 2, [more_chunks, ValueError, 1]),
+    "what is wrong in several processes": (
+        DROP,
+        "test_pipe:refusal",
+        2,
+        [wrong_in_both, (ValueError, RuntimeError)],
     ),
     "generators of all processes": (DROP, "test_schedules:train", 2, ["fill_drain", 2, "never"]),
     "gradients of tied weights": (DROP, "test_pipe:tied", 4, ["1f1b"]),

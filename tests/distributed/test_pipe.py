@@ -47,6 +47,10 @@ def other_rows(pipe, x, y):
     return x[:3], y[:3]
 
 
+def wrong_in_both(pipe, x, y):
+    return torch.rand(4, 5), y[1:]
+
+
 def target_with_a_gradient(pipe, x, y):
     return x, y.requires_grad_()
 
@@ -77,6 +81,13 @@ def without_loss(pipe, x, y):
         (evaluating, ValueError, 0, ["same settings.*False", "same settings.*False"]),
         (other_rows, ValueError, 1, [r"as many rows .*\[4, 3\]"] * 2),
         (fewer_targets, (ValueError, RuntimeError), 1, ["rank 1: Value", "targets must have as"]),
+        # The first layer of the first micro-batch fails, too.
+        (
+            wrong_in_both,
+            (ValueError, RuntimeError),
+            None,
+            ["rank 1: Value", "targets must have as"],
+        ),
         (
             target_with_a_gradient,
             (ValueError, RuntimeError),

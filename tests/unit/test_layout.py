@@ -36,7 +36,6 @@ ELSEWHERE = {
     "autograd/recompute": "unit/engine/test_cell.py",
     "planner/sandbox": "unit/balance/test_profile.py",
     "planner/storages": "behaviour/test_memory.py",
-    "autograd/entrance": "unit/test_scheduled.py",
     "executor/cell": "behaviour/test_schedules.py",
     "values/blocks": "contract/errors.py",
     "executor/computation": "virtual/test_schedules.py",

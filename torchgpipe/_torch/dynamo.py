@@ -75,19 +75,26 @@ def mark_if_possible() -> None:
         mark()
 
 
+def prepare_if_compiled() -> None:
+    """Prepare for compiled layers if the process has compiled anything.
+
+    Layers may call functions that are compiled, which nobody sees from outside.
+    """
+    if not _preparation.done and "torch._dynamo" in sys.modules and _torch.compiled_codes.seen:
+        prepare()
+
+
 def watch(layers: nn.Module, within_cell: Callable[[], bool]) -> None:
     """Prepare for compiled layers, now if there may be any, else when one is compiled in a cell.
-
-    Layers may call functions that are compiled, which nobody sees from outside. So it is enough
-    that the process has compiled anything.
 
     Args:
         layers: all layers of a wrapper.
         within_cell: whether this thread computes a cell.
     """
+    prepare_if_compiled()
     if _preparation.done or "torch._dynamo" not in sys.modules:
         return
-    if _torch.compiled_codes.seen or any(map(is_compiled, modules_of(layers))):
+    if any(map(is_compiled, modules_of(layers))):
         prepare()
         return
     if not has("compile_callbacks"):
@@ -110,8 +117,9 @@ class Interception:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, on its own."""
     call: Any = module._compiled_call_impl
-    compiled = call.compiled if isinstance(call, Interception) else call is not None
-    return compiled or isinstance(module, _torch.OptimizedModule)
+    if call is None:
+        return isinstance(module, _torch.OptimizedModule)
+    return call.compiled if isinstance(call, Interception) else True
 
 
 class _Preparation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 __all__: list[str] = []
@@ -15,5 +17,12 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting += [x for x in reversed(module._modules.values()) if x is not None]
+            if children := module._modules:
+                waiting += [x for x in reversed(children.values()) if x is not None]
     return [*found]
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of modules, each once, as ``root.parameters()`` has those of its modules."""
+    found = [x for module in modules for x in module._parameters.values() if x is not None]
+    return [*dict.fromkeys(found)]

@@ -91,7 +91,10 @@ def backward(
 
 
 def leaves(
-    roots: Iterable[GradientEdge], inputs: Node | None, weights: Collection[Tensor]
+    roots: Iterable[GradientEdge],
+    inputs: Node | None,
+    weights: Collection[Tensor],
+    nodes: set[Node],
 ) -> list[Tensor]:
     """Find the leaves that a cell's part of autograd's graph leads to, besides its weights.
 
@@ -99,10 +102,11 @@ def leaves(
         roots: the edges from which gradients come in.
         inputs: the node that hands gradients to the cell's input, if any is wanted.
         weights: the weights.
+        nodes: their nodes, as far as they are known. To this set it adds those that it finds. What
+            a weight was computed from is not the cell's.
     """
     known = {id(x) for x in weights}
-    # What a weight was computed from is not ours.
-    seen = {inputs, *[x.grad_fn for x in weights]}
+    seen = {inputs, *nodes}
     found = []
     waiting = [root.node for root in roots]
     while waiting:
@@ -115,8 +119,9 @@ def leaves(
             waiting += [x for x, _ in edges if x is not None]
             continue
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            known.add(id(leaf))
+        if id(leaf) in known:
+            nodes.add(node)
+        elif leaf is not None:
             found.append(leaf)
     return found
 

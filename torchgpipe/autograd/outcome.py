@@ -56,11 +56,13 @@ class Sums:
         """Add the gradients of some tensors; None adds nothing."""
         sums, terms = [], []
         for tensor, grad in zip(tensors, grads):
-            if grad is None:
-                continue
             key = id(tensor)
-            self.tensors[key] = tensor
             found = self._sums.get(key)
+            # One that was added as soon as it was there is the sum.
+            # guard: sums instead of gradients
+            if grad is None or grad is found:
+                continue
+            self.tensors[key] = tensor
             if found is None:
                 # Detached: whoever else holds the gradient shares the memory, which can be seen.
                 self._sums[key] = grad.detach()
@@ -69,10 +71,6 @@ class Sums:
             if key not in self._own and is_alone(found):
                 self._own.add(key)
             if key in self._own:
-                # guard: sums instead of gradients
-                if grad is found:
-                    # It was added as soon as it was there.
-                    continue
                 if grad.is_sparse:
                     found += grad
                 else:
@@ -133,9 +131,12 @@ class Sums:
         for key in [*self._sums]:
             tensor = self.tensors[key]
             other, grad = others[key], self._sums.pop(key)
-            if key in self._own and key not in other._sums:
+            if key in other._sums:
+                other.add([tensor], [grad])
+                continue
+            other.tensors[key], other._sums[key] = tensor, grad
+            if key in self._own:
                 other._own.add(key)
-            other.add([tensor], [grad])
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
         """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""

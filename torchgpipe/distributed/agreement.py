@@ -7,14 +7,15 @@ arguments must not leave the others waiting. So all exchange a few numbers first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe._torch.modules import modules_of
+from torchgpipe._torch.modules import parameters_of
 from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.devices.streams import CPU
 from torchgpipe.distributed.failures import shared_failures
@@ -82,12 +83,10 @@ class Agreement:
         except Exception as raised:
             error = raised
         with shared_failures(self._peers):
-            texts: list[str] = []
-            if any(x for (x,) in self._peers.gathered([int(error is not None)])):
-                texts = self._peers.texts(_text(error))
+            texts = self._peers.texts(_text(error))
         if error is not None:
             raise error
-        if texts:
+        if any(texts):
             raise _of_others("make the pipeline", texts)
 
     def same_pipeline(
@@ -122,32 +121,33 @@ class Agreement:
         Raises:
             ValueError: another process calls something else.
         """
-        self._agreed(None, name, 0, 0, 0, 0)
-
-    def _agreed(
-        self, error: Exception | None, settings: str, m: int, rows: int, form: int, quiet: int
-    ) -> list[list[int]]:
-        """The numbers of all processes, which have nothing wrong, and the same settings."""
         # Within a transform no message arrives, so each process says so for itself.
         verify_no_transform()
-        own = [int(error is not None), m, rows, form, digest(settings), quiet]
-        texts: list[str] = []
         with shared_failures(self._peers):
-            found = self._peers.gathered(own)
-            wrong = any(x[0] for x in found)
-            if wrong or len({x[4] for x in found}) > 1:
-                texts = self._peers.texts(_text(error) if wrong else settings)
-        if error is not None:
-            raise error
-        if wrong:
-            raise _of_others("begin the step", texts)
-        if texts:
-            raise ValueError(
+            self._answers(None, name, self._peers.gathering([0, 0, 0, 0, digest(name), 0]))
+
+    def _answers(
+        self, error: Exception | None, settings: str, gathered: Callable[[], list[list[int]]]
+    ) -> list[list[int]]:
+        """The numbers of all processes, which have nothing wrong, and the same settings."""
+        found = gathered()
+        wrong = any(x[0] for x in found)
+        if not wrong and len({x[4] for x in found}) == 1:
+            return found
+        texts = self._peers.texts(_text(error) if wrong else settings)
+        if not wrong:
+            error = ValueError(
                 "all processes must call the same method, and a step with the same settings "
                 "((chunks, checkpoint, whether backward runs, whether forward is called) or the "
                 f"method, by rank: {texts}); call it in all processes at the same time"
             )
-        return found
+        raise self._known(error or _of_others("begin the step", texts))
+
+    def _known(self, error: Exception) -> Exception:
+        """An error that all processes raise, which does not end their connections."""
+        # guard: errors that all raise
+        self._peers.known = error
+        return error
 
     def begin(
         self,
@@ -158,8 +158,8 @@ class Agreement:
         flags: list[Flags],
         trainable: int,
         error: Exception | None,
-    ) -> Agreed:
-        """Agree on a step.
+    ) -> Callable[[], Agreed]:
+        """Begin to agree on a step, and return what waits for the others.
 
         Args:
             m: the number of micro-batches, where the first stage is, negative if the caller has
@@ -170,24 +170,31 @@ class Agreement:
             flags: what may make the layers of this process draw random numbers.
             trainable: stands for the parameters of this process.
             error: what this process has found wrong, if anything.
-
-        Raises:
-            ValueError: the settings differ, or another process calls something else.
-            RuntimeError: another process has found something wrong.
         """
         self._flags = flags
         quiet = int(flags == self._quiet)
         # Layers of this process decide on the form of what it sends, too.
         form = digest(repr((shapes, trainable, [x[0] for x in flags])))
-        found = self._agreed(error, settings, m, rows, form, quiet)
+        own = [int(error is not None), m, rows, form, digest(settings), quiet]
+        return cache(partial(self._agreed, error, settings, self._peers.gathering(own)))
+
+    def _agreed(self, *asked: Any) -> Agreed:
+        """A step that all processes agree on.
+
+        Raises:
+            ValueError: the settings differ, or another process calls something else.
+            RuntimeError: another process has found something wrong.
+        """
+        found = self._answers(*asked)
         first = next(x for x in found if x[1])
         counts = {x[2] for x in found if x[2]}
         if len(counts) > 1:
-            raise ValueError(
+            error = ValueError(
                 "the first and the last stage must be given as many rows (rows by rank, 0 where "
                 f"nothing is read: {[x[2] for x in found]}); load the same mini-batch in both "
                 "processes"
             )
+            raise self._known(error)
         # guard: numbers travel until nothing draws
         with_numbers = not all(x[5] for x in found)
         division = Division(divided(first[2], abs(first[1])), first[1] < 0)
@@ -237,7 +244,13 @@ class Agreement:
         return StepLoss(value / divisor, divisor) if weighted else StepLoss(value.clone(), None)
 
 
-def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
+def trainable_in(modules: Iterable[nn.Module]) -> int:
+    """A number that stands for the parameters of modules, as they are now."""
+    each = parameters_of(modules)
+    return digest(repr([(*x.shape, x.dtype, x.requires_grad) for x in each]))
+
+
+def flags_of(modules: Iterable[nn.Module]) -> list[Flags]:
     """Find what decides whether layers draw: in which mode they are, and their attributes.
 
     All plain values count, since nobody knows the names of probabilities, switches and counters.
@@ -248,8 +261,7 @@ def flags_of(layers: Iterable[nn.Module]) -> list[Flags]:
             *[value for value in x.__dict__.values() if type(value) in PLAIN],
             *([object()] if type(x) is nn.RReLU and x.training else []),
         )
-        for some in layers
-        for x in modules_of(some)
+        for x in modules
     ]
 
 

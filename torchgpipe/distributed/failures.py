@@ -71,9 +71,10 @@ class shared_failures:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            return
         peers = self._peers
+        known, peers.known = peers.known, None
+        if error is None or error is known:
+            return
         first, why = _first_failure(peers, error)
         peers.failure = why
         if not first:

@@ -15,6 +15,7 @@ CPU, so no host waits for a device to read them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -43,15 +44,14 @@ class Mail(Post):
         forms: the forms that both ends know.
         routes: in which process each stage is.
         peers: the processes of the pipeline.
-        with_numbers: whether states of generators travel with the micro-batches.
         *args: the arguments of :class:`~torchgpipe.executor.post.Post`.
     """
 
-    def __init__(
-        self, forms: Forms, routes: Routes, peers: Peers, with_numbers: bool, *args: Any
-    ) -> None:
+    def __init__(self, forms: Forms, routes: Routes, peers: Peers, *args: Any) -> None:
         super().__init__(*args)
-        self.forms, self.routes, self.with_numbers = forms, routes, with_numbers
+        self.forms, self.routes = forms, routes
+        #: Whether states of generators travel with the micro-batches.
+        self.with_numbers = False
         self._group, self._device = peers.group, peers.device
         #: What is on its way here, by kind, stage and micro-batch: the tensors, what to wait for,
         #: and states of generators.
@@ -164,7 +164,8 @@ class Mail(Post):
         return tensors
 
     def _empty(self, metas: Iterable[Meta]) -> list[Tensor]:
-        return [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in metas]
+        contiguous, device = torch.contiguous_format, self._device
+        return [torch.empty_like(_like(x, device), memory_format=contiguous) for x in metas]
 
     def _send(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         works: list[Any] = []
@@ -181,3 +182,12 @@ class Mail(Post):
     def _receive(self, tensors: Iterable[Tensor], peer: int, tag: int = 0) -> list[Any]:
         group = self._group
         return [dist.irecv(x, group=group, group_src=peer, tag=tag) for x in tensors if x.numel()]
+
+
+@lru_cache
+def _like(meta: Meta, device: torch.device) -> Tensor:
+    """A tensor that takes the memory of one number, to make others like it.
+
+    To make one of a shape takes several times as long.
+    """
+    return torch.empty((), dtype=meta.dtype, device=device).expand(meta.shape)

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from torchgpipe._torch import pipelining
 from torchgpipe._torch.dynamo import uncompiled
+from torchgpipe._torch.modules import modules_of
 from torchgpipe.ambient.autocast import is_within_float16
 from torchgpipe.ambient.notes import warn
+from torchgpipe.ambient.transforms import verify_no_transform
 from torchgpipe.batchnorm import defer
 from torchgpipe.checks import checked_flag
 from torchgpipe.describe.description import Description
 from torchgpipe.devices.streams import Device, current_device
-from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of
+from torchgpipe.distributed.agreement import Agreed, Agreement, StepLoss, flags_of, trainable_in
 from torchgpipe.distributed.failures import shared_failures
 from torchgpipe.distributed.given import NOTHING, Given, Reader
 from torchgpipe.distributed.gradients import (
@@ -32,7 +34,7 @@ from torchgpipe.distributed.gradients import (
 )
 from torchgpipe.distributed.mail import Mail
 from torchgpipe.distributed.messages import Forms, described
-from torchgpipe.distributed.peers import Peers, digest
+from torchgpipe.distributed.peers import Peers
 from torchgpipe.distributed.routes import Routes
 from torchgpipe.distributed.runtime import Program, fitting
 from torchgpipe.distributed.sharded import reduce, sharded_in, whole
@@ -341,19 +343,23 @@ class Pipe(Wrapper):
                 )
             given = self._reader.read(self, input, terms, recorded)
             shapes = described(given.batches, given.rows, recorded, given.m < 0)
-            flags, trainable = flags_of([self]), self._trainable()
+            flags, trainable = flags_of(modules := modules_of(self)), trainable_in(modules)
         except Exception as raised:
             error = raised
         # Policies are functions, which are others in each process.
         modes = words_of(self.checkpoint, len(self.balance))
         settings = repr((self.chunks, modes, recorded, terms is None))
-        agreed = self._agreement.begin(
-            given.m, given.rows, shapes, settings, flags, trainable, error
-        )
+        # Within a transform no message arrives, so each process says so for itself.
+        verify_no_transform()
         with shared_failures(self._peers), explaining(*self._explained(terms)):
+            agree = self._agreement.begin(
+                given.m, given.rows, shapes, settings, flags, trainable, error
+            )
             if self._replicas is not None and recorded:
+                # Whoever finds a difference ends this pipeline, whose processes all have to look.
+                agree()
                 verify_same(trainable, self._replicas)
-            return self._compute(agreed, given, terms, recorded)
+            return self._compute(agree, given, terms, recorded)
 
     def _explained(self, terms: Any) -> tuple[Sequence[Any], nn.Module | None]:
         """The arguments of a step that go to the loss, and the first layer, if it is here."""
@@ -363,15 +369,14 @@ class Pipe(Wrapper):
     def _traced(self) -> tuple[Stages, list[torch.device]]:
         return self._crew.stages, [self._device]
 
-    def _trainable(self) -> int:
-        """A number that stands for the parameters of this process, as they are now."""
-        each = self.named_parameters()
-        return digest(repr([(x, tuple(y.shape), y.dtype, y.requires_grad) for x, y in each]))
-
-    def _compute(self, agreed: Agreed, given: Given, terms: Any, recorded: bool) -> Any:
-        """Compute a step that all processes have agreed on."""
+    def _compute(
+        self, agree: Callable[[], Agreed], given: Given, terms: Any, recorded: bool
+    ) -> Any:
+        """Compute a step, once all processes agree on it."""
         with_loss, arguments, arriving = terms is not None, given.arguments, given.arriving
-        division, batches = agreed.division, given.batches
+        batches, mini_batch = given.batches, given.mini_batch
+        # All wait for the first stage, which gets on with it while the answers are on their way.
+        division = agree().division if mini_batch is None or self.is_last else mini_batch.division
         m, rows = division.m, division.rows
         if with_loss and self.is_last and (arguments is None or len(arguments) != m):
             # No argument tells the number of rows, or of micro-batches.
@@ -381,20 +386,18 @@ class Pipe(Wrapper):
         if with_loss:
             arguments = arguments or [((), {})] * m
             criterion = Criterion(self.loss or no_loss, arguments, division, None, self._outputs)
-        in_all = given.mini_batch.whole if given.mini_batch else ()
+        in_all = mini_batch.whole if mini_batch else ()
         sharded = sharded_in(self.__dict__["_layers"])
         output = None
         with whole(sharded), torch.set_grad_enabled(recorded):
             partitions: list[Partition] = self.__dict__["_layers"]
             verify_placement(partitions, [self._device] * len(partitions))
-            # Micro-batches that the caller has made may all have shapes of their own.
-            self._forms.begin(agreed.shapes, [*range(m)] if division.is_given else division.sizes)
-            made = partial(Mail, self._forms, self._routes, self._peers, agreed.with_numbers)
+            made = partial(Mail, self._forms, self._routes, self._peers)
             executor = Executor(self._crew, program.plan, batches, criterion, arriving, made)
             mail = executor.post
             assert isinstance(mail, Mail)
             try:
-                run = partial(executor.run, partial(program.run, executor, mail))
+                run = partial(executor.run, partial(self._perform, agree, program, executor, mail))
                 compute(run, self, in_all)
             finally:
                 mail.end()
@@ -410,6 +413,21 @@ class Pipe(Wrapper):
         loss = found and found.value
         return output if not with_loss else (loss, output) if self._outputs else loss
 
+    def _perform(
+        self, agree: Callable[[], Agreed], program: Program, executor: Executor, mail: Mail
+    ) -> None:
+        """Run the program of a step, of which all but the first cell waits until all agree."""
+        try:
+            program.begin(executor, mail)
+        except Exception:
+            # guard: what is wrong in several processes
+            agree()
+            raise
+        (sizes, is_given), shapes, mail.with_numbers = agree()
+        # Micro-batches that the caller has made may all have shapes of their own.
+        self._forms.begin(shapes, [*range(len(sizes))] if is_given else sizes)
+        program.run(executor, mail)
+
     def _hand_over(self, executor: Executor, loss: StepLoss) -> None:
         """Add the gradients of a step to those of the weights and of the input."""
         (sums,) = executor.sums.by_worker
@@ -417,10 +435,11 @@ class Pipe(Wrapper):
         self._tied.add_up(sums)
         if self._replicas is not None:
             average(chain(*executor.sums.weights), sums, self._replicas)
-        outcome = executor.outcome(loss.value, loss.divisor)
+        zeros = executor.sums.zeros(executor.links, executor.post, loss.value.dtype)
         # There may be nothing that requires a gradient here.
-        if outcome.requires_grad:
-            outcome.backward()
+        if zeros:
+            factors = None if loss.divisor is None else [1 / loss.divisor] * len(zeros)
+            torch.autograd.backward(zeros, factors)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

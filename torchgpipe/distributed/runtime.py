@@ -87,7 +87,11 @@ class Program:
             forward = [(does, [op for op in ops if op.kind == "F"]) for does, ops in todo]
             todo = [(does, ops) for does, ops in forward if ops]
         again = self.plan.again
-        #: What to call, in order.
+        #: The first computation, if it needs no message.
+        self._first: Call | None = None
+        if todo[0][0] == "compute":
+            self._first = _call(*todo.pop(0), again, routes)
+        #: What to call after it, in order.
         self._calls = [_call(*action, again, routes) for action in todo]
         #: The same for steps whose messages have forms that both ends know before.
         self._calls_if_known = self._calls
@@ -95,8 +99,13 @@ class Program:
         if peers.device == CPU and len({*routes.placement}) == len(routes.placement):
             self._calls_if_known = [_call(*action, again, routes) for action in earlier(todo)]
 
+    def begin(self, executor: Executor, mail: Mail) -> None:
+        """Compute the first cell of the mini-batch, where the first stage is."""
+        if self._first is not None:
+            self._first(executor, mail)
+
     def run(self, executor: Executor, mail: Mail) -> None:
-        """Go through the actions of a step."""
+        """Go through all other actions of a step."""
         # Receiving the first of its form waits for the sender.
         for call in self._calls_if_known if mail.forms.are_known else self._calls:
             call(executor, mail)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchgpipe._torch.dynamo import watch
+from torchgpipe._torch.dynamo import prepare_if_compiled, watch
 from torchgpipe.ambient.context import SavedSettings
 from torchgpipe.ambient.nesting import is_within_cell
 from torchgpipe.ambient.transforms import verify_no_tangents, verify_no_transform
@@ -56,7 +56,7 @@ def compute(step: Callable[[], Result], wrapper: Wrapper, whole: Sequence[Tensor
     with SavedSettings(devices), deferred_updates(wrapper._norms), unchanged(whole):
         found = step()
     # The first layer to be compiled in this process may have been compiled here.
-    watch(wrapper, is_within_cell)
+    prepare_if_compiled()
     return found
 
 

@@ -24,10 +24,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchgpipe.ambient.notes import noted
-from torchgpipe.autograd.entrance import Enter
+from torchgpipe.autograd.entrance import enter
 from torchgpipe.autograd.halves import Halves, backward, leaves
 from torchgpipe.autograd.hooks import count_hooks
-from torchgpipe.autograd.phony import get_phony
 from torchgpipe.recompute.checkpoint import Checkpoint
 from torchgpipe.recompute.offload import Offloaded
 from torchgpipe.recompute.slots import Slot
@@ -68,10 +67,14 @@ class Cell:
         """
         raise NotImplementedError
 
-    def look_for_strays(self) -> list[Tensor]:
+    def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
         """Find leaves that the cell has used, and that are not among its weights.
 
         Such are the parameters of another module that a layer or the loss refers to.
+
+        Args:
+            nodes: the nodes of its weights in autograd's graph, as far as other cells have met
+                them; this one adds its own.
         """
         return []
 
@@ -167,21 +170,18 @@ class EagerCell(Cell):
         needing = [x for x in batch if x.requires_grad] if torch.is_grad_enabled() else []
         if not needing:
             return batch.replace([x.detach() for x in batch])
-        # What arrives is a leaf, which the graph would keep for the gradient.
-        # guard: letting go of what arrives
-        detached = [x.detach() for x in needing]
-        found = Enter.apply(get_phony(needing[0].device, requires_grad=True), *detached)
-        edges = {id(x): get_gradient_edge(y) for x, y in zip(needing, found)}
+        found, ends = enter(*needing)
+        edges = dict(zip(map(id, needing), ends))
         for key in batch.parts:
             distinct = {id(x): x for x in batch.parts[key]}.values()
             self._inputs[key] = [edges.get(id(x)) for x in distinct]
         entered = iter(found)
         return batch.replace([next(entered) if x.requires_grad else x.detach() for x in batch])
 
-    def look_for_strays(self) -> list[Tensor]:
+    def look_for_strays(self, nodes: set[Any]) -> list[Tensor]:
         edges = [edge for part in self._outputs.values() for edge in part if edge is not None]
         node = next((e.node for part in self._inputs.values() for e in part if e is not None), None)
-        return leaves(edges, node, self.weights)
+        return leaves(edges, node, self.weights, nodes)
 
     def recompute(self) -> None:
         checkpoint, self._checkpoint = self._checkpoint, None

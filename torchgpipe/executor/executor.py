@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from torchgpipe.ambient.context import is_in_checkpoint
 from torchgpipe.ambient.nesting import holding
+from torchgpipe.autograd.outcome import Outcome
 from torchgpipe.devices.streams import use_stream, wait_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.engine.step import Step, lend
@@ -171,7 +172,7 @@ class Executor:
             for cell in self.plan.fetches.get(instruction, ()):
                 self.cells[cell].fetch()
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
-        if len(runs) > 1 or runs[0].stream != main:
+        if len(runs) > 1 or runs[0].stream is not main:
             self._perform_beside(w, runs)
             return
         (run,) = runs
@@ -226,7 +227,7 @@ class Executor:
         self.cells[cell.j, cell.i] = cell
         # A layer may use weights of another module.
         # guard: strays
-        strays = cell.look_for_strays()
+        strays = cell.look_for_strays(self.sums.nodes[cell.j])
         if strays:
             self.crew.verify(cell.j, strays)
             self.sums.met(cell.j, strays)
@@ -242,4 +243,6 @@ class Executor:
         if self.criterion.scale is not None:
             one = self.criterion.scale(torch.ones((), device=value.device, dtype=value.dtype))
             divisor = one if divisor is None else divisor * one
-        return self.sums.hand_over(self.links, self.post, value, divisor)
+        zeros = self.sums.zeros(self.links, self.post, value.dtype)
+        loss: Tensor = Outcome.apply(value, divisor, *zeros)
+        return loss

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe._torch.modules import modules_of, parameters_of
 from torchgpipe.autograd.hooks import without_hooks
-from torchgpipe.autograd.outcome import HandOver, Outcome, Sums
+from torchgpipe.autograd.outcome import HandOver, Sums
 from torchgpipe.devices.streams import AbstractStream, current_stream, use_stream
 from torchgpipe.engine.stages import Stages
 from torchgpipe.executor.links import Links
@@ -70,9 +71,11 @@ class StepSums:
         self._plan = plan
         #: For each stage, its weights that require a gradient; the last one has those of the loss.
         self.weights: list[list[Tensor]] = [
-            [x for x in in_place_of(own, [*module.parameters()]) if x.requires_grad]
+            [x for x in in_place_of(own, parameters_of(modules_of(module))) if x.requires_grad]
             for module, own in zip(modules, copies)
         ]
+        #: For each stage, their nodes in autograd's graph, as far as cells have met them.
+        self.nodes: list[set[Any]] = [{x.grad_fn for x in own} for own in self.weights]
         #: For each micro-batch, the tensors that came from the caller.
         self._inputs = [[*batch] for batch in batches]
         given = [x for x in chain(*self._inputs) if x.requires_grad]
@@ -83,6 +86,8 @@ class StepSums:
     def begin(self, within: ExitStack) -> None:
         """Begin to sum up; hooks of weights and inputs see nothing until the block ends."""
         within.enter_context(self._without_hooks)
+        # Whoever hands over makes nodes anew, for streams of its own.
+        within.callback(self.nodes.clear)
         for sums, weights in zip(self.by_worker, self._weights_of_one()):
             within.enter_context(sums.adding_at_once(weights))
 
@@ -102,14 +107,13 @@ class StepSums:
         self._without_hooks.add(strays)
         self.weights[j] += strays
 
-    def hand_over(self, links: Links, post: Post, value: Tensor, divisor: Tensor | None) -> Tensor:
-        """Make the loss hand the gradients over in its backward.
+    def zeros(self, links: Links, post: Post, dtype: torch.dtype) -> list[Tensor]:
+        """Make zeros whose backward hands the gradients over.
 
         Args:
             links: the streams of the step.
             post: has the gradients of the caller's tensors.
-            value: the loss.
-            divisor: what its sum was divided by, if by anything.
+            dtype: the dtype of the loss.
         """
         #: By stream, the sums, and the tensors that they belong to. A weight stays on its stream.
         parts: dict[AbstractStream, tuple[Sums, list[Tensor]]] = {}
@@ -120,8 +124,9 @@ class StepSums:
                 if x.requires_grad and id(x) not in owner:
                     # A layer may use a weight of another device.
                     at = stream if x.device == stream.device else current_stream(x.device)
-                    sums, tensors = parts.setdefault(at, (Sums(), []))
-                    owner[id(x)] = sums
+                    if at not in parts:
+                        parts[at] = Sums(), []
+                    owner[id(x)], tensors = parts[at]
                     tensors.append(x)
         for i, given in enumerate(self._inputs):
             for found in post.receive_grads(-1, i).values():
@@ -136,6 +141,5 @@ class StepSums:
             with use_stream(stream):
                 device = stream.device
                 caller = callers.get(device, stream)
-                zeros.append(HandOver.apply(sums, device, value.dtype, caller, *tensors))
-        loss: Tensor = Outcome.apply(value, divisor, *zeros)
-        return loss
+                zeros.append(HandOver.apply(sums, device, dtype, caller, *tensors))
+        return zeros

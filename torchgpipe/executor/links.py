@@ -170,13 +170,13 @@ class Links:
 
     def lend(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
         """Announce that tensors of a worker's compute stream are used on its other stream."""
-        if stream != self.compute[w]:
+        if stream is not self.compute[w]:
             # guard: lending to an overlap
             record_all(tensors, stream)
 
     def give_back(self, tensors: Iterable[Tensor | None], w: int, stream: AbstractStream) -> None:
         """Announce that tensors of a worker's other stream are used on its compute stream."""
-        if stream != self.compute[w]:
+        if stream is not self.compute[w]:
             # guard: back from an overlap
             record_all(tensors, self.compute[w])
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchgpipe.autograd.entrance import Enter
+from torchgpipe.autograd.entrance import enter
 from torchgpipe.autograd.halves import Halves
-from torchgpipe.autograd.phony import get_phony
 from torchgpipe.planner.sandbox import Sandbox
 from torchgpipe.planner.storages import LiveStorages
 from torchgpipe.values.microbatch import VALUE, Batch
@@ -104,10 +103,10 @@ def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]
     needing = [x for key in arriving for x in batch.parts[key] if x.requires_grad]
     if not needing:
         return batch, []
-    entered = Enter.apply(get_phony(needing[0].device, requires_grad=True), *needing)
+    entered, edges = enter(*needing)
     passed = dict(zip(map(id, needing), entered))
     found = batch.map(lambda *xs: [passed.get(id(x), x) for x in xs], arriving)
-    return found, [get_gradient_edge(x) for x in entered]
+    return found, edges
 
 
 def own_outputs(sandbox: Sandbox, output: Batch) -> list[Tensor]:

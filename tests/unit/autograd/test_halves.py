@@ -328,8 +328,11 @@ def test_weight_that_is_not_among_the_weights():
     layer, stray = nn.Linear(6, 6), nn.Parameter(torch.rand(6))
     input, edge = entered(torch.rand(4, 6))
     root = get_gradient_edge(layer(input) * stray)
-    found = leaves([root], edge.node, list(layer.parameters()))
-    assert [id(x) for x in found] == [id(stray)]
+    nodes = set()
+    for _ in range(2):
+        found = leaves([root], edge.node, list(layer.parameters()), nodes)
+        assert [id(x) for x in found] == [id(stray)]
+        assert nodes == {get_gradient_edge(x).node for x in layer.parameters()}
     found = Halves([root], [torch.ones(4, 6)], [edge], list(layer.parameters()))
     found.input()
     assert found.weight()[id(stray)] is not None
