@@ -171,14 +171,16 @@ class Executor:
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
         if len(runs) > 1 or runs[0].stream != main:
             self._perform_beside(w, runs)
-            return
-        (run,) = runs
-        with use_stream(main), run.doing():
-            run.receive()
-            mark = self._begun(run)
-            run.compute()
-            self._ended(mark)
-            run.deliver()
+        else:
+            (run,) = runs
+            with use_stream(main), run.doing():
+                run.receive()
+                mark = self._begun(run)
+                run.compute()
+                self._ended(mark)
+                run.deliver()
+        if self.windows:
+            self.windows[w].passed()
 
     def _perform_beside(self, w: int, runs: Sequence[Computation]) -> None:
         """Run computations of a worker that has two streams to compute on.

@@ -13,8 +13,8 @@ A cell leaves when its layers have run, behind one event. The compute stream wai
 behind the layers of the next cell, and then the memory is free. The obvious way, ``record_stream``,
 would have it wait as long, and hold the memory for one cell more.
 
-The last two micro-batches stay: backward needs them at once, and while the second last computes,
-the one before it is still leaving. So keeping one more takes no more memory.
+The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.trips`. Keeping one more
+than the last takes no more memory.
 
 A cell comes back when backward asks for the first tensor of the cell behind it [1]. The memory it
 comes to is new memory of the compute stream. So the copy waits for what that stream has been given
@@ -30,7 +30,6 @@ Sources: Megatron-LM's fine-grained offloading; Wan et al., PipeOffload (arXiv 2
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Container
 from typing import Any
 from weakref import ref
@@ -57,36 +56,26 @@ from torchgpipe.devices.streams import (
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.recompute.slots import modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
+from torchgpipe.schedule.trips import leaving
 
 __all__: list[str] = []
 
-#: How many micro-batches stay, the last ones.
-STAYING = 2
-
 
 class Window:
-    """The cells of one compute stream that are leaving: each is gone behind the next computation.
-
-    None stands for a computation that lets nothing leave.
-    """
+    """The cells of one compute stream that are leaving: gone behind the next instruction."""
 
     def __init__(self) -> None:
-        self._cells: deque[Offloaded | None] = deque()
+        self._now: list[Offloaded] = []
+        self._before: list[Offloaded] = []
 
-    def passed(self, cell: Offloaded | None = None) -> None:
-        """Take note of a computation that has been issued, and of the cell that leaves."""
-        self._cells.append(cell)
-        if len(self._cells) > 1:
-            self._let_go()
+    def leaves(self, cell: Offloaded) -> None:
+        """Take note of a cell that leaves behind the instruction that has been issued."""
+        self._now.append(cell)
 
-    def end(self) -> None:
-        """Take note that all have been issued."""
-        while self._cells:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        cell = self._cells.popleft()
-        if cell is not None:
+    def passed(self) -> None:
+        """Take note that an instruction has been issued: what the one before has sent is gone."""
+        gone, self._before, self._now = self._before, self._now, []
+        for cell in gone:
             cell.let_go()
 
 
@@ -140,12 +129,15 @@ class Line:
         Whoever takes the output needs not wait for that one.
         """
         cell.send()
-        self.window.passed(cell)
+        self.window.leaves(cell)
+        # A schedule has other instructions besides.
+        if self.ahead:
+            self.window.passed()
 
     def end(self) -> None:
         """Take note that all cells have run."""
         self._last = None
-        self.window.end()
+        self.window.passed()
 
 
 class Offloaded:
@@ -317,7 +309,7 @@ def line_of(
     # What the CPU keeps is in the memory of the host.
     if offload is None or not has_streams(device):
         return None
-    return Line(pool.host(device), offload, j, range(m - STAYING))
+    return Line(pool.host(device), offload, j, leaving(m))
 
 
 def _event(stream: AbstractStream) -> Event:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["COMPUTATIONS", "Span", "Stream", "computation", "copy", "order"]
+__all__ = ["COMPUTATIONS", "Span", "Stream", "computation", "copy", "order", "trip"]
 
 #: The kinds of computation: forward, recomputation, backward, and its two halves.
 COMPUTATIONS = "FRBIW"
@@ -126,3 +126,8 @@ def copy(stream: Stream, start: float, end: float, source: int, target: int, i: 
     """The span of a copy from one partition to another, which arrives on a stream."""
     name = f"{source} to {target} {i}"
     return Span(stream, start, end, name, kind="copy", stage=source, microbatch=i, target=target)
+
+
+def trip(stream: Stream, start: float, end: float, way: str, stage: int, i: int) -> Span:
+    """The span of a copy of what a cell keeps, ``out`` to the memory of the host, or ``back``."""
+    return Span(stream, start, end, f"{stage} {way} {i}", kind=way, stage=stage, microbatch=i)

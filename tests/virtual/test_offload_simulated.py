@@ -1,0 +1,133 @@
+"""The simulator and cells that are away: time, copies, and memory of devices and host."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.helpers import Scale, assert_no_races, wrap
+from tests.support.offload import Attention
+from tests.support.size import some
+from torchgpipe import Offload, ScheduledLoss
+from torchgpipe.engine.stages import stages_of
+from torchgpipe.schedule import Costs, named, simulate
+from torchgpipe.testing import observe
+
+M, BLOCKS = 8, 8
+#: A block of attention: F = 6, B = 12 and I = 8; and the bytes that leave. The first stage has no
+#: gradient of its input, and the caller has that input.
+COSTS = {"addmm": 1.0, "mm": 1.0, "bmm": 1.0}
+F, B, HALF, BYTES, INPUT = 6, 12, 8, 86016, 4096
+PLACES = {"gpipe": [*range(4)], "1f1b": [*range(8)], "zbv": [0, 1, 2, 3, 3, 2, 1, 0]}
+MODES = [Offload(), Offload(share=0.5), Offload(ahead=2)]
+
+
+def squares(output):
+    return output.pow(2).mean()
+
+
+def training_of(layers, devices, name, mode):
+    places = [devices[k] for k in PLACES[name]]
+    model = wrap(layers, places, mode, M, balance=[len(layers) // len(places)] * len(places))
+    return model if name == "gpipe" else ScheduledLoss(model, squares, name)
+
+
+def trained(training, x, **options):
+    """The second of two steps, and the peaks of devices in it."""
+    devices = [*dict.fromkeys(getattr(training, "model", training).devices)]
+    for _ in range(2):
+        training.zero_grad()
+        gc.collect()
+        before = [torch.accelerator.memory_allocated(device) for device in devices]
+        for device in devices:
+            torch.accelerator.reset_peak_memory_stats(device)
+        with observe(**options) as seen:
+            output = training(x)
+            (output if isinstance(training, ScheduledLoss) else squares(output)).backward()
+    assert_no_races(seen)
+    peaks = map(torch.accelerator.max_memory_allocated, devices)
+    return seen, [peak - old for peak, old in zip(peaks, before)]
+
+
+def hosts(training):
+    """The bytes of the host's memory, by device."""
+    return [x.bytes for x in stages_of(getattr(training, "model", training)).pool._hosts.values()]
+
+
+def schedule_of(name):
+    workers = max(PLACES[name]) + 1
+    return named("fill_drain" if name == "gpipe" else name, workers, M)
+
+
+def spans(seen, kind):
+    """The start and the end of the copies of each cell."""
+    found = {}
+    for x in seen.spans:
+        if x.kind == kind:
+            start, end = found.get((x.stage, x.microbatch), (x.start, x.end))
+            found[x.stage, x.microbatch] = min(start, x.start), max(end, x.end)
+    return found
+
+
+@pytest.mark.parametrize("ratio", some([1, 1.5, 2, 3], [1.5]))
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", PLACES)
+def test_times_and_bytes_of_the_host(devices, name, mode, ratio):
+    n = len(PLACES[name])
+    per = BLOCKS // n
+    rate = BYTES / (F * ratio)
+    links = {x: rate for k in range(8) for x in ((k, "cpu"), ("cpu", k))}
+    torch.manual_seed(0)
+    training = training_of([Attention() for _ in range(BLOCKS)], devices, name, mode)
+    x = torch.rand(2 * M, 16, 32, device=devices[0])
+    seen, _ = trained(training, x, costs=COSTS, bandwidth=links)
+    halves = [0] + [HALF] * (n - 1) if name == "zbv" else [0] * n
+    away = [mode.share * (BYTES * per - INPUT * (j == 0)) for j in range(n)]
+    report = simulate(
+        schedule_of(name),
+        Costs(
+            F=F * per,
+            I=halves,
+            W=[B * per - half for half in halves],
+            activation=BYTES * per,
+            away=away,
+            out=[x / rate for x in away],
+            ahead=mode.ahead,
+        ),
+    )
+    assert seen.makespan == pytest.approx(float(report.makespan))
+    for kind, copies in (("out", report.out), ("back", report.back)):
+        found = spans(seen, kind)
+        assert {*found} == {*copies}
+        assert all(found[cell] == pytest.approx(copies[cell]) for cell in found)
+    # Buffers have the sizes of storages here, which are powers of two.
+    assert hosts(training) == [*report.host]
+
+
+ROWS, WIDTH, LAYERS = 4, 256, 24
+#: The bytes of one activation, and how many a worker has besides: tensors of one layer, what is on
+#: its way, and sums of gradients.
+UNIT, BESIDES = ROWS * WIDTH * 4, 6.5
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_peaks(devices, name, mode):
+    """Devices have what the simulator says, and besides what they have where nothing leaves."""
+    n = len(PLACES[name])
+    layers = [nn.Sequential(Scale(), *[nn.Tanh()] * (LAYERS - 1)) for _ in range(n)]
+    training = training_of(layers, devices, name, mode)
+    _, peaks = trained(training, torch.rand(ROWS * M, WIDTH, device=devices[0]))
+    # The caller has the input of the first stage. W needs the input, and the gradient that came.
+    inputs = [0] + [1] * (n - 1)
+    kept, pending = [x + LAYERS - 1 for x in inputs], [x + 1 for x in inputs]
+    costs = Costs(
+        activation=kept,
+        pending=pending,
+        away=[int(mode.share * x) for x in kept],
+        ahead=mode.ahead,
+    )
+    expected = simulate(schedule_of(name), costs).peak
+    for found, other in zip(peaks, expected):
+        assert other <= found / UNIT <= other + BESIDES
