@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 from torchgpipe.schedule.program import Instruction, operations
@@ -161,17 +162,17 @@ def pass_through(taken: list[tuple[float, float]], now: float, time: float) -> t
         now: when the copy may start.
         time: how long it takes the link.
     """
-    parts = []
+    parts: list[tuple[float, float]] = []
     at, left = now, time
-    for begin, end in taken:
-        if left <= 0:
+    # Rounding leaves gaps, which carry nothing, and bytes, which wait for nothing.
+    least = time * 1e-9
+    for begin, end in [*taken, (inf, inf)]:
+        if left <= least:
             break
-        if begin > at:
+        if begin - at > least:
             parts.append((at, min(begin, at + left)))
             left -= parts[-1][1] - at
         at = max(at, end)
-    if left > 0:
-        parts.append((at, at + left))
     for part in parts:
         insort(taken, part)
     return (parts[0][0], parts[-1][1]) if parts else (now, now)

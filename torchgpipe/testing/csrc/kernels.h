@@ -64,13 +64,13 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     auto& traffic = state().traffic[{from, to}];
     traffic.copies++;
     traffic.bytes += bytes;
-    auto bandwidth = state().bandwidth.find({from, to});
+    auto link = state().links.find({from, to});
     double launch = state().speed.described ? state().speed.launch : 0;
-    if (bandwidth != state().bandwidth.end()) {
+    if (link != state().links.end()) {
       std::ostringstream name;
       name << "copy to ";
       to == kHost ? name << "cpu" : name << "virtual:" << to;
-      spend(s, launch + double(bytes) / bandwidth->second, name.str());
+      spend_on(link->second, s, launch + double(bytes) / link->second.bandwidth, name.str());
     } else if (state().speed.described) {
       if (bytes) spend(s, time_of({"other", 0, bytes_moved(source) + bytes_moved(target)}, op, from), op);
     } else {
