@@ -9,11 +9,12 @@ from torch import nn
 from tests.support.helpers import Scale, assert_no_races, wrap
 from tests.support.offload import Attention
 from tests.support.size import some
-from torchgpipe import Offload, ScheduledLoss
+from torchgpipe import Offload, ScheduledLoss, trace
 from torchgpipe.devices.streams import has_streams
 from torchgpipe.engine.stages import stages_of
 from torchgpipe.schedule import Costs, named, simulate
 from torchgpipe.testing import observe
+from torchgpipe.timeline.span import TRIPS
 
 M, BLOCKS = 8, 8
 #: A block of attention: F = 6, B = 12 and I = 8; and the bytes that leave. The first stage has no
@@ -63,12 +64,9 @@ def schedule_of(name):
 
 def spans(seen, kind):
     """The start and the end of the copies of each cell."""
-    found = {}
-    for x in seen.spans:
-        if x.kind == kind:
-            start, end = found.get((x.stage, x.microbatch), (x.start, x.end))
-            found[x.stage, x.microbatch] = min(start, x.start), max(end, x.end)
-    return found
+    found = [x for x in seen.timeline.spans if x.kind == kind]
+    assert len(found) == len({x.name for x in found})
+    return {(x.stage, x.microbatch): (x.start, x.end) for x in found}
 
 
 def compare(devices, name, mode, ratio, switches=()):
@@ -125,6 +123,38 @@ def test_devices_behind_one_switch(devices, name, ratio, monkeypatch):
     shared, _ = compare(devices, name, Offload(), ratio, [(k, k + 1) for k in range(0, count, 2)])
     alone, _ = compare(devices, name, Offload(), ratio)
     assert shared.makespan >= alone.makespan
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_trace_shows_copies_and_memory_of_the_host(devices, name, tmp_path):
+    links = {x: 1e4 for k in range(8) for x in ((k, "cpu"), ("cpu", k))}
+    training = training_of([Attention() for _ in range(BLOCKS)], devices, name, "offload")
+    x = torch.rand(2 * M, 16, 32, device=devices[0])
+    with observe(costs=COSTS, bandwidth=links) as seen, trace(training) as timeline:
+        output = training(x)
+        (output if isinstance(training, ScheduledLoss) else squares(output)).backward()
+    for kind in ("out", "back"):
+        own = [x for x in timeline.spans if x.kind == kind]
+        found = spans(seen, kind)
+        assert len(own) == len(found)
+        for x in own:
+            assert x.end == pytest.approx(found[x.stage, x.microbatch][1])
+            assert x.start == pytest.approx(found[x.stage, x.microbatch][0])
+    # The last two workers of 1F1B send nothing.
+    assert [*timeline.host.values()] == [x for x in hosts(training) if x]
+    (share,) = [x for x in timeline.shares if x.device == "virtual:0"]
+    time = sum(x.time for x in timeline.spans if x.kind in TRIPS and x.stage == 0)
+    assert share.away == pytest.approx(time / timeline.makespan)
+    assert time > 0
+    titles = str(timeline).split("\n\n")[2].splitlines()[0]
+    assert titles.split()[-6:] == ["host-bound", "offload", "peak", "MiB", "host", "MiB"]
+    timeline.svg(tmp_path / "step.svg", simulate(schedule_of(name), Costs(away=1, out=1)).timeline)
+    picture = (tmp_path / "step.svg").read_text()
+    assert "out to the host" in picture
+    assert "0 back 0 from" in picture
+    described = training.describe()
+    assert [row.host for row in described.rows][:4] == hosts(training)[:4]
+    assert "host" in str(described).splitlines()[0].split()
 
 
 ROWS, WIDTH, LAYERS = 4, 256, 24

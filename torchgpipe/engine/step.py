@@ -93,10 +93,11 @@ class PipelineStep(Step):
     ) -> None:
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
+        recorder = None if stages.recording is None else stages.recording.recorder
         for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
             if not isinstance(mode, str) or mode == "offload":
                 body.policy = policy_of(mode)
-                body.line = line_of(offload_of(mode), stages.pool, device, j, m)
+                body.line = line_of(offload_of(mode), stages.pool, device, j, m, recorder)
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()

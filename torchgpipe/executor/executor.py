@@ -124,7 +124,8 @@ class Executor:
             if offload is not None:
                 leaving = {i for stage, i in plan.away if stage == j}
                 memory = stages.pool.host(plan.devices[w])
-                self.step.bodies[j].line = Line(memory, offload, j, leaving, self.windows[w])
+                line = Line(memory, offload, j, leaving, recorder, self.windows[w])
+                self.step.bodies[j].line = line
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)
 

@@ -182,7 +182,8 @@ class MappedStep:
         streams = pools[place].get(device, 2 if visit else 1, skips=False)[0]
         compute = streams.compute if visit else self._outside.get(device, streams.compute)
         number = len(self._stages)
-        line = line_of(offload_of(self._mode), pools[0], device, number, self.m)
+        recorder = None if self.recording is None else self.recording.recorder
+        line = line_of(offload_of(self._mode), pools[0], device, number, self.m, recorder)
         found = Stage(number, device, visit, compute, tuple(streams.values), line)
         self._stages[device, visit] = found
         # Between steps the caller changes gradients, whose memory belongs to these streams.

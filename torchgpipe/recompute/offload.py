@@ -43,6 +43,7 @@ from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks
 from torchgpipe.devices.host import HostMemory
 from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.recorder import Mark, Recorder
 from torchgpipe.devices.streams import (
     AbstractStream,
     Event,
@@ -87,6 +88,7 @@ class Line:
         offload: how much leaves, and when it comes back.
         j: the number of the partition.
         leaving: the micro-batches that leave.
+        recorder: takes the times of copies, if somebody traces the model.
         window: the window of the compute stream, if other partitions have it, too. Then a schedule
             says when cells come back.
     """
@@ -97,9 +99,10 @@ class Line:
         offload: Offload,
         j: int,
         leaving: Container[int],
+        recorder: Recorder | None,
         window: Window | None = None,
     ) -> None:
-        self.memory, self.j = memory, j
+        self.memory, self.j, self.recorder = memory, j, recorder
         self._share, self._leaving = offload.share, leaving
         #: How many cells a cell brings back besides itself when backward comes to it.
         self.ahead = offload.ahead if window is None else 0
@@ -164,7 +167,7 @@ class Offloaded:
         self._is_over = False
         self._stream, self._share, self._before = stream, share, before
         self._memory, self._ahead = line.memory, line.ahead
-        self._way = line.j, i
+        self._way, self._recorder = (line.j, i), line.recorder
         #: What was saved, by storage; 0 stands for all that stays.
         self._views: dict[int, list[ref[View]]] = {}
         #: What has left, and is not wanted yet; or has come, and nobody has waited for it.
@@ -217,13 +220,9 @@ class Offloaded:
                 left -= size
                 storages.append(sent(found, self._memory))
         if storages:
-            out = self._memory.out
             # guard: out behind the layers
-            wait_for(out, _event(self._stream))
-            with use_stream(out), labels.within(labels.of("out", *self._way)):
-                for storage in storages:
-                    storage.leave()
-            self._done(storages, out)
+            wait_for(self._memory.out, _event(self._stream))
+            self._copy("out", self._memory.out, storages, Storage.leave)
 
     def let_go(self) -> None:
         """Have the compute stream wait for what leaves, and let go of the memory."""
@@ -247,12 +246,24 @@ class Offloaded:
         # behind the copy out, for which that stream has waited.
         # guard: back behind compute
         wait_for(back, _event(self._stream))
-        with use_stream(back), labels.within(labels.of("back", *self._way)):
-            for storage in self._storages:
-                storage.come()
-        self._done(self._storages, back)
+        self._copy("back", back, self._storages, Storage.come)
 
-    def _done(self, storages: list[Storage], lane: AbstractStream) -> None:
+    def _copy(
+        self,
+        way: str,
+        lane: AbstractStream,
+        storages: list[Storage],
+        copy: Callable[[Storage], None],
+    ) -> None:
+        recorder = self._recorder
+        with use_stream(lane), labels.within(labels.of(way, *self._way)):
+            if recorder is not None:
+                mark = recorder.begin(Mark(way, lane, 0, *self._way))
+            for storage in storages:
+                copy(storage)
+            if recorder is not None:
+                recorder.end(mark)
+                recorder.host[str(lane.device)] = self._memory.bytes
         self._copied = _event(lane)
         for storage in storages:
             storage.event = self._copied
@@ -295,7 +306,12 @@ class Offloaded:
 
 
 def line_of(
-    offload: Offload | None, pool: StreamPool, device: torch.device, j: int, m: int
+    offload: Offload | None,
+    pool: StreamPool,
+    device: torch.device,
+    j: int,
+    m: int,
+    recorder: Recorder | None,
 ) -> Line | None:
     """The line of a partition whose backward autograd orders; None if nothing leaves.
 
@@ -305,11 +321,12 @@ def line_of(
         device: the device of the partition.
         j: the number of the partition.
         m: the number of micro-batches.
+        recorder: takes the times of copies, if somebody traces the model.
     """
     # What the CPU keeps is in the memory of the host.
     if offload is None or not has_streams(device):
         return None
-    return Line(pool.host(device), offload, j, leaving(m))
+    return Line(pool.host(device), offload, j, leaving(m), recorder)
 
 
 def _event(stream: AbstractStream) -> Event:

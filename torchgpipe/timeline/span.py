@@ -10,10 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["COMPUTATIONS", "Span", "Stream", "computation", "copy", "order", "trip"]
+__all__ = ["COMPUTATIONS", "TRIPS", "Span", "Stream", "computation", "copy", "order", "trip"]
 
 #: The kinds of computation: forward, recomputation, backward, and its two halves.
 COMPUTATIONS = "FRBIW"
+#: The kinds of copies of what a cell keeps, to the memory of the host and back.
+TRIPS = ("out", "back")
 
 
 class Stream(NamedTuple):
@@ -91,7 +93,7 @@ class Span:
         if self.kind == "copy":
             way = f"from {self.stage}" if self.target is None else f"{self.stage} to {self.target}"
             return f"{way} {self.microbatch}"
-        if self.kind in ("out", "back"):
+        if self.kind in TRIPS:
             return f"{self.stage} {self.kind} {self.microbatch}"
         return f"{self.stage}{self.kind}{self.microbatch}"
 
