@@ -86,7 +86,10 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     if ((from == kHost || to == kHost) && !(non_blocking && pinned)) host_wait(s);
   }
   if (state().hollow) {
-    if (to == kHost) const_cast<at::Tensor&>(target).fill_(value_of_hollow("copy_ to the host"));
+    // Bytes in pinned memory, which the host does not wait for, are what cells keep there, and no
+    // value that anybody reads. Nobody writes to that memory, so it takes none.
+    bool is_kept = non_blocking && target.scalar_type() == at::kByte && target.is_pinned();
+    if (to == kHost && !is_kept) const_cast<at::Tensor&>(target).fill_(value_of_hollow("copy_ to the host"));
     return target;
   }
   at::AutoDispatchBelowADInplaceOrView below;

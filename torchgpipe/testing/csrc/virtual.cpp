@@ -282,6 +282,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("troubles() -> str", &troubles);
   m.def("account(int device) -> str", &account);
   m.def("parts() -> str", &parts);
+  m.def("pinned() -> int", &PinnedAllocator::bytes);
   m.def("races() -> str", &races);
   m.def("spans() -> str", &spans);
   m.def("traffic() -> int[]", &traffic);
