@@ -145,12 +145,17 @@ def offload_of(mode: Keeping) -> Offload | None:
     return Offload() if mode == "offload" else mode if isinstance(mode, Offload) else None
 
 
-def verify_words(modes: Keepings, what: str) -> None:
+def verify_words(
+    modes: Keepings,
+    what: str,
+    remedy: str = "use checkpoint='always', or eager stages in one process",
+) -> None:
     """Refuse modes that choose among saved tensors, for what does not see each of them.
 
     Args:
         modes: the modes.
         what: what cannot do it.
+        remedy: what to do then.
 
     Raises:
         ValueError: there is such a mode.
@@ -161,5 +166,5 @@ def verify_words(modes: Keepings, what: str) -> None:
         f"{what} keeps, or computes again, all that a cell saves",
         "checkpoint",
         found,
-        "use checkpoint='always', or eager stages in one process",
+        remedy,
     )

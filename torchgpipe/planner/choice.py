@@ -10,6 +10,7 @@ from torch import nn
 
 from torchgpipe.devices.streams import Device
 from torchgpipe.partition.arguments import MISSING, checked_chunks, checked_modes
+from torchgpipe.partition.keeping import checked_keepings, verify_words
 from torchgpipe.partition.sample import input_of
 from torchgpipe.planner.given import places_of
 from torchgpipe.planner.plan import ranked
@@ -92,6 +93,13 @@ def chosen(
     # What is wrong is better told before anything is measured.
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
+    if checkpoint is not MISSING:
+        verify_words(
+            checked_keepings(checkpoint, count),
+            "a plan",
+            "leave checkpoint out, or pass 'never', and assign model.checkpoint when the model is "
+            "wrapped; torchgpipe.schedule.simulate tells what a step with 'offload' takes",
+        )
     modes = None if checkpoint is MISSING else checked_modes(checkpoint, count)
     ranking = ranked(
         module,
