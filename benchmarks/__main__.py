@@ -24,6 +24,7 @@ NAMES = (
     "links",
     "mapped",
     "memory",
+    "offload",
     "one_gpu",
     "overhead",
     "parts",

@@ -282,7 +282,12 @@ class ScheduledLoss(Alone):
         model, stages = self.model, stages_of(self.model)
         modes = keepings_of(model.checkpoint, len(model.devices))
         if self.stages == "graph":
-            verify_words(modes)
+            verify_words(
+                modes,
+                "a stage that is a graph",
+                "use stages='eager', or checkpoint='always', which with recompute='min-cut' keeps "
+                "what is dear to compute",
+            )
         key = id(self.schedule), id(stages), m, modes, forward
         if key not in plans:
             skips = stages.skip_layout.pairs

@@ -66,6 +66,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
         watch.stop()
         timeline.spans = recording.recorder.spans()
         found = {str(device): peak_memory(device) for device in devices}
+        timeline.host = recording.recorder.host
         timeline.memory = {name: size for name, size in found.items() if size is not None}
         timeline.advisor = watch.end(timeline)
         holder.figures = Figures.of(timeline) or holder.figures

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.models.experiments import Experiment, unet
-from benchmarks.suites import bubbles, one_gpu, speed
+from benchmarks.suites import bubbles, offload, one_gpu, speed
 from benchmarks.suites.overhead import main
 from benchmarks.suites.tables import virtual_speed
 from examples import schedules
@@ -91,6 +91,21 @@ def test_parts(tmp_path, monkeypatch):
     # Nothing comes from one device to another on the CPU.
     assert row["shares"]["autograd functions"] > 0
     assert "Virtual accelerators" in path.with_suffix(".md").read_text("utf-8")
+
+
+@soak
+def test_offload(devices, tmp_path, monkeypatch):
+    monkeypatch.setattr(offload.testing, "load", lambda count: devices[:count])
+    path = tmp_path / "offload.json"
+    command.main(["offload", "--ratios", "1.5", "--schedules", "1f1b", "--output", str(path)])
+    rows = {row["mode"]: row for row in json.loads(path.read_text("utf-8"))["rows"]}
+    assert {*rows} == {*offload.MODES, offload.OWN}
+    told = [row for row in rows.values() if "simulated" in row]
+    assert len(told) == 4
+    for row in told:
+        assert row["time"] == pytest.approx(row["simulated"]["time"])
+        assert row["host"] == row["simulated"]["host"]
+    assert max(rows["offload"]["peaks"]) < max(rows["never"]["peaks"])
 
 
 @soak

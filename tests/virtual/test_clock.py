@@ -105,6 +105,23 @@ def test_copies(devices):
     }
 
 
+def test_devices_share_a_link(devices):
+    """The copy that was issued later takes the time that the other one leaves."""
+    pinned = torch.empty(3, 100, pin_memory=True)
+    streams = [torch.Stream(device) for device in devices[:3]]
+    data = [one(device, 100) for device in devices[:3]]
+    with observe(bandwidth={((0, 1), "cpu"): 400, (2, "cpu"): 400}) as seen:
+        for k, start in ((0, 1.0), (1, 0.5), (2, 0.5)):
+            with streams[k]:
+                read(data[k], "a", start)
+                pinned[k].copy_(data[k], non_blocking=True)
+        with streams[0]:
+            pinned[0].copy_(data[0], non_blocking=True)
+    copies = [(x.stream.device, x.start, x.end) for x in seen.spans if x.name == "copy to cpu"]
+    # Half of it goes before the copy of device 0.
+    assert copies == [(0, 1, 2), (1, 0.5, 2.5), (2, 0.5, 1.5), (0, 2.5, 3.5)]
+
+
 def test_streams_overlap(devices):
     x = one(devices[0])
     s, t = new_streams(devices[0], 2)
@@ -308,6 +325,8 @@ WRONG = [
     ({"bandwidth": {("gpu", 0): 1}}, "link: .*gpu"),
     ({"bandwidth": {"cpu": 1}}, "link: 'cpu'"),
     ({"bandwidth": {(0,): 1}}, "link: "),
+    ({"bandwidth": {((0, 8), "cpu"): 1}}, "link: .*8"),
+    ({"bandwidth": {((), "cpu"): 1}}, "link: "),
     ({"jitter": -1}, r"a seed from 0 to .* \(jitter: -1\); use 0"),
     ({"jitter": 1.5}, "jitter: 1.5"),
 ]

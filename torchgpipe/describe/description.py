@@ -45,6 +45,8 @@ class Row:
     """Seconds of a micro-batch, after a trace, if it was computed again."""
     planned: int | None = None
     """Bytes of the device at its peak, as a plan had predicted."""
+    host: int | None = None
+    """Bytes of the host's memory that the device has for what cells keep there, after a trace."""
 
 
 class DescribedPart(NamedTuple):
@@ -159,6 +161,7 @@ class Description:
             ("recompute ms", False, [_milliseconds(row.recompute) for row in self.rows]),
             ("backward ms", False, [_milliseconds(row.backward) for row in self.rows]),
             ("memory", False, [_size(row.memory) for row in self.rows]),
+            ("host", False, [_size(row.host) for row in self.rows]),
             ("planned", False, [_size(row.planned) for row in self.rows]),
         ]
         # A column of which nothing is known is left out.
@@ -203,8 +206,10 @@ def _with(row: Row, figures: Figures | None, prediction: Prediction | None) -> R
     forward, recompute, backward = (
         None if x is None else x / 1000 for x in (found.forward, found.recompute, found.backward)
     )
-    memory = figures.memory.get(row.device)
-    return replace(row, forward=forward, recompute=recompute, backward=backward, memory=memory)
+    memory, host = (known.get(row.device) for known in (figures.memory, figures.host))
+    return replace(
+        row, forward=forward, recompute=recompute, backward=backward, memory=memory, host=host
+    )
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -29,12 +29,14 @@ class Figures:
         stages: the times of each partition.
         places: the times of each device, by its name: those of all its partitions together.
         memory: the most bytes of each device during the whole trace, by its name.
+        host: the bytes of the host's memory that each device has for what cells keep there.
     """
 
     time: float
     stages: Mapping[int, CellTimes] = field(default_factory=dict)
     places: Mapping[str, CellTimes] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, timeline: Timeline) -> Figures | None:
@@ -54,6 +56,7 @@ class Figures:
             {j: _times(own) for j, own in stages.items()},
             {name: _times(own) for name, own in places.items()},
             dict(timeline.memory),
+            dict(timeline.host),
         )
 
 

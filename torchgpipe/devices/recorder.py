@@ -26,7 +26,7 @@ from torchgpipe.devices.streams import (
     has_streams,
 )
 from torchgpipe.timeline.pieces import pieces
-from torchgpipe.timeline.span import Span, Stream
+from torchgpipe.timeline.span import TRIPS, Span, Stream
 
 __all__: list[str] = []
 
@@ -72,6 +72,8 @@ class Mark:
         """The name of the instruction, or of the copy."""
         if self.target is not None:
             return f"{self.stage} to {self.target} {self.microbatch}"
+        if self.kind in TRIPS:
+            return f"{self.stage} {self.kind} {self.microbatch}"
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
@@ -106,6 +108,8 @@ class Recorder:
         self._marks: list[Mark] = []
         #: The number of the step that is under way.
         self.step = -1
+        #: The bytes of the host's memory that each device has, by its name.
+        self.host: dict[str, int] = {}
         #: What to call when a step begins.
         self.at_steps: list[Callable[[], None]] = []
         for device in self._devices:

@@ -94,10 +94,12 @@ class PipelineStep(Step):
         super().__init__(stages, m, {j for j, count in enumerate(checkpointed) if count}, True)
         self.checkpointed = checkpointed
         stages.pool.begin_step()
+        recorder = None if stages.recording is None else stages.recording.recorder
         for j, (body, mode, device) in enumerate(zip(self.bodies, modes, stages.devices)):
             if not isinstance(mode, str) or mode == "offload":
                 body.policy = policy_of(mode)
-                body.offloading = offloading_of(offload_of(mode), stages.pool, device, j, m)
+                offload = offload_of(mode)
+                body.offloading = offloading_of(offload, stages.pool, device, j, m, recorder)
         self.lanes = Lanes(stages)
         if any(stages.lent):
             self._lend()

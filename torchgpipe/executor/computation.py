@@ -156,10 +156,7 @@ class Forward(Computation):
         if executor.windows:
             # Whoever holds the output would keep it on the device.
             del self.output
-            if (j, i) in executor.plan.leaving:
-                self.cell.leave()
-            else:
-                executor.windows[self.w].passed()
+            self.cell.leave()
 
 
 class Recomputation(Computation):
@@ -209,8 +206,6 @@ class BackwardInput(BackwardWeight):
         for grads in self.inputs.values():
             self.executor.links.give_back(grads, self.w, self.stream)
         self.executor.post.send_grads(self.j, self.i, self.inputs)
-        if self.executor.windows:
-            self.executor.windows[self.w].passed()
 
 
 class Backward(BackwardInput):

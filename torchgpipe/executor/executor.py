@@ -126,7 +126,7 @@ class Executor:
             if offload is not None:
                 leaving = {i for stage, i in plan.leaving if stage == j}
                 memory = stages.pool.host(plan.devices[w])
-                found = Offloading(memory, offload, j, leaving, self.windows[w])
+                found = Offloading(memory, offload, j, leaving, recorder, self.windows[w])
                 self.step.bodies[j].offloading = found
         #: What is on its way from stage to stage.
         self.post = post(self.step, self.links, batches)
@@ -174,14 +174,16 @@ class Executor:
         runs = [KINDS[op.kind](self, w, op) for op in operations(instruction)]
         if len(runs) > 1 or runs[0].stream is not main:
             self._perform_beside(w, runs)
-            return
-        (run,) = runs
-        with use_stream(main), run.doing():
-            run.receive()
-            mark = self._begun(run)
-            run.compute()
-            self._ended(mark)
-            run.deliver()
+        else:
+            (run,) = runs
+            with use_stream(main), run.doing():
+                run.receive()
+                mark = self._begun(run)
+                run.compute()
+                self._ended(mark)
+                run.deliver()
+        if self.windows:
+            self.windows[w].passed()
 
     def _perform_beside(self, w: int, runs: Sequence[Computation]) -> None:
         """Run computations of a worker that has two streams to compute on.

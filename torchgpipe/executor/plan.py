@@ -33,12 +33,10 @@ from torchgpipe.schedule.program import (
 from torchgpipe.schedule.rewrite import checkpointed
 from torchgpipe.schedule.search import named
 from torchgpipe.schedule.simulator import in_order
+from torchgpipe.schedule.trips import trips
 from torchgpipe.schedule.validator import validate
 
 __all__: list[str] = []
-
-#: How many computations lie between the forward and the backward of a cell that leaves.
-BETWEEN = 3
 
 #: What a user may give: a name, a function of the numbers of workers and micro-batches, or a value.
 Choice: TypeAlias = str | Callable[[int, int], Schedule] | Schedule
@@ -98,26 +96,12 @@ class Plan:
     def leaving(self) -> dict[tuple[int, int], Instruction]:
         """The cells that leave for the host, each with the instruction before which it comes back.
 
-        A cell leaves while the next computation of its worker runs, and comes back during another
-        one. So at least three lie between its forward and its backward, or its second forward.
+        The rule for both is that of :mod:`~torchgpipe.schedule.trips`.
         """
-        offloads = self.offloads
-        if not any(offloads):
-            return {}
-        found = {}
-        for line in self.schedule.program:
-            place = {op: k for k, x in enumerate(line) for op in operations(x)}
-            for op, k in place.items():
-                offload = offloads[op.stage]
-                begin = place.get(op._replace(kind="F"))
-                if op.kind in "BI" and offload is not None and begin is not None:
-                    # What a policy sends is wanted by the second run.
-                    k = place.get(op._replace(kind="R"), k)
-                    between = sum(len(operations(x)) for x in line[begin + 1 : k])
-                    if between >= BETWEEN:
-                        # A cell that has not left yet would stay.
-                        found[op.stage, op.microbatch] = line[max(begin + 2, k - offload.ahead)]
-        return found
+        ahead = [0 if offload is None else offload.ahead for offload in self.offloads]
+        lines = self.schedule.program if any(ahead) else ()
+        found = [(line, trips(line, ahead, policies=True)) for line in lines]
+        return {(x.stage, x.microbatch): line[x.back] for line, own in found for x in own}
 
     @cached_property
     def fetches(self) -> dict[Instruction, list[tuple[int, int]]]:

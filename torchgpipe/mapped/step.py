@@ -251,7 +251,8 @@ class MappedStep:
         found = stage.offloadings.get(offload)
         if found is None:
             pool, device = self._lasting.pools[0], stage.device
-            found = offloading_of(offload, pool, device, stage.number, self.m)
+            recorder = None if self.recording is None else self.recording.recorder
+            found = offloading_of(offload, pool, device, stage.number, self.m, recorder)
             if found is not None:
                 stage.offloadings[offload] = found
         return found

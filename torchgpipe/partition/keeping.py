@@ -194,8 +194,13 @@ def offload_of(mode: Keeping) -> Offload | None:
     return Offload() if mode == "offload" or is_policy(mode) else None
 
 
-def verify_words(modes: tuple[Keeping, ...]) -> None:
-    """Refuse modes that choose among saved tensors, for stages that are graphs.
+def verify_words(modes: tuple[Keeping, ...], what: str, remedy: str) -> None:
+    """Refuse modes that choose among saved tensors, for what does not see each of them.
+
+    Args:
+        modes: the modes.
+        what: what cannot do it.
+        remedy: what to do then.
 
     Raises:
         ValueError: there is such a mode.
@@ -203,9 +208,8 @@ def verify_words(modes: tuple[Keeping, ...]) -> None:
     found = [x for x in words_of(modes, 1) if x not in CHECKPOINT_MODES]
     verify(
         not found,
-        "a stage that is a graph keeps all that a cell saves, or computes it again",
+        f"{what} keeps all that a cell saves, or computes it again",
         "checkpoint",
         found,
-        "use stages='eager', or checkpoint='always', which with recompute='min-cut' keeps what is "
-        "dear to compute",
+        remedy,
     )

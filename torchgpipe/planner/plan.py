@@ -22,7 +22,7 @@ from torchgpipe.partition.arguments import (
     positive_int,
     verify_loss,
 )
-from torchgpipe.partition.keeping import checked_keepings, checked_word
+from torchgpipe.partition.keeping import checked_keepings, checked_word, verify_words
 from torchgpipe.partition.sample import input_of
 from torchgpipe.partition.split import verify_module
 from torchgpipe.planner.given import (
@@ -214,6 +214,13 @@ def chosen(
     # What is wrong is better told before anything is measured.
     own = None if chunks is MISSING else checked_chunks(chunks)
     count = min(len(places), len(module))
+    if checkpoint is not MISSING:
+        verify_words(
+            checked_keepings(checkpoint, count),
+            "a plan",
+            "leave checkpoint out, or pass 'never', and assign model.checkpoint when the model is "
+            "wrapped; torchgpipe.schedule.simulate tells what a step with 'offload' takes",
+        )
     modes = None if checkpoint is MISSING else checked_keepings(checkpoint, count, checked_word)
     tried = None if own is None else [min(own, max(1, row_count(input)))]
     best = ranked(module, input, devices=places, chunks=tried, modes=modes)[0]

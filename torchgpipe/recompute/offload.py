@@ -13,8 +13,8 @@ A cell leaves when its layers have run, behind one event. The compute stream wai
 behind the layers of the next cell, and then the memory is free. The obvious way, ``record_stream``,
 would have it wait as long, and hold the memory for one cell more.
 
-The last two micro-batches stay: backward needs them at once, and while the second last computes,
-the one before it is still leaving. So keeping one more takes no more memory.
+The last two micro-batches stay, by the rule of :mod:`~torchgpipe.schedule.trips`. Keeping one more
+than the last takes no more memory.
 
 A cell comes back when backward asks for the first tensor of the cell behind it [1]. The memory it
 comes to is new memory of the compute stream. So the copy waits for what that stream has been given
@@ -30,7 +30,6 @@ Sources: Megatron-LM's fine-grained offloading; Wan et al., PipeOffload (arXiv 2
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Container
 from typing import Any
 from weakref import ref
@@ -44,6 +43,7 @@ from torchgpipe.ambient import labels
 from torchgpipe.ambient.context import current_hooks
 from torchgpipe.devices.host import HostMemory
 from torchgpipe.devices.pool import StreamPool
+from torchgpipe.devices.recorder import Mark, Recorder
 from torchgpipe.devices.streams import (
     AbstractStream,
     Event,
@@ -57,36 +57,26 @@ from torchgpipe.devices.streams import (
 from torchgpipe.partition.keeping import Offload
 from torchgpipe.recompute.slots import explain, modified
 from torchgpipe.recompute.storage import Storage, View, is_held, key_of, sent, size_of
+from torchgpipe.schedule.trips import leaving
 
 __all__: list[str] = []
 
-#: How many micro-batches stay, the last ones.
-STAYING = 2
-
 
 class Window:
-    """The cells of one compute stream that are leaving: each is gone behind the next computation.
-
-    None stands for a computation that lets nothing leave.
-    """
+    """The cells of one compute stream that are leaving: gone behind the next instruction."""
 
     def __init__(self) -> None:
-        self._cells: deque[Offloaded | None] = deque()
+        self._now: list[Offloaded] = []
+        self._before: list[Offloaded] = []
 
-    def passed(self, cell: Offloaded | None = None) -> None:
-        """Take note of a computation that has been issued, and of the cell that leaves."""
-        self._cells.append(cell)
-        if len(self._cells) > 1:
-            self._let_go()
+    def leaves(self, cell: Offloaded) -> None:
+        """Take note of a cell that leaves behind the instruction that has been issued."""
+        self._now.append(cell)
 
-    def end(self) -> None:
-        """Take note that all have been issued."""
-        while self._cells:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        cell = self._cells.popleft()
-        if cell is not None:
+    def passed(self) -> None:
+        """Take note that an instruction has been issued: what the one before has sent is gone."""
+        gone, self._before, self._now = self._before, self._now, []
+        for cell in gone:
             cell.let_go()
 
 
@@ -98,6 +88,7 @@ class Offloading:
         offload: how much leaves, and when it comes back.
         j: the number of the partition.
         leaving: the micro-batches that leave.
+        recorder: takes the times of copies, if somebody traces the model.
         window: the window of the compute stream, if other partitions have it, too. Then a schedule
             says when cells come back.
     """
@@ -108,9 +99,10 @@ class Offloading:
         offload: Offload,
         j: int,
         leaving: Container[int],
+        recorder: Recorder | None,
         window: Window | None = None,
     ) -> None:
-        self.memory, self.j = memory, j
+        self.memory, self.j, self.recorder = memory, j, recorder
         self._share, self._leaving = offload.share, leaving
         #: How many cells a cell brings back besides itself when backward comes to it.
         self.ahead = offload.ahead if window is None else 0
@@ -137,7 +129,7 @@ class Offloading:
     def end(self) -> None:
         """Take note that all cells have run."""
         self._last = None
-        self.window.end()
+        self.window.passed()
 
 
 class Offloaded:
@@ -164,7 +156,7 @@ class Offloaded:
         self._is_over = False
         self.stream, self._share, self._before = stream, share, before
         self._memory, self._ahead = offloading.memory, offloading.ahead
-        self._way = offloading.j, i
+        self._way, self._recorder = (offloading.j, i), offloading.recorder
         self._window: Window | None = offloading.window
         #: What was saved, by storage; 0 stands for all that stays.
         self._views: dict[int, list[ref[View]]] = {}
@@ -210,7 +202,10 @@ class Offloaded:
         window, self._window = self._window, None
         assert window is not None
         self._send()
-        window.passed(self)
+        window.leaves(self)
+        # A schedule has other instructions besides.
+        if self._ahead:
+            window.passed()
 
     def _send(self) -> None:
         """Choose what leaves, and copy it."""
@@ -233,13 +228,9 @@ class Offloaded:
                 left -= size
                 storages.append(sent(found, self._memory))
         if storages:
-            out = self._memory.out
             # guard: out behind the layers
-            wait_for(out, _event(self.stream))
-            with use_stream(out), labels.within(labels.of("out", *self._way)):
-                for storage in storages:
-                    storage.leave()
-            self._done(storages, out)
+            wait_for(self._memory.out, _event(self.stream))
+            self._copy("out", self._memory.out, storages, Storage.leave)
 
     def let_go(self) -> None:
         """Have the compute stream wait for what leaves, and let go of the memory."""
@@ -263,12 +254,24 @@ class Offloaded:
         # behind the copy out, for which that stream has waited.
         # guard: back behind compute
         wait_for(back, _event(self.stream))
-        with use_stream(back), labels.within(labels.of("back", *self._way)):
-            for storage in self._storages:
-                storage.come()
-        self._done(self._storages, back)
+        self._copy("back", back, self._storages, Storage.come)
 
-    def _done(self, storages: list[Storage], lane: AbstractStream) -> None:
+    def _copy(
+        self,
+        way: str,
+        lane: AbstractStream,
+        storages: list[Storage],
+        copy: Callable[[Storage], None],
+    ) -> None:
+        recorder = self._recorder
+        with use_stream(lane), labels.within(labels.of(way, *self._way)):
+            if recorder is not None:
+                mark = recorder.begin(Mark(way, lane, 0, *self._way))
+            for storage in storages:
+                copy(storage)
+            if recorder is not None:
+                recorder.end(mark)
+                recorder.host[str(lane.device)] = sum(self._memory.sizes)
         self._copied = _event(lane)
         for storage in storages:
             storage.event = self._copied
@@ -311,7 +314,12 @@ class Offloaded:
 
 
 def offloading_of(
-    offload: Offload | None, pool: StreamPool, device: torch.device, j: int, m: int
+    offload: Offload | None,
+    pool: StreamPool,
+    device: torch.device,
+    j: int,
+    m: int,
+    recorder: Recorder | None,
 ) -> Offloading | None:
     """The line of a partition whose backward autograd orders; None if nothing leaves.
 
@@ -321,11 +329,12 @@ def offloading_of(
         device: the device of the partition.
         j: the number of the partition.
         m: the number of micro-batches.
+        recorder: takes the times of copies, if somebody traces the model.
     """
     # What the CPU keeps is in the memory of the host.
     if offload is None or not has_streams(device):
         return None
-    return Offloading(pool.host(device), offload, j, range(m - STAYING))
+    return Offloading(pool.host(device), offload, j, leaving(m), recorder)
 
 
 def _event(stream: AbstractStream) -> Event:

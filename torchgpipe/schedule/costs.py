@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
-from torchgpipe.checks import finite, is_number, verify_function, verify_kind
-from torchgpipe.schedule.program import Edge, Instruction, Skips, operations
+from torchgpipe.checks import finite, is_number, verify, verify_function, verify_kind
+from torchgpipe.schedule.program import Edge, Instruction, Program, Skips, operations
+from torchgpipe.schedule.trips import Tracks, trips
 
 __all__ = ["Costs", "Each", "Table", "numbers"]
 
@@ -34,6 +35,15 @@ class Costs:
         activation: memory that a cell keeps from F (or from R, if it has one) until B or I.
         pending: memory that a cell keeps from I until W; as much as ``activation`` if None.
         checkpoint: memory that a cell with an R keeps from F until R.
+        away: the part of ``activation`` that leaves for the memory of the host. A cell leaves if it
+            has no R, and at least three instructions of its worker lie between its F and its B or
+            I. Until the instruction behind its F is done, it is there.
+        out: the time to copy this to the host. The copies of a worker are made one after the other.
+        back: the time to copy it back; as long as ``out`` if None. Copies to the host and back do
+            not slow each other down.
+        ahead: how many instructions before its backward a cell comes back.
+        switches: the workers behind each switch, which share a link to the host. In each direction
+            a switch has one copy at a time.
     """
 
     F: Each = 1
@@ -45,6 +55,11 @@ class Costs:
     activation: Each = 1
     pending: Each | None = None
     checkpoint: Each = 0
+    away: Each = 0
+    out: Each = 0
+    back: Each | None = None
+    ahead: int | Sequence[int] = 1
+    switches: Sequence[Sequence[int]] = ()
 
 
 def numbers(name: str, value: Any, count: int) -> list[float]:
@@ -92,6 +107,35 @@ class Table:
         self.overlap, self.checkpoint = costs.overlap, each("checkpoint")
         self.activation = each("activation")
         self.pending = self.activation if costs.pending is None else each("pending")
+        self.away, self.out = each("away"), each("out")
+        self.back = self.out if costs.back is None else each("back")
+        verify(
+            all(x <= y for x, y in zip(self.away, self.activation)),
+            "away must be a part of activation",
+            "away",
+            costs.away,
+            "give at most as much as a cell keeps",
+        )
+        ahead = each("ahead")
+        verify(
+            all(k > 0 and k == int(k) for k in ahead),
+            "ahead must be positive integers",
+            "ahead",
+            costs.ahead,
+            "use 1, or 2 where copies take longer",
+        )
+        #: For each stage, how many instructions earlier a cell comes back; 0 if its cells stay.
+        self.ahead = [int(k) if x else 0 for k, x in zip(ahead, self.away)]
+        workers = [w for group in costs.switches for w in group]
+        verify(
+            len({*workers}) == len(workers) and {*workers} <= {*placement},
+            "switches must name workers, each once",
+            "switches",
+            costs.switches,
+            "give the workers behind each switch, as in [(0, 1), (2, 3)]",
+        )
+        #: The number of the switch of each worker that has one.
+        self.switch = {w: k for k, group in enumerate(costs.switches) for w in group}
         there = [*pairwise(range(len(placement))), *skips]
         pairs = [(j, k) for j, k in there if placement[j] != placement[k]]
         pairs += [(k, j) for j, k in pairs]
@@ -115,13 +159,26 @@ class Table:
         """Return the time of the copy along an edge; 0 within a worker."""
         return self.copy.get((edge[0].stage, edge[1].stage), 0)
 
+    def tracks(self, program: Program) -> Tracks | None:
+        """The copies to the host and back in a simulation; None if nothing leaves."""
+        if not any(self.ahead):
+            return None
+        lines = [trips(line, self.ahead) for line in program]
+        return Tracks(lines, self.out, self.back, self.switch)
+
     def held(self, line: Sequence[Instruction]) -> Iterator[float]:
         """Yield a worker's peak memory from the start of each instruction to that of the next."""
         stages = range(len(self.activation))
         known = [[op for op in operations(x) if op.stage in stages] for x in line]
         again = {(j, i) for ops in known for j, kind, i in ops if kind == "R"}
+        come: list[float] = [0] * len(line)
+        gone = [*come]
+        for trip in trips(line, self.ahead):
+            come[trip.back] += self.away[trip.stage]
+            gone[trip.gone] += self.away[trip.stage]
         now: float = 0
-        for ops in known:
+        for k, ops in enumerate(known):
+            now += come[k]
             for j, kind, i in ops:
                 if kind == "F":
                     now += (self.checkpoint if (j, i) in again else self.activation)[j]
@@ -131,4 +188,13 @@ class Table:
             for j, kind, _ in ops:
                 now -= self.activation[j] if kind in "BI" else 0
                 now += {"I": self.pending[j], "W": -self.pending[j]}.get(kind, 0)
+            now -= gone[k]
             yield max(during, now)
+
+    def hosted(self, line: Sequence[Instruction]) -> float:
+        """The most memory of the host that a worker has at any time."""
+        changes: list[float] = [0] * (len(line) + 1)
+        for trip in trips(line, self.ahead):
+            changes[trip.begin] += self.away[trip.stage]
+            changes[trip.end + 1] -= self.away[trip.stage]
+        return max(accumulate(changes))

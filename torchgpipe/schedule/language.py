@@ -145,9 +145,15 @@ class Schedule:
         """
         return replace(self, chunks=2 * self.chunks, program=paired(self.program))
 
-    def lifetimes(self) -> tuple[Lifetimes, ...]:
-        """Find from when to when each worker keeps each cell, and the fewest slots for them."""
-        return lifetimes(self.program)
+    def lifetimes(self, ahead: int | Sequence[int] = 0) -> tuple[Lifetimes, ...]:
+        """Find from when to when each worker keeps each cell, and the fewest slots for them.
+
+        Args:
+            ahead: how many instructions before its backward a cell comes back from the memory of
+                the host, for all stages or for each; 0 if cells stay on their device.
+        """
+        each = [ahead] * len(self.placement) if isinstance(ahead, int) else [*ahead]
+        return lifetimes(self.program, each)
 
     def recompute(
         self,

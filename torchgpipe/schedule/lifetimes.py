@@ -3,7 +3,8 @@
 A worker has its instructions in order. So positions in its line tell which cells are kept at the
 same time, whatever each instruction takes. Cells that are never kept at the same time can use the
 same memory, a *slot*, in every step again. Slots are of one stage and one kind, since others have
-other sizes.
+other sizes. A cell that leaves for the memory of the host is kept twice: until it is gone, and from
+when it comes back.
 
 A lifetime includes both its ends. The two computations of an overlap read and write at the same
 time, so neither can have a slot that the other one frees.
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torchgpipe.schedule.program import Instruction, Program, operations, operations_of
+from torchgpipe.schedule.trips import trips
 
 __all__ = ["Lifetime", "Lifetimes"]
 
@@ -30,7 +32,7 @@ class Lifetime(NamedTuple):
         stage: the stage of the cell.
         microbatch: its micro-batch.
         kind: ``'checkpoint'`` from F until R, ``'activation'`` from F, or from R, until B or I,
-            and ``'pending'`` from I until W.
+            ``'pending'`` from I until W, and ``'host'`` from F until B or I, in the host's memory.
         start: the place in the worker's line of the instruction that makes it, from 0.
         end: the place of the one that needs it last, or of the last one in the line if that is
             missing.
@@ -57,23 +59,28 @@ class Lifetimes(NamedTuple):
     slots: Mapping[tuple[int, str], int]
 
 
-def lifetimes(program: Program) -> tuple[Lifetimes, ...]:
+def lifetimes(program: Program, ahead: Sequence[int]) -> tuple[Lifetimes, ...]:
     """Find the lifetimes on each worker.
 
     A schedule without any backward keeps nothing. In other schedules, a cell without a backward is
     kept until the end of the line.
+
+    Args:
+        program: the instructions of each worker.
+        ahead: for each stage, how many instructions before its backward a cell comes back from the
+            memory of the host; 0 if its cells stay.
     """
     trains = any(op.kind in "BI" for op in operations_of(program))
-    return tuple([_of_worker(line if trains else ()) for line in program])
+    return tuple([_of_worker(line if trains else (), ahead) for line in program])
 
 
-def _of_worker(line: Sequence[Instruction]) -> Lifetimes:
+def _of_worker(line: Sequence[Instruction], ahead: Sequence[int]) -> Lifetimes:
     found: list[Lifetime] = []
     slots: dict[tuple[int, str], int] = {}
     #: For each stage and kind, the slots in use, with the place after which each is free.
     used: dict[tuple[int, str], list[tuple[int, int]]] = {}
     free: dict[tuple[int, str], list[int]] = {}
-    for start, end, stage, microbatch, kind in sorted(_intervals(line)):
+    for start, end, stage, microbatch, kind in sorted(_intervals(line, ahead)):
         key = stage, kind
         busy, idle = used.setdefault(key, []), free.setdefault(key, [])
         # What an instruction reads until its end cannot be written over by the same one.
@@ -86,18 +93,26 @@ def _of_worker(line: Sequence[Instruction]) -> Lifetimes:
     return Lifetimes(tuple(found), slots)
 
 
-def _intervals(line: Sequence[Instruction]) -> Iterator[tuple[int, int, int, int, str]]:
+def _intervals(
+    line: Sequence[Instruction], ahead: Sequence[int]
+) -> Iterator[tuple[int, int, int, int, str]]:
     """Yield start, end, stage, micro-batch and kind of whatever is kept."""
     places: dict[tuple[int, int], dict[str, int]] = {}
     for place, x in enumerate(line):
         for op in operations(x):
             places.setdefault((op.stage, op.microbatch), {})[op.kind] = place
     last = len(line) - 1
+    away = {(trip.stage, trip.microbatch): trip for trip in trips(line, ahead)}
     for (stage, microbatch), at in places.items():
         if "R" in at and "F" in at:
             yield at["F"], at["R"], stage, microbatch, "checkpoint"
         begin = at.get("R", at.get("F"))
-        if begin is not None:
-            yield begin, at.get("B", at.get("I", last)), stage, microbatch, "activation"
+        end, trip = at.get("B", at.get("I", last)), away.get((stage, microbatch))
+        if trip is not None:
+            yield trip.begin, trip.gone, stage, microbatch, "activation"
+            yield trip.back, trip.end, stage, microbatch, "activation"
+            yield trip.begin, trip.end, stage, microbatch, "host"
+        elif begin is not None:
+            yield begin, end, stage, microbatch, "activation"
         if "I" in at:
             yield at["I"], at.get("W", last), stage, microbatch, "pending"

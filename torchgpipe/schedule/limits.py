@@ -206,9 +206,9 @@ def _least(table: Table, stages: Sequence[int]) -> float:
     """Return the memory that a worker needs at least, while a micro-batch is on its way back.
 
     When the micro-batch comes back to a stage, this stage keeps its activation, and the earlier
-    stages of the worker keep their activations or checkpoints.
+    stages of the worker keep their activations, as far as these stay, or checkpoints.
     """
-    kept = [min(table.activation[j], table.checkpoint[j]) for j in stages]
+    kept = [min(table.activation[j] - table.away[j], table.checkpoint[j]) for j in stages]
     return max(table.activation[j] + sum(kept[:k]) for k, j in enumerate(stages))
 
 
@@ -234,9 +234,11 @@ def _little(
             # With recomputation, a worker holds the checkpoint first, and the activation only
             # during R and I.
             short = min(trip, table.time["R"][j] + table.time["I"][j])
-            saved = max(0, (activation - checkpoint) * (trip - short))
+            # What leaves is there at least during I.
+            away = table.away[j] * (trip - min(trip, table.time["I"][j]))
+            saved = max(0, (activation - checkpoint) * (trip - short) - away)
             choices.append((saved, share * table.time["R"][j]))
-            memory += activation * trip
+            memory += activation * trip - away
             if kinds == "FIW":
                 memory += min(activation, table.pending[j]) * table.time["W"][j]
         head = min(heads["F", j] for j in stages)

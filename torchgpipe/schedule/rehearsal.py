@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchgpipe.schedule.costs import Table
+from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.program import (
     Edge,
     Instruction,
@@ -16,8 +16,10 @@ from torchgpipe.schedule.program import (
     Program,
     Skips,
     operations,
+    operations_of,
     walk,
 )
+from torchgpipe.schedule.trips import Tracks
 
 __all__ = ["Rehearsal", "Step"]
 
@@ -34,7 +36,7 @@ class Rehearsal:
     """
 
     def __init__(self, program: Program, skips: Skips = ()) -> None:
-        self.workers = len(program)
+        self.program = program
         #: The instructions, each behind those that it needs.
         self.steps: list[Step] = [*walk(program, lambda waiting: None, skips)]
         #: Of all instructions that take the same time, one.
@@ -61,21 +63,30 @@ class Rehearsal:
 
     def times(self, table: Table) -> tuple[list[float], list[float]]:
         """The start and the end of each step, if each starts as soon as it can."""
+        return self.with_copies(table)[:2]
+
+    def with_copies(self, table: Table) -> tuple[list[float], list[float], Tracks | None]:
+        """The start and the end of each step, and the copies to the host, if there are any."""
+        tracks = table.tracks(self.program)
         duration = [*map(table.duration, self._kinds.values())]
         delay = [*map(table.delay, self._ways.values())]
-        free: list[float] = [0] * self.workers
-        start: list[float] = []
-        end: list[float] = []
-        for w, kind, waits in self._waits:
-            begin = free[w]
+        free: list[float] = [0] * len(self.program)
+        start: list[float] = [0] * len(self._waits)
+        end = [*start]
+        # Of copies over a shared link, the one goes first that the host issues first.
+        is_shared = tracks is not None and table.switch
+        for k in self._issued() if is_shared else range(len(start)):
+            w, kind, waits = self._waits[k]
+            begin = free[w] if tracks is None else tracks.before(w, free[w])
             for source, way in waits:
                 arrival = end[source] + delay[way]
                 if arrival > begin:
                     begin = arrival
-            start.append(begin)
-            free[w] = begin + duration[kind]
-            end.append(free[w])
-        return start, end
+            start[k] = begin
+            end[k] = free[w] = begin + duration[kind]
+            if tracks is not None:
+                free[w] = tracks.behind(w, end[k])
+        return start, end, tracks
 
     def makespan(self, table: Table) -> float:
         """The time of all steps together."""
@@ -87,9 +98,19 @@ class Rehearsal:
         Of equal starts, the first worker goes first, except that what takes no time comes before
         what needs it.
         """
+        return [self.steps[k] for k in self._places(start)]
+
+    def _issued(self) -> list[int]:
+        """The numbers of the steps, in the order in which a driver issues them."""
+        count = len({op.stage for op in operations_of(self.program)})
+        placement = [0] * count
+        return self._places(self.times(Table(Costs(), placement))[0])
+
+    def _places(self, start: Sequence[float]) -> list[int]:
+        """The numbers of the steps by their starts."""
         #: For each step, the longest chain of those before it that start at the same time.
         depth: list[int] = []
-        last: list[int | None] = [None] * self.workers
+        last: list[int | None] = [None] * len(self.program)
         for k, (w, _, waits) in enumerate(self._waits):
             begin, found = start[k], 0
             before = last[w]
@@ -100,5 +121,4 @@ class Rehearsal:
                     found = max(found, depth[source] + 1)
             depth.append(found)
             last[w] = k
-        places = sorted(range(len(start)), key=lambda k: (start[k], depth[k], self._waits[k][0]))
-        return [self.steps[k] for k in places]
+        return sorted(range(len(start)), key=lambda k: (start[k], depth[k], self._waits[k][0]))

@@ -206,6 +206,6 @@ def _divided(costs: Costs, count: int) -> Costs:
             return [x / count for x in value for _ in range(count)]
         return None if value is None else value / count
 
-    names = ("F", "I", "W", "R", "activation", "pending", "checkpoint")
+    names = ("F", "I", "W", "R", "activation", "pending", "checkpoint", "away", "out", "back")
     parts: dict[str, Any] = {name: part(getattr(costs, name)) for name in names}
     return replace(costs, **parts)

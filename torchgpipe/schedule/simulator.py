@@ -12,7 +12,7 @@ from torchgpipe.schedule.picture import write_svg
 from torchgpipe.schedule.program import Op, operations, walk
 from torchgpipe.schedule.rehearsal import Rehearsal, Step
 from torchgpipe.schedule.validator import validate
-from torchgpipe.timeline.span import Stream, computation, copy
+from torchgpipe.timeline.span import Stream, computation, copy, trip
 from torchgpipe.timeline.timeline import Timeline
 
 __all__ = ["Report", "in_order", "simulate"]
@@ -30,6 +30,9 @@ class Report:
         bubble: the time that each worker does not compute, up to the makespan.
         peak: the most memory that each worker holds at any time.
         costs: the costs of the stages.
+        host: the most memory of the host that each worker holds at any time.
+        out, back: the start and the end of the copies of each cell, by stage and micro-batch, to
+            the memory of the host and back.
     """
 
     schedule: Schedule = field(repr=False)
@@ -40,11 +43,15 @@ class Report:
     bubble: tuple[float, ...]
     peak: tuple[float, ...]
     costs: Costs = field(default=Costs(), repr=False)
+    host: tuple[float, ...] = ()
+    out: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
+    back: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        columns = enumerate(zip(self.busy, self.bubble, self.peak))
+        hosts = [self.host] if any(self.host) else []
+        columns = enumerate(zip(self.busy, self.bubble, self.peak, *hosts))
         rows = [f"{w:6}" + "".join(f"{float(x):10.4g}" for x in row) for w, row in columns]
-        head = "worker      busy    bubble      peak"
+        head = "worker      busy    bubble      peak" + "      host" * len(hosts)
         return "\n".join([head, *rows, f"makespan {float(self.makespan):g}"])
 
     @property
@@ -72,6 +79,10 @@ class Report:
                     times = self.end[source], self.end[source] + time
                     ends = source.stage, op.stage
                     spans.append(copy(Stream(f"worker {w}", 1), *times, *ends, op.microbatch))
+        for number, (kind, copies) in enumerate({"out": self.out, "back": self.back}.items(), 2):
+            for (j, i), times in copies.items():
+                stream = Stream(f"worker {schedule.placement[j]}", number)
+                spans.append(trip(stream, *times, kind, j, i))
         return Timeline(sorted(spans, key=lambda span: span.start), unit="")
 
     def svg(self, path: str | PathLike[str], scale: float | None = None) -> None:
@@ -102,14 +113,17 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Report:
     rehearsal = Rehearsal(schedule.program, schedule.skips)
     start: dict[Op, float] = {}
     end: dict[Op, float] = {}
-    for (_, instruction, _), *times in zip(rehearsal.steps, *rehearsal.times(table)):
+    *both, tracks = rehearsal.with_copies(table)
+    for (_, instruction, _), *times in zip(rehearsal.steps, *both):
         for op in operations(instruction):
             start[op], end[op] = times
     makespan = max(end.values())
     busy = tuple(sum(map(table.duration, line)) for line in schedule.program)
     bubble = tuple(makespan - time for time in busy)
     peak = tuple(max(table.held(line)) for line in schedule.program)
-    return Report(schedule, makespan, start, end, busy, bubble, peak, costs)
+    host = tuple(map(table.hosted, schedule.program))
+    copies = {} if tracks is None else tracks.copies
+    return Report(schedule, makespan, start, end, busy, bubble, peak, costs, host, **copies)
 
 
 def in_order(schedule: Schedule, costs: Costs = Costs()) -> Sequence[Step]:

@@ -33,9 +33,10 @@ from torchgpipe.testing.report import (
 )
 from torchgpipe.testing.settings import (
     MEASURED,
-    index_of,
+    Link,
     name_of,
     put_hardware,
+    put_links,
     table_of,
     verify_settings,
 )
@@ -222,7 +223,7 @@ def observe(
     *,
     costs: Mapping[str, float] | Hardware | str | None = None,
     host: float = 0.0,
-    bandwidth: Mapping[tuple[int | str, int | str], float] | None = None,
+    bandwidth: Mapping[Link, float] | None = None,
     jitter: int | None = None,
     raise_on_race: bool = False,
     stacks: bool = False,
@@ -249,8 +250,10 @@ def observe(
         host: the milliseconds that the host takes to issue a piece of work. Each of the host's
             threads issues its own.
         bandwidth: the bytes per millisecond that links carry, by source and target, each the index
-            of a device or ``"cpu"``. Copies over other links take the cost of ``"copy"``. Links are
-            not shared: copies on different streams do not slow each other down.
+            of a device or ``"cpu"``. Copies over other links take the cost of ``"copy"``. Several
+            copies over a link do not slow each other down, unless devices share it: over
+            ``((0, 1), "cpu")``, as behind one switch, goes one copy at a time. Of two, the one that
+            was issued later takes the time that is left.
         jitter: a seed, by which the host's threads are delayed at random. So behaviour that depends
             on their timing shows itself. By default nothing delays them.
         raise_on_race: whether the second operator of a race raises an error, in backward, too.
@@ -286,12 +289,11 @@ def observe(
         if costs == MEASURED:
             _ops.set_measured()
         if isinstance(costs, Hardware):
-            put_hardware(_ops, costs, bandwidth)
+            put_hardware(_ops, costs)
         for op, cost in table.items():
             # An operator and its form in place may reach the device under one name.
             _ops.set_cost(op.removeprefix("aten::").rstrip("_"), cost)
-        for (source, target), bytes in bandwidth.items():
-            _ops.set_bandwidth(index_of(source), index_of(target), bytes)
+        put_links(_ops, bandwidth)
         labels.observer = observation._naming.put
         yield observation
     finally:

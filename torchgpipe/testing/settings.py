@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,10 @@ __all__: list[str] = []
 
 #: The host in a table of bandwidths, and its number in the library.
 CPU, _HOST = "cpu", -1
+
+#: An end of a link: a device, the host, or several that share the link.
+End: TypeAlias = int | str | tuple[int | str, ...]
+Link: TypeAlias = tuple[End, End]
 
 #: Operators with a kernel of their own. The others take the fallback, which counts costs.
 _OWN = {
@@ -52,7 +56,7 @@ def table_of(costs: Mapping[str, float] | Hardware | str | None) -> dict[str, fl
 
 def verify_settings(
     costs: dict[str, float],
-    bandwidth: dict[tuple[int | str, int | str], float],
+    bandwidth: Mapping[Link, float],
     jitter: int | None,
     host: float = 0.0,
 ) -> None:
@@ -80,10 +84,11 @@ def verify_settings(
             )
     devices = torch.accelerator.device_count()
     for link, bytes in bandwidth.items():
-        if not (isinstance(link, tuple) and len(link) == 2 and all(_is_end(x) for x in link)):
+        if not (isinstance(link, tuple) and len(link) == 2 and all(map(_are_ends, link))):
             raise ValueError(
-                "a link leads from one device to another, each an index or 'cpu' (link: "
-                f"{link!r}, devices: {devices}); name it by a pair, such as (0, 1)"
+                "a link leads from one device to another, each an index or 'cpu', or a tuple of "
+                f"those that share it (link: {link!r}, devices: {devices}); name it by a pair, "
+                "such as (0, 1) or ((0, 1), 'cpu')"
             )
         if not (is_number(bytes) and bytes > 0):
             raise ValueError(
@@ -118,18 +123,25 @@ def _is_composite(name: str) -> bool:
     )
 
 
-def _is_end(value: object) -> bool:
+def _are_ends(value: object) -> bool:
     devices = torch.accelerator.device_count()
-    return value == CPU or (type(value) is int and 0 <= value < devices)
+    ends = value if isinstance(value, tuple) else (value,)
+    known = [x == CPU or (type(x) is int and 0 <= x < devices) for x in ends]
+    return bool(known) and all(known)
 
 
-def put_hardware(ops: Any, hardware: Hardware, links: Mapping[Any, float]) -> None:
+def put_links(ops: Any, bandwidth: Mapping[Link, float]) -> None:
+    """Tell the library how much links carry."""
+    for (source, target), bytes in bandwidth.items():
+        ops.set_bandwidth(_indices(source), _indices(target), bytes)
+
+
+def put_hardware(ops: Any, hardware: Hardware) -> None:
     """Tell the library how fast the devices are, in milliseconds.
 
     Args:
         ops: the functions of the library.
         hardware: the hardware.
-        links: the links that have a bandwidth of their own.
     """
     ops.set_speed(hardware.bandwidth / 1e3, hardware.launch * 1e3)
     for dtype, rate in hardware.rates.items():
@@ -138,14 +150,14 @@ def put_hardware(ops: Any, hardware: Hardware, links: Mapping[Any, float]) -> No
         ops.set_efficiency(kind, share)
     ends = [_HOST, *range(torch.accelerator.device_count())]
     for source, target in itertools.permutations(ends, 2):
-        if (name_of(source), name_of(target)) not in links:
-            rate = hardware.host_link if _HOST in (source, target) else hardware.link
-            ops.set_bandwidth(source, target, rate / 1e3)
+        rate = hardware.host_link if _HOST in (source, target) else hardware.link
+        ops.set_bandwidth([source], [target], rate / 1e3)
 
 
-def index_of(end: int | str) -> int:
-    """The number that the library has for a device, or the host, at an end of a link."""
-    return _HOST if end == CPU else int(end)
+def _indices(end: End) -> list[int]:
+    """The numbers that the library has for the devices, or the host, at an end of a link."""
+    ends = end if isinstance(end, tuple) else (end,)
+    return [_HOST if x == CPU else int(x) for x in ends]
 
 
 def name_of(index: int) -> int | str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchgpipe.timeline.shares import by_stream, labels
 from torchgpipe.timeline.span import Span
-from torchgpipe.timeline.svg import KINDS, Bar, Panel, Row, lighter
+from torchgpipe.timeline.svg import EDGES, KINDS, Bar, Panel, Row, lighter
 
 __all__ = ["panel", "png"]
 
@@ -16,7 +16,8 @@ __all__ = ["panel", "png"]
 def panel(spans: Sequence[Span], unit: str) -> Panel:
     """Arrange the spans of a step in rows, one for each stream that computes.
 
-    A copy is drawn at the lower edge of the first row of the device where it arrives.
+    A copy is drawn at the lower edge of the first row of the device where it arrives, and one to
+    the memory of the host or back at the upper edge.
 
     Args:
         spans: those of one step, which begins at 0.
@@ -46,8 +47,8 @@ def panel(spans: Sequence[Span], unit: str) -> Panel:
         found.append(Row(names[stream], bars))
         of_device.setdefault(stream.place, bars)
     for span in spans:
-        if span.kind == "copy" and span.stream.place in of_device:
-            bar = Bar(span.start, span.end, "copy", "", _tip(span, unit))
+        if span.kind in EDGES and span.stream.place in of_device:
+            bar = Bar(span.start, span.end, span.kind, "", _tip(span, unit))
             of_device[span.stream.place].append(bar)
     return Panel(found, end, is_toned=is_toned)
 
@@ -94,13 +95,15 @@ def png(path: str | PathLike[str], panels: Sequence[Panel]) -> None:
         for k, row in enumerate(panel.rows):
             for bar in row.bars:
                 color = lighter(KINDS[bar.kind][0], bar.tone)
-                height, top = (0.9, k) if bar.kind != "copy" else (0.15, k + 0.38)
+                height, top = 0.9, k + 0.0
+                if bar.kind in EDGES:
+                    height, top = 0.15, k + 0.38 * (2 * EDGES[bar.kind] - 1)
                 edge = {"edgecolor": "white", "linewidth": 0.4}
                 patch = axis.barh(top, bar.end - bar.start, height, bar.start, color=color, **edge)
                 name = f"{bar.kind} {KINDS[bar.kind][1]}".rstrip()
                 if not bar.tone:
                     shown.setdefault(name, patch)
-                if bar.end - bar.start > panel.stop / 100 and bar.kind != "copy":
+                if bar.end - bar.start > panel.stop / 100 and bar.kind not in EDGES:
                     middle = (bar.start + bar.end) / 2
                     axis.text(middle, k, bar.label, ha="center", va="center", fontsize=7)
         axis.set_yticks(range(len(panel.rows)), [row.name for row in panel.rows])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchgpipe.timeline.span import Span
+from torchgpipe.timeline.span import TRIPS, Span
 
 __all__ = ["cells", "pieces"]
 
@@ -73,12 +73,13 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         place = last.get(span.stream)
-        if span.computes and place is not None:
+        is_joined = span.computes or span.kind in TRIPS
+        if is_joined and place is not None:
             before = found[place]
             if (before.kind, _cell(before)) == (span.kind, _cell(span)):
                 found[place] = replace(before, end=max(before.end, span.end))
                 continue
-        if span.computes:
+        if is_joined:
             last[span.stream] = len(found)
         found.append(span)
     return found

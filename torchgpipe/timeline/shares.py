@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchgpipe.timeline.span import Span, Stream, order
+from torchgpipe.timeline.span import TRIPS, Span, Stream, order
 from torchgpipe.timeline.tables import aligned
 
 __all__ = ["Shares", "by_stream", "shares", "table"]
@@ -31,6 +31,7 @@ class Shares:
             and beside each other, so this may be more than the bubble, and more than 1.
         host: the part of the bubble in which the host had not issued the next work yet. None if
             nobody knows, as on the CPU, which is the host.
+        away: the time of all copies to the memory of the host and back, likewise.
     """
 
     device: str
@@ -39,6 +40,7 @@ class Shares:
     bubble: float
     copies: float
     host: float | None
+    away: float = 0.0
 
 
 def by_stream(spans: Sequence[Span]) -> dict[Stream, list[Span]]:
@@ -67,16 +69,17 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
         spans: those of one step, which begins at 0.
     """
     end = max(span.end for span in spans) or 1.0
-    copied: dict[str, float] = {}
+    copied: dict[tuple[str, bool], float] = {}
     for span in spans:
-        if span.kind == "copy":
-            copied[span.stream.place] = copied.get(span.stream.place, 0.0) + span.time
+        if span.kind in ("copy", *TRIPS):
+            key = span.stream.place, span.kind in TRIPS
+            copied[key] = copied.get(key, 0.0) + span.time
     found = []
     for name, own in by_device(spans).items():
         recompute = _covered([span for span in own if span.kind == "R"])
         # Where a device computes again on one stream, what it does on another one is not seen.
         busy = _covered(own) - recompute
-        copies = copied.get(own[0].stream.place, 0.0)
+        copies, away = (copied.get((own[0].stream.place, x), 0.0) for x in (False, True))
         host = _host_bound(own)
         found.append(
             Shares(
@@ -86,6 +89,7 @@ def shares(spans: Sequence[Span]) -> list[Shares]:
                 max(0.0, 1 - (busy + recompute) / end),
                 copies / end,
                 None if host is None else host / end,
+                away / end,
             )
         )
     return found
@@ -112,15 +116,19 @@ def _host_bound(spans: Sequence[Span]) -> float | None:
     return total
 
 
-def table(found: Sequence[Shares], memory: Mapping[str, int]) -> str:
-    """Write shares as a table, with the memory of devices if it is known."""
+def table(found: Sequence[Shares], memory: Mapping[str, int], host: Mapping[str, int]) -> str:
+    """Write shares as a table, with the memory of devices, and of the host, if it is known."""
     titles = ["device", "busy", "recompute", "bubble", "copies", "host-bound"]
-    rows = [titles + (["peak MiB"] if memory else [])]
+    is_away = any(x.away for x in found)
+    titles += ["offload"] * is_away
+    sizes = {title: x for title, x in (("peak MiB", memory), ("host MiB", host)) if x}
+    rows = [[*titles, *sizes]]
     for x in found:
         row = [x.device, *(f"{y:.1%}" for y in (x.busy, x.recompute, x.bubble, x.copies))]
         row.append("-" if x.host is None else f"{x.host:.1%}")
-        if memory:
-            size = memory.get(x.device)
+        row += [f"{x.away:.1%}"] * is_away
+        for known in sizes.values():
+            size = known.get(x.device)
             row.append("-" if size is None else f"{size / 2**20:.1f}")
         rows.append(row)
     return aligned(rows)

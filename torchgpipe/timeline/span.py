@@ -10,10 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["COMPUTATIONS", "Span", "Stream", "computation", "copy", "order"]
+__all__ = ["COMPUTATIONS", "TRIPS", "Span", "Stream", "computation", "copy", "order", "trip"]
 
 #: The kinds of computation: forward, recomputation, backward, and its two halves.
 COMPUTATIONS = "FRBIW"
+#: The kinds of copies of what a cell keeps, to the memory of the host and back.
+TRIPS = ("out", "back")
 
 
 class Stream(NamedTuple):
@@ -91,7 +93,7 @@ class Span:
         if self.kind == "copy":
             way = f"from {self.stage}" if self.target is None else f"{self.stage} to {self.target}"
             return f"{way} {self.microbatch}"
-        if self.kind in ("out", "back"):
+        if self.kind in TRIPS:
             return f"{self.stage} {self.kind} {self.microbatch}"
         return f"{self.stage}{self.kind}{self.microbatch}"
 
@@ -126,3 +128,8 @@ def copy(stream: Stream, start: float, end: float, source: int, target: int, i: 
     """The span of a copy from one partition to another, which arrives on a stream."""
     name = f"{source} to {target} {i}"
     return Span(stream, start, end, name, kind="copy", stage=source, microbatch=i, target=target)
+
+
+def trip(stream: Stream, start: float, end: float, way: str, stage: int, i: int) -> Span:
+    """The span of a copy of what a cell keeps, ``out`` to the memory of the host, or ``back``."""
+    return Span(stream, start, end, f"{stage} {way} {i}", kind=way, stage=stage, microbatch=i)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torchgpipe.checks import verify_number
 
-__all__ = ["KINDS", "Bar", "Panel", "Row", "document", "rect", "svg", "text"]
+__all__ = ["EDGES", "KINDS", "Bar", "Panel", "Row", "document", "rect", "svg", "text"]
 
 #: The color of each kind of bar, and its name in the legend.
 KINDS = {
@@ -23,9 +23,13 @@ KINDS = {
     "W": ("#f0e442", "backward for the weights"),
     "R": ("#b4b4b4", "recompute"),
     "copy": ("#cc79a7", ""),
+    "out": ("#7f8cff", "to the host"),
+    "back": ("#f07a4a", "from the host"),
 }
+#: Those that are drawn at an edge of a row, above or below what is computed.
+EDGES = {"copy": 1, "out": 0, "back": 0}
 #: Pixels: the average bar, a row, the margin for names, a line of text, between two ticks, and the
-#: height of a copy at the lower edge of its row.
+#: height of a copy at an edge of its row.
 _BAR, _ROW, _MARGIN, _LINE, _TICK, _COPY = 26, 26, 66, 20, 100, 5
 _LIGHT = """.page { fill: white } .words { fill: black } .waits { fill: #e8e8e8 }
 .on-bar { fill: black } rect.bar { stroke: white; stroke-width: 0.5 }"""
@@ -97,7 +101,7 @@ def svg(panels: Sequence[Panel], scale: float | None = None) -> str:
     margin = max([_MARGIN, *(8 + 7 * len(row.name) for panel in panels for row in panel.rows)])
     if not scale:
         # In any unit of time, the average bar is wide enough for its number.
-        computed = [bar.end - bar.start for bar in bars if bar.kind != "copy"]
+        computed = [bar.end - bar.start for bar in bars if bar.kind not in EDGES]
         scale = _BAR * len(computed) / (float(sum(computed)) or 1) or 1.0
         scale = min(scale, _WIDEST / stop) if stop else scale
     body: list[str] = []
@@ -145,9 +149,9 @@ def _panel(panel: Panel, top: float, margin: float, scale: float) -> list[str]:
         for bar in row.bars:
             x, width = margin + float(bar.start) * scale, float(bar.end - bar.start) * scale
             color = lighter(KINDS[bar.kind][0], bar.tone)
-            if bar.kind == "copy":
-                low = y + _ROW - 1 - _COPY
-                body.append(rect(x, low, width, _COPY, "bar", color, bar.tip))
+            if bar.kind in EDGES:
+                edge = y + 1 + EDGES[bar.kind] * (_ROW - 2 - _COPY)
+                body.append(rect(x, edge, width, _COPY, "bar", color, bar.tip))
                 continue
             number, of = bar.part
             height = (_ROW - 2) / of

@@ -44,6 +44,7 @@ class Timeline:
         spans: the spans, in the order in which they were issued.
         advisor: knows which change is expected to gain the most, if anybody does.
         memory: the most bytes that tensors occupied on each device, by its name.
+        host: the bytes of the host's memory that each device has for what cells keep there.
         unit: the unit of time.
         title: a line above its picture.
     """
@@ -53,6 +54,7 @@ class Timeline:
     unit: str = "ms"
     advisor: Advisor | None = field(default=None, repr=False, compare=False)
     title: str = ""
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def advice(self) -> Advice | None:
@@ -119,7 +121,7 @@ class Timeline:
         head = f"step of {last.makespan:.6g} {self.unit}" + (
             f", the last of {count}" if count > 1 else ""
         )
-        parts = [head, characters(last.spans), table(last.shares, self.memory)]
+        parts = [head, characters(last.spans), table(last.shares, self.memory, self.host)]
         if not last.makespan:
             parts.append(UNTIMED)
         elif self.advice:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.support.helpers import note_of
 from tests.support.skips import Pop, Stash
-from torchgpipe import GPipe, NoChunk, arguments
+from torchgpipe import GPipe, NoChunk, Offload, arguments
 from torchgpipe.partition.arguments import MISSING
 from torchgpipe.planner import plan as choice
 from torchgpipe.planner.plan import ranked
@@ -114,6 +114,14 @@ def test_wrong_arguments(options, error, message, monkeypatch):
     monkeypatch.setattr(choice, "ranked", None)
     with pytest.raises(error, match=message):
         auto(**options)
+
+
+@pytest.mark.parametrize("mode", ["offload", Offload(share=0.5), ["never", "offload"]], ids=str)
+def test_modes_that_a_plan_does_not_choose_among(mode):
+    with pytest.raises(ValueError, match=r"a plan keeps, .*[oO]ffload.*assign model\.checkpoint"):
+        GPipe(layers(), "auto", devices=["cpu"] * 2, checkpoint=mode, sample=X)
+    model = GPipe(layers(), "auto", devices=["cpu"] * 2, checkpoint="never", sample=X)
+    model.checkpoint = mode
 
 
 @pytest.mark.parametrize("word", ["even", "", "22"])

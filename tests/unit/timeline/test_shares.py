@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.timeline.cases import A, B, step
 from torchgpipe.timeline.shares import shares, table
-from torchgpipe.timeline.span import Stream, computation
+from torchgpipe.timeline.span import Stream, computation, trip
 
 
 def test_shares():
@@ -31,12 +31,23 @@ def test_overlaps_are_busy_once():
 
 
 def test_table():
-    text = table(shares(step()), {"cuda:1": 3 * 2**20})
+    text = table(shares(step()), {"cuda:1": 3 * 2**20}, {})
     assert text.splitlines()[0].split()[-2:] == ["peak", "MiB"]
     assert [row.split()[-1] for row in text.splitlines()[1:]] == ["-", "3.0"]
     lines = [Stream("cpu", 0), Stream("cpu", 1)]
-    text = table(shares([computation(x, 0, 1, (0, "F", 0)) for x in lines]), {})
+    text = table(shares([computation(x, 0, 1, (0, "F", 0)) for x in lines]), {}, {})
     assert [row[:7] for row in text.splitlines()[1:]] == ["cpu (0)", "cpu (1)"]
+
+
+def test_what_cells_keep_on_the_host():
+    copies = [
+        trip(B._replace(number=k), k, k + 2, way, 1, 0) for k, way in ((4, "out"), (5, "back"))
+    ]
+    found = shares([*step(), *copies])
+    assert [(x.away, x.copies) for x in found] == [(0, 0), (0.5, 0.5 / 8)]
+    head, *rows = table(found, {}, {"cuda:1": 2**20}).splitlines()
+    assert head.split()[-3:] == ["offload", "host", "MiB"]
+    assert [row.split()[-2:] for row in rows] == [["0.0%", "-"], ["50.0%", "1.0"]]
 
 
 def test_streams_of_one_device_count_once():

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <random>
@@ -60,6 +61,11 @@ struct Span {
   int64_t after;  // The span whose end let this one start.
   Labels labels;
 };
+// A link, and the times in which it is taken if several devices share it: the end by the start.
+struct Link {
+  double bandwidth = 0;  // Bytes per millisecond.
+  std::shared_ptr<std::map<double, double>> taken;
+};
 struct Traffic {
   int64_t copies = 0, bytes = 0;
 };
@@ -98,7 +104,7 @@ struct State {
   bool measured = false;  // Whether an operator takes the time that the CPU takes for it.
   double issue = 0;       // Milliseconds that the host takes to issue a piece of work.
   std::unordered_map<std::string, double> costs;
-  std::map<std::pair<int, int>, double> bandwidth;  // Bytes per millisecond.
+  std::map<std::pair<int, int>, Link> links;
   std::atomic<int64_t> jitter{-1};                  // A seed, -1 for none.
   Speed speed;
   std::map<std::tuple<int, std::string, std::string>, Part> parts;  // By device, kind and operator.
@@ -204,6 +210,29 @@ inline void spend(int s, double cost, const std::string& name) {
     spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span, labels});
   }
   it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
+}
+// Spend the time of a copy over a link. A link that devices share carries one copy at a time, and a
+// copy that begins before another one is done takes the time that is left.
+inline void spend_on(Link& link, int s, double cost, const std::string& name) {
+  if (cost <= 0 || !link.taken) return spend(s, cost, name);
+  auto& taken = *link.taken;
+  double& at = state().streams[s].time.at;
+  // Rounding leaves gaps, which carry nothing, and bytes, which wait for nothing.
+  const double least = cost * 1e-9;
+  auto next = taken.upper_bound(at);
+  if (next != taken.begin()) at = std::max(at, std::prev(next)->second);
+  while (next != taken.end() && next->first - at <= least) at = (next++)->second;
+  double end = at;
+  for (double left = cost; left > least;) {
+    double part = next == taken.end() ? left : std::min(left, next->first - end);
+    if (part > least) {
+      taken[end] = end + part;
+      left -= part;
+      end += part;
+    }
+    if (left > least) end = (next++)->second;
+  }
+  spend(s, end - at, name);
 }
 inline void spend_by_table(int s, const std::string& name) {
   if (state().measured || state().speed.described) return;

@@ -64,13 +64,13 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     auto& traffic = state().traffic[{from, to}];
     traffic.copies++;
     traffic.bytes += bytes;
-    auto bandwidth = state().bandwidth.find({from, to});
+    auto link = state().links.find({from, to});
     double launch = state().speed.described ? state().speed.launch : 0;
-    if (bandwidth != state().bandwidth.end()) {
+    if (link != state().links.end()) {
       std::ostringstream name;
       name << "copy to ";
       to == kHost ? name << "cpu" : name << "virtual:" << to;
-      spend(s, launch + double(bytes) / bandwidth->second, name.str());
+      spend_on(link->second, s, launch + double(bytes) / link->second.bandwidth, name.str());
     } else if (state().speed.described) {
       if (bytes) spend(s, time_of({"other", 0, bytes_moved(source) + bytes_moved(target)}, op, from), op);
     } else {
@@ -86,7 +86,10 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
     if ((from == kHost || to == kHost) && !(non_blocking && pinned)) host_wait(s);
   }
   if (state().hollow) {
-    if (to == kHost) const_cast<at::Tensor&>(target).fill_(value_of_hollow("copy_ to the host"));
+    // Bytes in pinned memory, which the host does not wait for, are what cells keep there, and no
+    // value that anybody reads. Nobody writes to that memory, so it takes none.
+    bool is_kept = non_blocking && target.scalar_type() == at::kByte && target.is_pinned();
+    if (to == kHost && !is_kept) const_cast<at::Tensor&>(target).fill_(value_of_hollow("copy_ to the host"));
     return target;
   }
   at::AutoDispatchBelowADInplaceOrView below;

@@ -301,6 +301,12 @@ struct PinnedAllocator final : public c10::Allocator {
     VIRTUAL_LOCK;
     return find(pointer);
   }
+  static int64_t bytes() {
+    VIRTUAL_LOCK;
+    int64_t sum = 0;
+    for (auto& [data, block] : blocks()) sum += block.bytes;
+    return sum;
+  }
   static void release(void* data) {
     VIRTUAL_LOCK;
     blocks().erase(static_cast<char*>(data));

@@ -94,7 +94,7 @@ void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
   s.failures.clear();
   s.too_large.clear();
   memory().large_block = nullptr;
-  s.bandwidth.clear();
+  s.links.clear();
   s.observer = {};
   thread().observer = begins;
   auto& m = memory();
@@ -116,9 +116,12 @@ void set_issue(double cost) {
   VIRTUAL_LOCK;
   state().issue = cost;
 }
-void set_bandwidth(int64_t from, int64_t to, double bytes) {
+// Describe the links from some devices to others, which share their bandwidth if there are several.
+void set_bandwidth(std::vector<int64_t> from, std::vector<int64_t> to, double bytes) {
   VIRTUAL_LOCK;
-  state().bandwidth[{int(from), int(to)}] = bytes;
+  Link link{bytes, from.size() * to.size() > 1 ? std::make_shared<std::map<double, double>>() : nullptr};
+  for (auto source : from)
+    for (auto target : to) state().links[{int(source), int(target)}] = link;
 }
 
 // Begin or end a dry run.
@@ -270,7 +273,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("set_cost(str op, float cost) -> ()", &set_cost);
   m.def("set_measured() -> ()", &set_measured);
   m.def("set_issue(float cost) -> ()", &set_issue);
-  m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
+  m.def("set_bandwidth(int[] source, int[] target, float bytes) -> ()", &set_bandwidth);
   m.def("set_hollow(bool on, float? value_read) -> ()", &set_hollow);
   m.def("set_capacity(int bytes) -> ()", &set_capacity);
   m.def("set_speed(float bandwidth, float launch) -> ()", &set_speed);
@@ -279,6 +282,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("troubles() -> str", &troubles);
   m.def("account(int device) -> str", &account);
   m.def("parts() -> str", &parts);
+  m.def("pinned() -> int", &PinnedAllocator::bytes);
   m.def("races() -> str", &races);
   m.def("spans() -> str", &spans);
   m.def("traffic() -> int[]", &traffic);

@@ -47,6 +47,7 @@ class Prediction:
         parts: the time of each operator on each device.
         memory: the bytes of tensors over the step, by device: pairs of a time in seconds and the
             most bytes since the time before, in the order in which the host allocated them.
+        host: the bytes of pinned memory of the host, for what cells keep there.
         too_large: the first allocation that does not fit; None if all do. The dry run went on
             without it, so that the other figures say what the step would need.
         seen: the observation of the step, with its spans, transfers and critical path.
@@ -60,6 +61,7 @@ class Prediction:
     peaks: tuple[Place, ...]
     parts: Sequence[Part] = field(repr=False)
     memory: Mapping[int, Sequence[tuple[float, int]]] = field(repr=False)
+    host: int
     too_large: Place | None
     seen: Observation = field(repr=False)
 
@@ -101,6 +103,8 @@ class Prediction:
             lines.append(
                 f"{name:13} {allocated / GIB:9.2f} {reserved / GIB:9.2f} {of:6.1f}  {title}"
             )
+        if self.host:
+            lines.append(f"pinned memory of the host: {self.host / GIB:.2f} GiB")
         lines.append("memory over the step, in tenths of the most that a device has (* is above)")
         lines += [f"virtual:{d:<4} {self._row(samples)}" for d, samples in self.memory.items()]
         lines += self._kinds()
@@ -168,6 +172,7 @@ def prediction_of(
             device.index: [(at / 1e3, bytes) for at, bytes in account["curve"]]
             for device, account in zip(devices, accounts)
         },
+        host=_ops.pinned(),
         too_large=too_large,
         seen=seen,
     )
