@@ -279,9 +279,10 @@ def observe(
     table = table_of(costs)
     verify_settings(table, bandwidth, jitter, host)
     if not _observing.acquire(blocking=False):
-        raise RuntimeError(
-            "there can be one observation at a time; end the other one before, or use its results"
-        )
+        remedy = "end the other one before, or use its results"
+        if _ops.is_hollow():
+            remedy = "a dry run is one, so leave observe() out, or run without the dry run"
+        raise RuntimeError(f"there can be one observation at a time; {remedy}")
     observation = Observation()
     try:
         hook = _Hook(observation._take_stack)

@@ -276,6 +276,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("set_issue(float cost) -> ()", &set_issue);
   m.def("set_bandwidth(int source, int target, float bytes) -> ()", &set_bandwidth);
   m.def("set_hollow(bool on, float? value_read) -> ()", &set_hollow);
+  m.def("is_hollow() -> bool", [] { return state().hollow.load(); });
   m.def("set_capacity(int bytes) -> ()", &set_capacity);
   m.def("set_speed(float bandwidth, float launch) -> ()", &set_speed);
   m.def("set_rate(ScalarType dtype, float rate) -> ()", &set_rate);
