@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from tests.support.dry import HARDWARE, dry, real
+from tests.support.helpers import MODES
 from torchgpipe import GPipe
 from torchgpipe.testing import Hardware, dry_run
 from torchgpipe.testing.dry_run.weightless import weightless
@@ -89,6 +90,17 @@ def test_bytes_and_time_are_those_of_a_real_step(devices, model, optimizer):
 def test_autocast(devices):
     make = maker("words", "adam", autocast=True)
     assert dry(make, devices[:1]) == real(make, devices[:1])
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("issuing", ["the calling thread"])
+def test_gpipe_in_one_thread(devices, model, mode, issuing):
+    """Which thread comes first tells when a gradient that crosses devices is freed."""
+    make = maker(model, "momentum", mode)
+    with torch.autograd.set_multithreading_enabled(False):
+        assert dry(make, devices[:2]) == real(make, devices[:2])
 
 
 def test_a_large_model_takes_no_memory(devices):
