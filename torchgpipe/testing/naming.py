@@ -22,8 +22,8 @@ _ops: Any = torch.ops.virtual_accelerator
 #: The backward of a cell as a whole, and its halves.
 _BACKWARD = "BIW"
 
-#: The first fields of a label, which are those of the cell. The others are those of the layer.
-_CELL = Label._fields.index("layer")
+#: The last fields of a label are those of the layer, and the others those of the cell.
+_OF_LAYER = 2
 
 #: The bits of a layer's number within that of a label.
 _BITS = 24
@@ -71,7 +71,8 @@ class Naming:
         """Tell the library the label of this thread."""
         number = 0
         if label is not None:
-            number = self._cells[label[:_CELL]] << _BITS | self._layers[label[_CELL:]]
+            number = self._cells[label[:-_OF_LAYER]] << _BITS
+            number |= self._layers[label[-_OF_LAYER:]]
         self._put(number)
 
     def _label(self, number: int) -> Label | None:
