@@ -97,7 +97,7 @@ def test_autocast(devices):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("issuing", ["the calling thread"])
 def test_gpipe_in_one_thread(devices, model, mode, issuing):
-    """Which thread comes first tells when a gradient that crosses devices is freed."""
+    """Threads free sooner or later what crosses devices, and one thread has one order."""
     make = maker(model, "momentum", mode)
     with torch.autograd.set_multithreading_enabled(False):
         assert dry(make, devices[:2]) == real(make, devices[:2])
