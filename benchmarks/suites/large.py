@@ -74,21 +74,23 @@ class Setting:
     schedule: str = ""
 
 
+MODES = ("never", "except_last", "always", "own")
+
 SETTINGS = [
     *[
         Setting("lora-70b", "a100-80gb", 4, m, mode, length, (20, 20, 20, 20))
-        for m, length in ((4, 2048), (8, 2048), (16, 2048), (8, 4096))
-        for mode in ("never", "except_last", "always", "own")
+        for m, mode, length in (
+            *[(8, mode, 2048) for mode in MODES],
+            *((16, "always", 2048), (8, "always", 4096)),
+        )
     ],
     *[
         Setting("full-8b", "rtx4090-24gb", 4, m, mode, 1024, (7, 9, 9, 7))
-        for m in (4, 8, 16)
-        for mode in ("never", "except_last", "always", "own")
+        for m, mode in (*[(8, mode) for mode in MODES], (16, "always"))
     ],
     *[
-        Setting("gpt-175b", "a100-80gb", WORKERS, 2 * WORKERS, mode, 2048, schedule=schedule)
+        Setting("gpt-175b", "a100-80gb", WORKERS, 2 * WORKERS, "always", 2048, schedule=schedule)
         for schedule in ("1f1b", "zbh1", "zbv", "dualpipev")
-        for mode in ("never", "always")
     ],
 ]
 

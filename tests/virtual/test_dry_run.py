@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import conv1d, cross_entropy, scaled_dot_product_attention
 
 from tests.support.dry import HARDWARE, dry, real
+from tests.support.helpers import MODES
 from torchgpipe import GPipe
 from torchgpipe.testing import Hardware, dry_run
 from torchgpipe.testing.dry_run.weightless import weightless
@@ -89,6 +90,17 @@ def test_bytes_and_time_are_those_of_a_real_step(devices, model, optimizer):
 def test_autocast(devices):
     make = maker("words", "adam", autocast=True)
     assert dry(make, devices[:1]) == real(make, devices[:1])
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("issuing", ["the calling thread"])
+def test_gpipe_in_one_thread(devices, model, mode, issuing):
+    """Threads free sooner or later what crosses devices, and one thread has one order."""
+    make = maker(model, "momentum", mode)
+    with torch.autograd.set_multithreading_enabled(False):
+        assert dry(make, devices[:2]) == real(make, devices[:2])
 
 
 def test_a_large_model_takes_no_memory(devices):
@@ -191,6 +203,23 @@ class Reads(nn.Module):
         return x * x.sum().item()
 
 
+class ReadsInBackward(nn.Module):
+    def forward(self, x):
+        output = x * 2
+        output.register_hook(lambda grad: grad * grad.sum().item())
+        return output
+
+
+class Copies(nn.Module):
+    def forward(self, x):
+        return x * len(x.tolist())
+
+
+class Convolves(nn.Module):
+    def forward(self, x):
+        return conv1d(x.half()[:, None], torch.ones(1, 1, 1, device=x.device).half())
+
+
 class Sizes(nn.Module):
     def forward(self, x):
         return x[x > 0]
@@ -209,6 +238,9 @@ def plain(layer, dtype=torch.float32):
     ("layer", "dtype", "words"),
     [
         (Reads(), torch.float32, r"no values.*operator: item, layer: 1\).*value_read=0.0"),
+        (ReadsInBackward(), torch.float32, r"no values.*operator: item, layer: 1\).*value_read"),
+        (Copies(), torch.float32, r"no values.*operator: copy_ to the host, layer: 1\)"),
+        (Convolves(), torch.float32, r"needs a rate.*convolution of Half, layer: 1\).*rates of"),
         (Sizes(), torch.float32, r"no shape that depends.*operator: nonzero, layer: 1\)"),
         (nn.Identity(), torch.float64, r"needs a rate.*addmm of Double, layer: 0\).*rates of the"),
     ],

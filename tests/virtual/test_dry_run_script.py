@@ -64,6 +64,13 @@ def test_a_script_that_reads_values(script, devices):
         main(["--devices", "2", script, "8", "100"])
 
 
+def test_a_script_that_observes(tmp_path, devices):
+    path = tmp_path / "script.py"
+    path.write_text("from torchgpipe.testing import observe\nwith observe(): pass", "utf-8")
+    with pytest.raises(RuntimeError, match="a dry run is one, so leave observe.* out"):
+        main(["--devices", "2", str(path)])
+
+
 def test_a_script_that_is_too_short(script, devices):
     with pytest.raises(
         RuntimeError, match=r"third step of an optimizer \(steps: 2, script: .*train"

@@ -56,12 +56,15 @@ class Kept:
     def add(self, tensor: Tensor) -> Tensor:
         """Take note of a tensor that a layer saves; return what autograd shall hold instead."""
         version = tensor._version
-        if self.versions.setdefault(id(tensor), version) != version:
+        # One number for both tables: a pipeline keeps very many.
+        own = id(tensor)
+        if self.versions.setdefault(own, version) != version:
             # The layers have changed it since another one saved it, so it needs a second number.
             tensor = tensor.detach()
-            self.versions[id(tensor)] = version
-        if self.layers.setdefault(id(tensor), current.name) != current.name:
-            self._several |= {id(tensor)}
+            own = id(tensor)
+            self.versions[own] = version
+        if self.layers.setdefault(own, current.name) != current.name:
+            self._several |= {own}
         self.tensors.append(tensor)
         return tensor
 

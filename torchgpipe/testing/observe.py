@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import json
 import linecache
+import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -50,7 +51,11 @@ __all__ = ["Observation", "observe"]
 _ops: Any = torch.ops.virtual_accelerator
 
 #: What an observation takes from the library at its end.
-_RESULTS = ("races", "spans", "traffic", "makespan", "parts", "troubles")
+_RESULTS = ("races", "spans", "names", "traffic", "makespan", "parts", "troubles")
+
+#: A span as the library has it: its times, the span before, its labels, the numbers of its device,
+#: its stream and its name.
+_SPAN = struct.Struct("=ddqqqhhi")
 
 _Hook = ctypes.CFUNCTYPE(ctypes.c_int64)
 
@@ -104,13 +109,15 @@ class Observation:
         Each span is an operator. What a wrapper computes also has its kind, partition, micro-batch
         and layer.
         """
+        names, taken = self._get("names"), self._get("spans")
+        records = _SPAN.iter_unpack(ctypes.string_at(taken.data_ptr(), taken.nbytes))
         return [
             Span(
-                Stream(span.pop("device"), span.pop("stream")),
-                **self._naming.work(*span.pop("labels"))._asdict(),
-                **span,
+                Stream(device, stream),
+                *(start, end, names[name], after),
+                **self._naming.work(own, node)._asdict(),
             )
-            for span in json.loads(self._get("spans"))
+            for start, end, after, own, node, device, stream, name in records
         ]
 
     @property
@@ -275,9 +282,10 @@ def observe(
     table = table_of(costs)
     verify_settings(table, bandwidth, jitter, host)
     if not _observing.acquire(blocking=False):
-        raise RuntimeError(
-            "there can be one observation at a time; end the other one before, or use its results"
-        )
+        remedy = "end the other one before, or use its results"
+        if _ops.is_hollow():
+            remedy = "a dry run is one, so leave observe() out, or run without the dry run"
+        raise RuntimeError(f"there can be one observation at a time; {remedy}")
     observation = Observation()
     try:
         hook = _Hook(observation._take_stack)

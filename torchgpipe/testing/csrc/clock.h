@@ -54,12 +54,13 @@ struct Event {
   VectorClock clock;  // Empty until it is recorded.
   Time time;
 };
+// A large step has very many spans, so each is small, and Python takes them as they are.
 struct Span {
-  int stream;
   double start, end;
-  std::string name;
   int64_t after;  // The span whose end let this one start.
   Labels labels;
+  int16_t device, stream;
+  int32_t name;  // A number in a table.
 };
 // A link, and the times in which it is taken if several devices share it: the end by the start.
 struct Link {
@@ -97,6 +98,8 @@ struct State {
   VectorClock host;  // What the host has waited for. All work issued later is ordered after it.
   uint64_t host_version = 1;
   std::vector<Span> spans;
+  std::vector<std::string> names;  // Of spans, and the number of each.
+  std::unordered_map<std::string, int32_t> numbers;
   std::vector<int> next_stream;
   std::map<std::pair<int, int>, Traffic> traffic;
   // The settings of an observation.
@@ -202,12 +205,14 @@ inline void spend(int s, double cost, const std::string& name) {
     // A described device runs so many operators that those of a layer share a span.
     if (state().speed.described && it.time.span >= 0) {
       auto& last = spans[it.time.span];
-      if (last.stream == s && last.end == it.time.at && last.labels == labels) {
+      if (last.device * kStreams + last.stream == s && last.end == it.time.at && last.labels == labels) {
         it.time.at = last.end += cost;
         return;
       }
     }
-    spans.push_back({s, it.time.at, it.time.at + cost, name, it.time.span, labels});
+    auto [number, fresh] = state().numbers.emplace(name, int32_t(state().names.size()));
+    if (fresh) state().names.push_back(name);
+    spans.push_back({it.time.at, it.time.at + cost, it.time.span, labels, int16_t(s / kStreams), int16_t(s % kStreams), number->second});
   }
   it.time = {it.time.at + cost, int64_t(state().spans.size()) - 1};
 }

@@ -86,7 +86,9 @@ void observe(bool begins, int64_t jitter_seed, bool raise, int64_t stack_hook) {
     stream.time = {};
   }
   s.host_version++;
-  s.spans.clear();
+  s.spans = {};
+  s.names.clear();
+  s.numbers.clear();
   s.traffic.clear();
   s.costs.clear();
   s.speed = {};
@@ -179,12 +181,6 @@ void put(std::ostream& o, const Race& r) {
   put(o, r.second);
   o << '}';
 }
-void put(std::ostream& o, const Span& s) {
-  o << "{\"device\":" << s.stream / kStreams << ",\"stream\":" << s.stream % kStreams << ",\"start\":" << s.start
-    << ",\"end\":" << s.end << ",\"name\":" << quoted(s.name) << ",\"after\":" << s.after;
-  put(o, s.labels);
-  o << '}';
-}
 void put(std::ostream& o, const Place& p) {
   o << "{\"kind\":" << quoted(p.kind) << ",\"op\":" << quoted(p.op) << ",\"detail\":" << quoted(p.detail)
     << ",\"device\":" << p.stream / kStreams << ",\"bytes\":" << p.bytes;
@@ -244,9 +240,17 @@ std::string races() {
   }
   return listed(all);
 }
-std::string spans() {
+// The spans as they lie in memory, and their names.
+at::Tensor spans() {
   VIRTUAL_LOCK;
-  return listed(state().spans);
+  auto& all = state().spans;
+  auto bytes = at::detail::empty_cpu({int64_t(all.size() * sizeof(Span))}, c10::ScalarType::Byte, false, std::nullopt);
+  if (!all.empty()) memcpy(bytes.mutable_data_ptr(), all.data(), bytes.nbytes());
+  return bytes;
+}
+std::vector<std::string> names() {
+  VIRTUAL_LOCK;
+  return state().names;
 }
 std::vector<int64_t> traffic() {
   VIRTUAL_LOCK;
@@ -275,6 +279,7 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("set_issue(float cost) -> ()", &set_issue);
   m.def("set_bandwidth(int[] source, int[] target, float bytes) -> ()", &set_bandwidth);
   m.def("set_hollow(bool on, float? value_read) -> ()", &set_hollow);
+  m.def("is_hollow() -> bool", [] { return state().hollow.load(); });
   m.def("set_capacity(int bytes) -> ()", &set_capacity);
   m.def("set_speed(float bandwidth, float launch) -> ()", &set_speed);
   m.def("set_rate(ScalarType dtype, float rate) -> ()", &set_rate);
@@ -284,7 +289,8 @@ TORCH_LIBRARY(virtual_accelerator, m) {
   m.def("parts() -> str", &parts);
   m.def("pinned() -> int", &PinnedAllocator::bytes);
   m.def("races() -> str", &races);
-  m.def("spans() -> str", &spans);
+  m.def("spans() -> Tensor", &spans);
+  m.def("names() -> str[]", &names);
   m.def("traffic() -> int[]", &traffic);
   m.def("makespan() -> float", &makespan);
   m.def("label_address() -> int", [] { return reinterpret_cast<int64_t>(&set_label); });
