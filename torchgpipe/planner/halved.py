@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchgpipe.autograd.entrance import enter
 from torchgpipe.autograd.halves import Halves
@@ -26,9 +27,9 @@ class Halved(NamedTuple):
             which stay.
         free: likewise if these go with their last use.
         weight: the most during W, above that before.
-        pending: what is kept from I until W, values aside.
-        noted: the gradients among it, those of the outputs aside.
-        notes_output: whether those are among it.
+        pending: what is kept from I until W, values and gradients of the outputs aside.
+        noted: the other gradients among it.
+        notes_output: whether those of the outputs are kept until W, too.
     """
 
     held: float = 0
@@ -55,46 +56,80 @@ class Root(torch.autograd.Function):
         )
 
 
-def halved(sandbox: Sandbox) -> Halved:
-    """Run the backward of a layer in halves, and see the memory."""
-    free = _first_half(sandbox, sandbox.input(), is_held=False)[0]
+def halved(sandbox: Sandbox) -> tuple[Halved, list[Tensor]]:
+    """Run the backward of a layer in halves, and see the memory.
+
+    Returns:
+        The memory, and the tensors of the sandbox's input and output that W needs.
+    """
+    free = _first_half(sandbox, sandbox.input(), is_held=False).most
     # What is there before is not counted.
     batch = sandbox.input()
     with LiveStorages() as whole:
-        held, halves, outputs = _first_half(sandbox, batch, is_held=True)
-        whole.highest = pending = sum(whole.sizes())
-        noted = sizes_of(halves.noted)
-        halves.weight()
-    return Halved(
-        held,
-        free,
-        whole.highest - pending,
-        pending,
-        sum(size for place, size in noted.items() if place not in outputs),
-        bool(outputs.keys() & noted.keys()),
+        half = _first_half(sandbox, batch, is_held=True)
+        del batch
+        whole.highest = now = sum(whole.sizes())
+        late = [value for memory, value in half.values.items() if not memory.expired()]
+        noted = sizes_of(half.halves.noted)
+        half.halves.weight()
+    outputs = sum(size for place, size in half.given.items() if place in noted)
+    return (
+        Halved(
+            half.most,
+            free,
+            whole.highest - now,
+            now - outputs - sum(size for _, size in late),
+            sum(size for place, size in noted.items() if place not in half.given),
+            bool(outputs),
+        ),
+        [x for x, _ in late],
     )
 
 
-def _first_half(
-    sandbox: Sandbox, batch: Batch, *, is_held: bool
-) -> tuple[float, Halves, dict[int, int]]:
-    """Run a layer forward, as the cell of a schedule, and the first half of its backward.
+class _Half(NamedTuple):
+    """The first half of a backward.
 
-    Returns:
-        The most memory, the second half, and the memory of the gradients of the outputs.
+    Attributes:
+        most: the most memory.
+        halves: the second half.
+        given: the memory of the gradients of the outputs.
+        values: for the memory of the input and of the output the tensor of the sandbox, and the
+            bytes that the layer has made.
     """
+
+    most: float
+    halves: Halves
+    given: dict[int, int]
+    values: dict[StorageWeakRef, tuple[Tensor, int]]
+
+
+def _first_half(sandbox: Sandbox, batch: Batch, *, is_held: bool) -> _Half:
+    """Run a layer forward, as the cell of a schedule, and the first half of its backward."""
+    values = {_memory(y): (x, 0) for x, y in _pairs(sandbox.batch, batch)}
     batch, ends = _entered(sandbox, batch)
     output = sandbox.forward(batch)
+    for x, y in _pairs(sandbox.output, output):
+        values.setdefault(_memory(y), (x, y.untyped_storage().nbytes()))
     outputs = own_outputs(sandbox, output)
     roots = outputs if is_held else [Root.apply(*outputs)]
     grads = [torch.ones_like(x) for x in roots]
     weights = [x for x in sandbox.layer.parameters() if x.requires_grad]
     halves = Halves([get_gradient_edge(x) for x in roots], grads, ends, weights)
     given = sizes_of(grads) if is_held else {}
-    del batch, output, outputs, roots, grads
+    del batch, output, outputs, roots, grads, y
     with LiveStorages() as storages:
         halves.input()
-    return storages.highest + sum(given.values()), halves, given
+    return _Half(storages.highest + sum(given.values()), halves, given, values)
+
+
+def _pairs(batch: Batch, other: Batch) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of two micro-batches that are alike."""
+    pairs = [pair for key in batch.parts for pair in zip(batch.parts[key], other.parts[key])]
+    return [(x, y) for x, y in pairs if y.layout == torch.strided]
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _entered(sandbox: Sandbox, batch: Batch) -> tuple[Batch, list[GradientEdge]]:

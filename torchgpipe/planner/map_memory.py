@@ -20,7 +20,7 @@ from torchgpipe.planner.memory import Issued, LossMemory, peaks
 from torchgpipe.planner.memory_tracker import MemoryTracker
 from torchgpipe.planner.record import Record, Section
 from torchgpipe.planner.sandbox import copied
-from torchgpipe.planner.stages import Stage, Weights, stage_of
+from torchgpipe.planner.stages import Stage, Weights
 from torchgpipe.values import trees
 
 __all__ = ["Footprint", "recorded"]
@@ -72,7 +72,7 @@ class Footprint:
         if found.has_loss and found.fills_itself and self.again == self.chunks:
             # What the model returns beside its loss is not there.
             found = replace(found, values=[replace(x, output=0) for x in found.values])
-        return cache(lambda own: stage_of(found, self._each, own, by_call=True))
+        return cache(lambda own: Stage(found, self._each, own, by_call=True))
 
     def peak(self, blocks: Collection[str | None]) -> float:
         """Find the most bytes of a device that has some blocks.

@@ -132,6 +132,8 @@ class _Walk:
         self._waiting: dict[tuple[int, Arrival, int], float] = {}
         #: What of it is kept from I until W.
         self._late: dict[tuple[int, int], float] = {}
+        #: The cell whose W needs the memory of a gradient that has arrived at another cell, too.
+        self._views: dict[tuple[int, int], tuple[int, float]] = {}
         #: The gradients that have arrived at a cell.
         self._grads: dict[tuple[int, int], float] = {}
         self.does = {"F": self._f, "R": self._r, "B": self._b, "I": self._i, "W": self._w}
@@ -142,7 +144,12 @@ class _Walk:
 
     def _keeps(self, j: int, i: int, x: Arrival) -> bool:
         """Whether a stage keeps what it gives, for its own backward."""
-        return x.value in self._stages[j].kept and (j, i) not in self._again
+        is_again = (j, i) in self._again
+        for _, own in self._in[j]:
+            # A layer that stashes its input hands on what has arrived, which a second run needs.
+            if own.value == x.value:
+                return is_again or own.is_kept
+        return x.value in self._stages[j].kept and not is_again
 
     def _waits(self, j: int, k: int, x: Arrival) -> bool:
         """Whether what a stage gives waits there, as skips do under autograd."""
@@ -224,11 +231,20 @@ class _Walk:
         else:
             most = (stage.adding_again if is_within else stage.adding)[min(number, 2)]
             most += self._early(j)
-        arrived = self._grads.pop((j, i), 0.0)
-        self._during(w, most - arrived)
+        arrived = self._arrived(w, j, i)
+        # A gradient that is a view holds more than the backward begins with.
+        self._during(w, most - min(arrived, stage.given))
         self.now[w] += self._left(j) - arrived - (stage.stored if is_within else stage.held)
         self._free(w, j, i, kept=False)
         self._give_back(w, j, i)
+
+    def _arrived(self, w: int, j: int, i: int) -> float:
+        """The gradients that have arrived at a cell, of which W of another one may keep some."""
+        k, size = self._views.pop((j, i), (0, 0.0))
+        if (k, i) in self._late:
+            self.now[w] += size
+            self._late[k, i] += size
+        return self._grads.pop((j, i), 0.0)
 
     def _early(self, j: int) -> float:
         """The gradients that are there before they are due, of other micro-batches."""
@@ -239,22 +255,40 @@ class _Walk:
         )
 
     def _i(self, w: int, j: int, i: int) -> None:
-        stage, arrived = self._stages[j], self._grads.pop((j, i), 0.0)
-        self._during(w, stage.half - arrived)
-        late = sum(self._waiting.get((j, x, i), 0.0) for _, x in self._in[j] if x.is_pending)
+        stage, arrived = self._stages[j], self._arrived(w, j, i)
+        half, pending, _ = stage.halves
+        self._during(w, half - min(arrived, stage.given))
+        # I lets go of what only I needed, but not of the input of a second run.
+        is_again = (j, i) in self._again
+        late = sum(
+            self._waiting.get((j, x, i), 0.0)
+            for _, x in self._in[j]
+            if x.is_pending or (is_again and x.is_kept)
+        )
+        late += arrived if stage.waits else 0.0
+        views = stage.views
+        own = [k for k, x in self._in[j] if x.holds > x.gradient and self._placement[k] == w]
+        if own and views:
+            self._views[own[0], i] = j, views
+            views = 0.0
+        late += views
         self._late[j, i] = late
-        self.now[w] += stage.pending + late - stage.held - arrived
+        self.now[w] += pending + late - stage.held - arrived
         self._free(w, j, i, kept=False)
-        self._give_back(w, j, i)
+        self._give_back(w, j, i, views)
 
     def _w(self, w: int, j: int, i: int) -> None:
-        stage = self._stages[j]
-        self._during(w, stage.weight[min(self._backwards[j], 2)])
-        self.now[w] += self._left(j) - stage.pending - self._late.pop((j, i), 0.0)
+        _, pending, weight = self._stages[j].halves
+        self._during(w, weight[min(self._backwards[j], 2)])
+        self.now[w] += self._left(j) - pending - self._late.pop((j, i), 0.0)
 
-    def _give_back(self, w: int, j: int, i: int) -> None:
-        """Send the gradients of what has arrived. They are there until all of them are sent."""
-        rest = sum(x.holds for _, x in self._in[j])
+    def _give_back(self, w: int, j: int, i: int, kept: float = 0.0) -> None:
+        """Send the gradients of what has arrived. They are there until all of them are sent.
+
+        Args:
+            kept: the bytes of them that W keeps.
+        """
+        rest = sum(x.holds for _, x in self._in[j]) - kept
         for source, x in self._in[j]:
             there = self._placement[source]
             if there != w:

@@ -154,11 +154,14 @@ class MemoryTracker:
         ends: dict[int, GradientEdge] = {}
         #: The skip of each of these, if it is one.
         popped: dict[int, Value | None] = {}
+        #: The values of the input, and of the output.
+        given: dict[StorageWeakRef, Value] = {}
         for key, own in before.parts.items():
             passes_by = key in sandbox.output.skips
             for x, y in zip(own, batch.parts[key]):
                 value, source = self._handed.get(_memory(x)) or (Value(GIVEN, _size(x)), GIVEN)
                 self._values.setdefault(id(value), value)
+                given[_memory(x)] = value
                 self._pieces.setdefault(_memory(y), Piece(value, y))
                 if not passes_by:
                     value.use(k, x, source, is_skip=key is not VALUE)
@@ -169,6 +172,7 @@ class MemoryTracker:
             with saved_tensors_hooks(self._save, lambda x: x):
                 output = sandbox.forward(batch)
             shared, roots = self._hand_on(k, sandbox, output), own_outputs(sandbox, output)
+            given |= {memory: value for memory, (value, _) in self._handed.items()}
             self._settle(shared)
             root = Root.apply(*roots) if roots else None
             del output, batch, roots
@@ -183,7 +187,12 @@ class MemoryTracker:
             held = {place: x for _, size in skips for place, x in size.items()}
             every = {place: x for size in sizes for place, x in size.items()}
             self.sections[k].rest = sum(every.values()) - sum(held.values())
-        self.sections[k].halves = halved(sandbox) if root is not None else Halved()
+        if root is None:
+            self.sections[k].halves = Halved()
+            return
+        self.sections[k].halves, late = halved(sandbox)
+        for x in late:
+            given[_memory(x)].late.add(k)
 
     def _hand_on(self, k: int, sandbox: Sandbox, output: Batch) -> set[int]:
         """Take note of what a layer hands on, and of what it has made of that."""

@@ -94,6 +94,7 @@ class Value:
         users: for each other section that uses it, the bytes of what it uses.
         hops: the ways to them: from which section, to which, and whether as a skip.
         savers: the sections that keep it for backward.
+        late: those of them that keep it from I until W.
         gradient: the bytes of its gradient.
         holds: for sections that get it as a skip, the bytes that its gradient holds there: more
             where that is a view, as that of what is concatenated.
@@ -105,6 +106,7 @@ class Value:
     users: dict[int, float] = field(default_factory=dict)
     hops: set[Hop] = field(default_factory=set)
     savers: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
     gradient: float = 0
     holds: dict[int, float] = field(default_factory=dict)
     output: float = 0

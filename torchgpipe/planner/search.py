@@ -21,7 +21,7 @@ from torchgpipe.planner.cuts import cut, others
 from torchgpipe.planner.layers import Layer, Line
 from torchgpipe.planner.memory import Issued, LossMemory, issued, peaks, ways
 from torchgpipe.planner.record import Sizes
-from torchgpipe.planner.stages import Stage, stage_of
+from torchgpipe.planner.stages import Stage
 from torchgpipe.schedule.costs import Costs, Table
 from torchgpipe.schedule.language import Schedule
 from torchgpipe.schedule.looped import fill_drain
@@ -191,7 +191,7 @@ class Search:
 
     def _stage(self, start: int, stop: int, m: int) -> Stage:
         weights = [x.weights for x in self.problem.layers]
-        return stage_of(self.problem.sizes.at(self._rows(m)), weights, range(start, stop))
+        return Stage(self.problem.sizes.at(self._rows(m)), weights, range(start, stop))
 
     def _times(self, start: int, stop: int, m: int) -> Durations:
         layers, rows, stage = self.problem.layers, self._rows(m), self.stage(start, stop, m)

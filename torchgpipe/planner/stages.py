@@ -8,15 +8,15 @@ memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from torchgpipe.planner.halved import Halved
 from torchgpipe.planner.record import GIVEN, Hop, Record, Section, Value
 
-__all__ = ["Arrival", "Stage", "Weights", "known", "stage_of"]
+__all__ = ["Arrival", "Stage", "Weights", "known"]
 
 
 class Weights(NamedTuple):
@@ -59,88 +59,6 @@ class Arrival(NamedTuple):
     is_pending: bool
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The memory of one partition for micro-batches of some rows, in bytes, arrivals aside.
-
-    Args:
-        sections: its sections.
-        arrivals: what it gets from others.
-        leaving: by value, the bytes of what goes to others, if nothing keeps it.
-        kept: the numbers of the values that are kept for backward.
-        output: the bytes that the caller gets of a micro-batch.
-        loose: those of them that nothing keeps.
-        held: what a cell keeps from F, or from R, until its backward.
-        stored: what a cell keeps from F until R.
-        pending: what a cell keeps from I until W.
-        forward: the most during F, above that before, and of an F whose cell is computed again.
-        again: likewise of R.
-        saver: the last section that saves what a second run has to make; None if there is none.
-        at_once: whether all of a cell is computed again before its backward begins.
-        given: the gradients that a backward begins with.
-        whole: the most of the first B, of the second, and of a later one, with these gradients.
-        adding: likewise of autograd's backward, of the first micro-batch, and so on.
-        adding_again: likewise of cells that are computed again within it.
-        half: likewise of I.
-        weight: the most of the first W, of the second, and of a later one, above that before.
-        weights: the memory of its weights.
-    """
-
-    sections: Sequence[int]
-    arrivals: Sequence[Arrival]
-    leaving: Mapping[int, float]
-    kept: frozenset[int]
-    output: float
-    loose: float
-    held: float
-    stored: float
-    pending: float
-    forward: tuple[float, float]
-    again: float
-    saver: int | None
-    at_once: bool
-    given: float
-    whole: Sequence[float]
-    adding: Sequence[float]
-    adding_again: Sequence[float]
-    half: float
-    weight: Sequence[float]
-    weights: Weights
-
-
-def stage_of(
-    record: Record,
-    weights: Sequence[Weights],
-    sections: Sequence[int],
-    *,
-    by_call: bool = False,
-) -> Stage:
-    """Put sections together to a partition.
-
-    Args:
-        record: the record of the model.
-        weights: those of each section.
-        sections: the numbers of the sections, which follow each other.
-        by_call: whether each call is computed again by itself, and not the partition as a whole.
-    """
-    return _Partition(record, weights, sections, by_call).stage()
-
-
-def known(section: int, held: float, stored: float) -> Stage:
-    """The partition of one section, of which only what cells keep is known.
-
-    Args:
-        section: the number of the section.
-        held: what a cell keeps from F, or from R, until its backward.
-        stored: what it keeps from F until R.
-    """
-    none = (0.0,) * 3
-    return Stage(
-        *((section,), (), {}, frozenset(), 0.0, 0.0, held, stored, held, none[:2], 0.0, None),
-        *(True, 0.0, none, none, none, 0.0, none, Weights()),
-    )
-
-
 class _Value(NamedTuple):
     """A value that a partition makes.
 
@@ -153,6 +71,7 @@ class _Value(NamedTuple):
         first_saver: the first section here that keeps it for backward; None if there is none.
         is_stored: whether it is kept where sections are computed again.
         is_slot: whether it is made a second time then.
+        is_late: whether it is kept from I until W.
     """
 
     number: int
@@ -163,103 +82,159 @@ class _Value(NamedTuple):
     first_saver: int | None
     is_stored: bool
     is_slot: bool
+    is_late: bool
 
 
-class _Partition:
+class Stage:
+    """The memory of one partition for micro-batches of some rows, in bytes, arrivals aside.
+
+    Args:
+        record: the record of the model.
+        weights: those of each section.
+        sections: the numbers of its sections, which follow each other.
+        by_call: whether each call is computed again by itself, and not the partition as a whole.
+    """
+
     def __init__(
-        self, record: Record, weights: Sequence[Weights], own: Sequence[int], by_call: bool
+        self,
+        record: Record,
+        weights: Sequence[Weights],
+        sections: Sequence[int],
+        *,
+        by_call: bool = False,
     ) -> None:
-        self._all, self._weights, self._own, self._by_call = record, weights, own, by_call
-        self._inside = range(own[0], own[-1] + 1)
+        self.sections, self._all, self._by_call = sections, record, by_call
+        self._sections = record.sections
+        self._each = [weights[k] for k in sections]
+        self._inside = range(sections[0], sections[-1] + 1)
         self._found: dict[str, dict[int | None, list[_Value]]] = {}
         self._values = [(n, record.values[n]) for n in record.touching(self._inside)]
 
-    def stage(self) -> Stage:
-        own = [self._weights[k] for k in self._own]
-        held = sum(x.size for x in self._made if x.first_saver is not None)
-        held += sum(self._section(k).kept for k in self._own)
-        stored = sum(x.size for x in self._made if x.is_stored)
-        stored += sum(self._section(k).kept for k in self._own if not self._repeats(k))
-        trainable = [float(x.trainable) for x in own]
-        small = [float(x.small) for x in own]
-        none = [0.0] * len(own)
-        whole = [
-            self._backward(lambda x: x.held.first, lambda x: x.free.first, trainable),
-            self._backward(lambda x: x.held.second, lambda x: x.free.second, small),
-            self._backward(lambda x: x.held.later, lambda x: x.free.later, small),
-        ]
-        adding, adding_again = (
-            [
-                self._backward(None, lambda x: x.free.first, trainable, again=again),
-                self._backward(
-                    None,
-                    lambda x: x.free.adding if self._by_call else x.free.summing,
-                    none,
-                    again=again,
-                ),
-                self._backward(None, lambda x: x.free.adding, none, again=again),
-            ]
-            for again in (False, self._by_call and not self._leaving)
-        )
-        half, pending, weight = self._halves(held, whole)
-        outputs = [(x, v) for x in self._made if (v := self._all.values[x.number]).output]
-        return Stage(
-            self._own,
-            self._arrivals,
-            {x.number: x.size for x in self._made if self._leaves_to_others(x.number)},
-            frozenset(x.number for x in self._made if x.first_saver is not None),
-            sum(v.output for _, v in outputs),
-            sum(x.size for x, _ in outputs if x.first_saver is None),
-            held,
-            stored,
-            pending,
-            (self._forward(), self._forward(keeps=False)),
-            self._forward(again=True),
-            self._saver(),
-            bool(self._leaving) or not self._by_call,
-            self._given,
-            whole,
-            adding,
-            adding_again,
-            half,
-            weight,
-            Weights(
-                sum(x.all for x in own),
-                sum(x.trainable for x in own),
-                sum(x.small for x in own),
-                max(x.largest for x in own),
-            ),
-        )
-
-    def _saver(self) -> int | None:
-        saved = {k for x in self._made for k in self._savers(x.number)}
-        saved |= {k for k in self._own if self._section(k).kept}
-        return max(saved, default=None)
-
-    def _repeats(self, k: int) -> bool:
-        """Whether a section is computed again: a call, and the code behind the last one."""
-        return self._section(k).is_call or k + 1 == len(self._all.sections)
-
-    def _section(self, k: int) -> Section:
-        return self._all.sections[k]
+    @cached_property
+    def weights(self) -> Weights:
+        """The memory of its weights."""
+        all, trainable, small, _ = map(sum, zip(*self._each))
+        return Weights(all, trainable, small, max(x.largest for x in self._each))
 
     @cached_property
-    def _arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[Arrival]:
+        """The values that it gets from others."""
         found: dict[tuple[int, Hop], Arrival] = {}
         for n, v in self._values:
             savers = v.savers & {*self._inside}
-            is_pending = any(self._weights[x].trainable for x in savers)
             for hop in v.hops:
                 # What the caller gives is where the first partition is.
-                is_there = hop.source == GIVEN and not self._own[0]
+                is_there = hop.source == GIVEN and not self.sections[0]
                 if hop.target not in self._inside or hop.source in self._inside or is_there:
                     continue
                 key = n, hop._replace(target=0)
                 size = max(v.users[hop.target], found[key].size if key in found else 0.0)
                 holds = max(v.gradient, v.holds.get(hop.target, 0.0) if hop.is_skip else 0.0)
                 ways = n, hop.source, hop.is_skip
-                found[key] = Arrival(*ways, size, v.gradient, holds, bool(savers), is_pending)
+                is_late = any(k in self._inside for k in v.late)
+                found[key] = Arrival(*ways, size, v.gradient, holds, bool(savers), is_late)
         return [*found.values()]
+
+    @cached_property
+    def leaving(self) -> dict[int, float]:
+        """By value, the bytes of what goes to others, if nothing keeps it."""
+        return {x.number: x.size for x in self._made if self._leaves_to_others(x.number)}
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The numbers of the values that are kept for backward."""
+        return frozenset(x.number for x in self._made if x.first_saver is not None)
+
+    @cached_property
+    def output(self) -> float:
+        """The bytes that the caller gets of a micro-batch."""
+        return sum(self._all.values[x.number].output for x in self._made)
+
+    @cached_property
+    def loose(self) -> float:
+        """The bytes of them that nothing keeps."""
+        own = [x for x in self._made if x.first_saver is None]
+        return sum(x.size for x in own if self._all.values[x.number].output)
+
+    @cached_property
+    def held(self) -> float:
+        """The bytes that a cell keeps from F, or from R, until its backward."""
+        values = sum(x.size for x in self._made if x.first_saver is not None)
+        return values + sum(self._sections[k].kept for k in self.sections)
+
+    @cached_property
+    def stored(self) -> float:
+        """The bytes that a cell keeps from F until R."""
+        values = sum(x.size for x in self._made if x.is_stored)
+        return values + sum(self._sections[k].kept for k in self.sections if not self._repeats(k))
+
+    @cached_property
+    def forward(self) -> tuple[float, float]:
+        """The most during F, above that before, and of an F whose cell is computed again."""
+        return self._forward(), self._forward(keeps=False)
+
+    @cached_property
+    def again(self) -> float:
+        """Likewise of R."""
+        return self._forward(again=True)
+
+    @cached_property
+    def saver(self) -> int | None:
+        """The last section that saves what a second run has to make; None if there is none."""
+        saved = {k for x in self._made for k in self._savers(x.number)}
+        saved |= {k for k in self.sections if self._sections[k].kept}
+        return max(saved, default=None)
+
+    @cached_property
+    def at_once(self) -> bool:
+        """Whether all of a cell is computed again before its backward begins."""
+        return bool(self._leaving) or not self._by_call
+
+    @cached_property
+    def given(self) -> float:
+        """The gradients that a backward begins with."""
+        return sum(self._leaving.values())
+
+    @cached_property
+    def whole(self) -> Sequence[float]:
+        """The most of the first B, of the second, and of a later one, with these gradients."""
+        trainable = [float(x.trainable) for x in self._each]
+        small = [float(x.small) for x in self._each]
+        return (
+            self._backward(lambda x: x.held.first, lambda x: x.free.first, trainable),
+            self._backward(lambda x: x.held.second, lambda x: x.free.second, small),
+            self._backward(lambda x: x.held.later, lambda x: x.free.later, small),
+        )
+
+    @cached_property
+    def adding(self) -> Sequence[float]:
+        """Likewise of autograd's backward, of the first micro-batch, and so on."""
+        return self._adding(again=False)
+
+    @cached_property
+    def adding_again(self) -> Sequence[float]:
+        """Likewise of cells that are computed again within it."""
+        return self._adding(again=True)
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether I does nothing, as the input needs no gradient, and keeps those that arrive."""
+        return not any(x.gradient for x in self.arrivals)
+
+    @cached_property
+    def views(self) -> float:
+        """The gradients of skips among what it gives back whose memory W needs, too."""
+        found = 0.0
+        for source, k, _ in (hop for _, v in self._values for hop in v.hops if not hop.is_skip):
+            if source in self._inside and k in self._inside and self._sections[k].rest == 0:
+                half = self._sections[source].halves
+                is_noted = half is not None and half.notes_output
+                found += is_noted * sum(x.holds.get(k, 0.0) for _, x in self._values)
+        return found
+
+    def _repeats(self, k: int) -> bool:
+        """Whether a section is computed again: a call, and the code behind the last one."""
+        return self._sections[k].is_call or k + 1 == len(self._sections)
 
     @cached_property
     def _leaving(self) -> dict[tuple[int, int, bool], float]:
@@ -273,17 +248,13 @@ class _Partition:
                 continue
             if v.output and v.made in self._inside:
                 found[n, v.made, False] = v.gradient
-            elif v.output and self._own[-1] + 1 == len(self._all.sections):
-                found[n, self._own[-1], False] = v.gradient
+            elif v.output and self.sections[-1] + 1 == len(self._sections):
+                found[n, self.sections[-1], False] = v.gradient
         return found
 
     def _leaves_to_others(self, n: int) -> bool:
         v = self._all.values[n]
         return any(x.source in self._inside and x.target not in self._inside for x in v.hops)
-
-    @cached_property
-    def _given(self) -> float:
-        return sum(self._leaving.values())
 
     @cached_property
     def _made(self) -> list[_Value]:
@@ -293,7 +264,7 @@ class _Partition:
         used = [k for k in v.users if k in self._inside]
         savers = self._savers(n)
         # What takes no part in backward, as frozen blocks at the beginning, is not computed again.
-        stored = any(self._section(k).is_call and self._section(k).free.first for k in used)
+        stored = any(self._sections[k].is_call and self._sections[k].free.first for k in used)
         stored = stored or any(not self._repeats(k) for k in savers)
         return _Value(
             n,
@@ -304,6 +275,7 @@ class _Partition:
             min(savers) if savers else None,
             self._by_call and stored,
             self._repeats(v.made) and v.made in savers,
+            any(k in self._inside for k in v.late),
         )
 
     def _at(self, key: str) -> dict[int | None, list[_Value]]:
@@ -325,9 +297,9 @@ class _Partition:
             again: whether it is the second run, which ends at the last tensor that it saves.
         """
         level = peak = 0.0
-        for k in self._own:
-            section = self._section(k)
-            is_end = again and k == self._own[-1]
+        for k in self.sections:
+            section = self._sections[k]
+            is_end = again and k == self.sections[-1]
             peak = max(peak, level + (section.again if is_end else section.forward))
             level += section.kept if keeps or not self._repeats(k) else 0.0
             level += sum(x.size for x in self._at("made").get(k, ()))
@@ -339,7 +311,7 @@ class _Partition:
         """The memory that the gradient of a value holds behind the backward of a section."""
         if is_skip:
             return v.holds.get(k, v.gradient)
-        rest = self._section(k).rest
+        rest = self._sections[k].rest
         return v.gradient if rest is None else min(rest, v.gradient)
 
     @cached_property
@@ -354,7 +326,7 @@ class _Partition:
         for n, v in self._values:
             ends: dict[tuple[int, bool], int] = {}
             for source, k, is_skip in v.hops:
-                if k in self._inside and not (source == GIVEN and not self._own[0]):
+                if k in self._inside and not (source == GIVEN and not self.sections[0]):
                     ends[source, is_skip] = max(k, ends.get((source, is_skip), k))
             for (source, is_skip), k in ends.items():
                 # What goes to others, too, has its gradient before.
@@ -377,7 +349,7 @@ class _Partition:
         if not self._repeats(k):
             return 0.0
         made = self._at("made").get(k, ())
-        return self._section(k).kept + sum(
+        return self._sections[k].kept + sum(
             x.size for x in made if x.first_saver is not None and (not x.is_stored or x.is_slot)
         )
 
@@ -398,9 +370,9 @@ class _Partition:
             again: whether sections are computed again as backward comes to them.
         """
         made, gone, used = self._passed
-        level = peak = self._given
-        for k, more in zip(reversed(self._own), reversed(stay)):
-            section, outer = self._section(k), self._gone_out.get(k, 0.0)
+        level = peak = self.given
+        for k, more in zip(reversed(self.sections), reversed(stay)):
+            section, outer = self._sections[k], self._gone_out.get(k, 0.0)
             if again and self._repeats(k):
                 peak = max(peak, level + section.forward)
                 level += self._second(k)
@@ -413,35 +385,62 @@ class _Partition:
             peak = max(peak, level)
         return peak
 
-    def _halves(self, kept: float, whole: Sequence[float]) -> tuple[float, float, list[float]]:
-        """The most memory during I, what is kept from I until W, and the most during W."""
-        halves = [self._section(k).halves for k in self._own]
+    def _adding(self, *, again: bool) -> Sequence[float]:
+        trainable, none = [float(x.trainable) for x in self._each], [0.0] * len(self.sections)
+        second = "adding" if self._by_call else "summing"
+        return (
+            self._backward(None, lambda x: x.free.first, trainable, again=again),
+            self._backward(None, lambda x: getattr(x.free, second), none, again=again),
+            self._backward(None, lambda x: x.free.adding, none, again=again),
+        )
+
+    @cached_property
+    def halves(self) -> tuple[float, float, Sequence[float]]:
+        """The most during I, with these gradients, what a cell keeps from I until W, and W.
+
+        The last is the most of the first W, of the second, and of a later one, above that before.
+        """
+        halves = [self._sections[k].halves for k in self.sections]
         if any(x is None for x in halves):
             return 0.0, 0.0, [0.0] * 3
-        if not any(x.gradient for x in self._arrivals):
-            # The input needs no gradient. So I only keeps the gradient of the output for W, which
-            # does the whole backward, and begins with that gradient in memory.
-            return self._given, kept + self._given, [x - self._given for x in whole]
+        if self.waits:
+            # W does the whole backward, and begins with the gradients in memory.
+            return self.given, self.held, [x - self.given for x in self.whole]
         made, gone, used = self._passed
-        level = peak = self._given
-        for k, half in zip(reversed(self._own), reversed(halves)):
+        level = peak = self.given
+        pending = sum(x.size for x in self._made if x.is_late)
+        for k, half in zip(reversed(self.sections), reversed(halves)):
             assert half is not None
             out, outer = used.get(k, 0.0), self._gone_out.get(k, 0.0)
             peak = max(peak, level - out - outer + (half.held if outer else half.free))
             level += made.get(k, 0.0) + half.noted
-            level -= 0.0 if half.notes_output else gone.get(k, 0.0)
-        weights = [self._weights[k] for k in self._own]
-        pending = sum(x.pending for x in halves if x is not None) + sum(
-            x.size
-            for x in self._made
-            if any(self._weights[k].trainable for k in self._savers(x.number) if k != x.made)
-        )
+            pending += half.pending
+            if half.notes_output:
+                pending += gone.get(k, 0.0) + outer
+            else:
+                level -= gone.get(k, 0.0)
         # The gradients of all weights are there before they are added to the sums. The second W
         # makes the first sum: a new tensor, since a gradient that came alone may be shared.
-        sums = [*accumulate((x.trainable for x in weights), initial=0)]
+        sums = [*accumulate((x.trainable for x in self._each), initial=0)]
         late = max(x + y.weight for x, y in zip(sums, halves) if y is not None)
-        large = max((x.largest for x in weights if x.small < x.trainable), default=0)
+        large = max((x.largest for x in self._each if x.small < x.trainable), default=0)
         return peak, pending, [late, max(late, sums[-1] + large), late]
 
     def _savers(self, n: int) -> list[int]:
         return [k for k in self._all.values[n].savers if k in self._inside]
+
+
+def known(section: int, held: float, stored: float) -> Stage:
+    """The partition of one section, of which only what a cell keeps is known.
+
+    Args:
+        section: the number of the section.
+        held: what it keeps from F, or from R, until its backward.
+        stored: what it keeps from F until R.
+    """
+    count = section + 1
+    record = Record([Section(None, True, halves=Halved())] * count, [])
+    found = Stage(record, [Weights()] * count, (section,))
+    # Each figure is found once, and these are.
+    vars(found).update(held=held, stored=stored)
+    return found

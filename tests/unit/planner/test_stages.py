@@ -8,7 +8,7 @@ from tests.support.helpers import Scale
 from tests.support.planning import Join, Keep
 from torchgpipe.planner.layers import measured
 from torchgpipe.planner.memory import ways
-from torchgpipe.planner.stages import stage_of
+from torchgpipe.planner.stages import Stage
 from torchgpipe.values.microbatch import Batch
 
 ROWS, CHANNELS, SIZE = 4, 2, 64
@@ -24,7 +24,7 @@ def stages_of(*parts):
     found, sizes = measured(layers, {ROWS: batch}, {ROWS: batch}, device, timeout=0)
     weights, stages, start = [x.weights for x in found], [], 0
     for part in parts:
-        stages.append(stage_of(sizes.at(ROWS), weights, range(start, start + len(part))))
+        stages.append(Stage(sizes.at(ROWS), weights, range(start, start + len(part))))
         start += len(part)
     return stages
 
@@ -76,6 +76,6 @@ def test_backward_of_a_layer():
     # Nothing but its output is kept.
     assert (last.held, last.saver) == (UNIT, 1)
     # The first layer's input needs no gradient, so all is done at W.
-    assert first.half == UNIT
-    assert first.pending == UNIT
+    assert first.halves[0] == UNIT
+    assert first.waits
     assert first.whole[0] >= UNIT + own

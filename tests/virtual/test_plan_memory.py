@@ -1,0 +1,68 @@
+"""Memory of plans to the byte, where backward is split and gradients of skips are views."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.planning import Join, Keep, by_hand, run
+from torchgpipe.planner.plan import ranked
+from torchgpipe.planner.search import Search, settings
+from torchgpipe.skip import Namespace
+from torchgpipe.testing import observe
+
+#: What the prediction leaves out: losses, and the numbers of steps of an optimizer.
+LOSSES = 4096
+
+
+def layers():
+    """A U-Net of one level, whose first and last layers may be on one device."""
+    space = Namespace()
+    return nn.Sequential(
+        *[nn.Conv2d(3, 8, 3, padding=1), nn.LeakyReLU(), Keep().isolate(space), nn.MaxPool2d(2)],
+        *[nn.Conv2d(8, 8, 3, padding=1), nn.LeakyReLU(), nn.ConvTranspose2d(8, 8, 2, stride=2)],
+        *[Join().isolate(space), nn.Conv2d(16, 3, 3, padding=1)],
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(issuing, monkeypatch):
+    """Have the caller issue: the order of threads, and so their memory, is up to the host."""
+    monkeypatch.setattr("torchgpipe.engine.workers.has_streams", lambda device: True)
+
+
+@pytest.fixture(scope="module")
+def problem(devices):
+    x, y = torch.rand(2, 32, 3, 32, 32)
+    with observe(costs={"convolution": 1.0}):
+        ranking = ranked(
+            layers(), x, devices=devices[:2], loss=F.mse_loss, targets=(y,), chunks=[4], timeout=0
+        )
+    return ranking.problem, x, y
+
+
+@pytest.mark.parametrize(
+    ("schedule", "balance", "modes"),
+    [
+        # The skip is what has arrived at the stage that stashes it.
+        ("zero_bubble_v", (2, 3, 1, 3), ("never", "always", "never", "never")),
+        ("zero_bubble_v", (2, 3, 1, 3), ("never",) * 4),
+        # The gradient of the first layer's output is a view of one that is twice as large.
+        ("zero_bubble_v", (3, 2, 1, 3), ("never",) * 4),
+        ("zero_bubble_h1", (5, 4), ("never",) * 2),
+        ("interleaved", (2, 3, 1, 3), ("never", "always", "never", "always")),
+    ],
+)
+def test_peaks(devices, problem, schedule, balance, modes):
+    found, x, y = problem
+    setting = next(
+        s
+        for s in settings(2, [4], 9, is_inside=True)
+        if s.name == schedule and len(s.schedule.placement) == len(balance)
+    )
+    trial = Search(found).trial(setting, balance, modes)
+    places = [devices[w] for w in trial.schedule.placement]
+    hand = by_hand([*balance], places, 4, [*modes], schedule)
+    _, memory = run(hand, layers(), x, y, devices[:2])
+    for place, predicted in zip(devices, trial.memory):
+        assert predicted == pytest.approx(memory[place], abs=LOSSES)
