@@ -35,10 +35,10 @@ def one_by_one(issuing, monkeypatch):
 def problem(devices):
     x, y = torch.rand(2, 32, 3, 32, 32)
     with observe(costs={"convolution": 1.0}):
-        ranking = ranked(
+        trials = ranked(
             layers(), x, devices=devices[:2], loss=F.mse_loss, targets=(y,), chunks=[4], timeout=0
         )
-    return ranking.problem, x, y
+    return trials[0].problem, x, y
 
 
 @pytest.mark.parametrize(
