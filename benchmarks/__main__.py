@@ -14,6 +14,7 @@ NAMES = (
     "accelerators",
     "across",
     "bubbles",
+    "choices",
     "controllable_memory",
     "dry_run",
     "dualpipe",

@@ -1,0 +1,116 @@
+"""Choices of the planner beside the best of all that it could choose, by dry runs.
+
+Seven models, each for several devices and three limits of memory, are planned for by the search of
+`torchgpipe.plan`, with a loss. What it chooses runs dry, and so does whatever may be better: of all
+schedules, cuts and modes, those that the simulator takes for faster and that may fit. Where there
+are too many cuts, they are those that differ by one layer from the best cut that the planner knows
+for the schedule; where there are too many modes, the likely ones. An eighth model is a Llama by
+the map "auto" of `MappedGPipe`, beside the maps with one boundary moved by a block::
+
+    python -m benchmarks choices
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from benchmarks.command import at_least, output, parse, parser
+from benchmarks.models.choices import MODELS
+from benchmarks.progress import progress
+from benchmarks.report.files import Result, head, publish
+from benchmarks.report.summary import Summary, Table
+from benchmarks.simulate.choices import measure, measure_map
+from torchgpipe import testing
+
+__all__ = ["main", "summarise"]
+
+NAMES = [*MODELS, "Llama"]
+
+NOTES = """\
+Limits: *share* of what the fastest choice takes beyond weights, gradients and the state of AdamW;
+the first choice has no limit. *ms*: the step that was chosen, by a dry run. *Over the best*: by how
+much it is longer than the best that fits. *Predicted*: the planner's prediction, over the dry
+run's. *Of the limit*: the peak of the dry run. *Settings*: how many there are; *hopeful*: those
+that may be faster and may fit, of which four at most have run. *Seconds*: of the processor, to
+choose. *-*: the planner says that nothing fits, and of uniform modes nothing does."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and publish."""
+    reads = parser("choices", __doc__)
+    reads.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="names")
+    reads.add_argument("--n", type=at_least(2), nargs="+", default=[2, 4, 8], help="devices")
+    reads.add_argument("--chunks", type=at_least(1), nargs="+", default=[8], help="micro-batches")
+    options = parse(reads, argv)
+    torch.set_num_threads(1)
+    # Before the first backward of the process.
+    devices = testing.load(max(options.n))
+    # A dry run collects garbage, and looks at all that lives.
+    gc.collect()
+    gc.freeze()
+    settings = [*product(options.models, options.n)]
+    rows = [
+        row
+        for name, n in progress(settings, "choices", "model")
+        for row in measured(name, devices[:n], options.chunks)
+    ]
+    publish(output(options, "choices"), head("choices", argv), rows, summarise)
+
+
+def measured(
+    name: str, devices: Sequence[torch.device], chunks: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """The rows of one model and some devices."""
+    if name == "Llama":
+        return measure_map(devices, max(chunks))
+    return measure(name, devices, chunks)
+
+
+def summarise(result: Result) -> Summary:
+    """A line for each choice, and how many are good."""
+    rows: list[dict[str, Any]] = result["rows"]
+    fitting = [row for row in rows if row["fits"]]
+    near = sum(row["ms"] <= 1.03 * row["best_ms"] for row in fitting)
+    predicted = [row for row in fitting if row["predicted_peak"] is not None]
+    peaks = sum(abs(row["predicted_peak"] / row["peak"] - 1) <= 0.05 for row in predicted)
+    limited = [row for row in fitting if row["limit"] is not None]
+    above = sum(row["peak"] > row["limit"] for row in limited)
+    missed = sum(row["best_ms"] is not None for row in rows if not row["fits"])
+    counts = (
+        f"{near} of {len(fitting)} choices are within 3 % of the best, {peaks} of {len(predicted)} "
+        f"predicted peaks within 5 %, and {above} of {len(limited)} above their limit. Where "
+        f"nothing was said to fit ({len(rows) - len(fitting)} times), something did {missed} times."
+    )
+    columns = ["model", "n", "limit", "chosen", "ms", "over the best", "predicted ms"]
+    columns += ["predicted peak", "of the limit", "settings", "hopeful", "seconds"]
+    return Summary(
+        "Choices of the planner",
+        [Table(columns, [_line(row) for row in rows], counts)],
+        [],
+        NOTES.replace("\n", " "),
+    )
+
+
+def _off(predicted: float | None, found: float) -> str | None:
+    return None if predicted is None else f"{predicted / found - 1:+.1%}"
+
+
+def _line(row: dict[str, Any]) -> list[str | None]:
+    chosen = row["chosen"]
+    name = f"{chosen['schedule']}, {chosen['balance']}, {chosen['modes']}"
+    share = "none" if row["share"] is None else f"{row['share']:.0%}"
+    figures: list[str | None] = [None] * 5
+    if row["fits"]:
+        figures = [
+            f"{row['ms']:.1f}",
+            f"{row['ms'] / row['best_ms'] - 1:.1%}",
+            *[_off(row[f"predicted_{key}"], row[key]) for key in ("ms", "peak")],
+            None if row["limit"] is None else f"{row['peak'] / row['limit']:.1%}",
+        ]
+    counts = [str(row["settings"]), str(row["hopeful"]), f"{row['seconds']:.1f}"]
+    return [row["model"], str(row["n"]), share, name if row["fits"] else None, *figures, *counts]
