@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.models.choices import LLAMA, MODELS, Model, llama
 from torchgpipe import GPipe, MappedGPipe, ScheduledLoss
 from torchgpipe.planner.cuts import others
-from torchgpipe.planner.plan import Ranking, ranked
+from torchgpipe.planner.plan import ranked
 from torchgpipe.planner.search import Search, Trial
 from torchgpipe.testing import dry_run, observe
 from torchgpipe.testing.dry_run.run import without_values
@@ -83,7 +83,7 @@ def measure(
                 timeout=0,
             )
         took = time.process_time() - start
-        best = ranking.trials[0]
+        best = ranking[0]
         if share is None:
             most = max(best.memory)
             least = least_of(ranking)
@@ -98,17 +98,17 @@ def measure(
         yield {**row, **compared(ranking, best, limit, run)}
 
 
-def least_of(ranking: Ranking) -> float:
+def least_of(ranking: Sequence[Trial]) -> float:
     """The bytes of the fullest device between steps, if weights are spread evenly."""
-    weights = [x.weights for x in ranking.problem.layers]
-    state = ranking.problem.state
+    weights = [x.weights for x in ranking[0].problem.layers]
+    state = ranking[0].problem.state
     whole = sum(x.all + (1 + state) * x.trainable for x in weights)
     largest = max(x.all + (1 + state) * x.trainable for x in weights)
-    return max(whole / len(ranking.places), largest)
+    return float(max(whole / len(ranking[0].problem.places), largest))
 
 
 def compared(
-    ranking: Ranking,
+    ranking: Sequence[Trial],
     chosen: Trial,
     limit: float | None,
     run: Callable[[Trial], tuple[float, float]],
@@ -116,7 +116,7 @@ def compared(
     """Run what was chosen, and whatever may be better.
 
     Args:
-        ranking: the ranking.
+        ranking: what was found, the best first.
         chosen: what was chosen.
         limit: the bytes that a device may use; None for no limit.
         run: runs a trial, and returns its milliseconds and its peak.
@@ -149,7 +149,7 @@ def described(trial: Trial) -> dict[str, Any]:
     }
 
 
-def better(ranking: Ranking, chosen: Trial, memory: float) -> tuple[list[Trial], int]:
+def better(ranking: Sequence[Trial], chosen: Trial, memory: float) -> tuple[list[Trial], int]:
     """All settings that may be faster than the one that was chosen, the fastest first.
 
     Without a limit that is the fastest of each schedule, too: what the simulator leaves out may be
@@ -160,10 +160,10 @@ def better(ranking: Ranking, chosen: Trial, memory: float) -> tuple[list[Trial],
     """
     found: dict[Any, Trial] = {}
     # A search of its own, with no margin and no limit.
-    look = Search(replace(ranking.problem, memory=[memory] * len(ranking.places)))
+    look = Search(replace(ranking[0].problem, memory=[memory] * len(ranking[0].problem.places)))
     bound = inf if chosen.excess else chosen.time
     count = 0
-    for planned in ranking.trials:
+    for planned in ranking:
         setting = planned.setting
         for balance in (planned.balance, *map(tuple, others(planned.balance))):
             every = modes_of(len(balance), planned.modes, few=bool(chosen.excess))
@@ -174,7 +174,7 @@ def better(ranking: Ranking, chosen: Trial, memory: float) -> tuple[list[Trial],
                 trial = look.trial(setting, balance, modes)
                 if trial.time < bound and not trial.excess:
                     found[setting.name, setting.schedule.chunks, balance, modes] = trial
-    near = [x for x in ranking.trials[1:] if not x.excess and x.time < 1.05 * bound]
+    near = [x for x in ranking[1:] if not x.excess and x.time < 1.05 * bound]
     return sorted([*found.values(), *near[:2]], key=lambda x: x.time), count
 
 

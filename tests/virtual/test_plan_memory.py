@@ -57,7 +57,7 @@ def test_peaks(devices, problem, schedule, balance, modes):
     found, x, y = problem
     setting = next(
         s
-        for s in settings(2, [4], 9, is_inside=True)
+        for s in settings(found, [4])
         if s.name == schedule and len(s.schedule.placement) == len(balance)
     )
     trial = Search(found).trial(setting, balance, modes)

@@ -283,7 +283,7 @@ class _Walk:
         self.now[w] += self._left(j) - pending - self._late.pop((j, i), 0.0)
 
     def _give_back(self, w: int, j: int, i: int, kept: float = 0.0) -> None:
-        """Send the gradients of what has arrived, all there until the last is sent; W keeps some."""
+        """Send the gradients of what has arrived; all are there until then, and W keeps some."""
         rest = sum(x.holds for _, x in self._in[j]) - kept
         for source, x in self._in[j]:
             there = self._placement[source]

@@ -118,7 +118,7 @@ def test_wrong_arguments(options, error, message, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["offload", Offload(share=0.5), ["never", "offload"]], ids=str)
 def test_modes_that_a_plan_does_not_choose_among(mode):
-    with pytest.raises(ValueError, match=r"a plan keeps all .*[oO]ffload.*assign model\.checkpoint"):
+    with pytest.raises(ValueError, match=r"a plan keeps .*[oO]ffload.*assign model\.checkpoint"):
         GPipe(layers(), "auto", devices=["cpu"] * 2, checkpoint=mode, sample=X)
     model = GPipe(layers(), "auto", devices=["cpu"] * 2, checkpoint="never", sample=X)
     model.checkpoint = mode
