@@ -1,4 +1,4 @@
-"""Labels: which cell, and which layer of it, a thread computes, for whoever observes devices.
+"""Labels: which cell and which layer a thread computes, for observations of devices.
 
 A driver labels the work of a cell, and a partition each of its layers. While nobody observes, there
 are no labels.
@@ -101,8 +101,8 @@ def put_layer(name: str, kind: str) -> None:
     """Label the layer that comes next in the cell of this thread, if it has a label.
 
     Args:
-        name: the name of the layer; empty behind the last one.
-        kind: its class, likewise.
+        name: the name of the layer; empty after the last one.
+        kind: its class; empty after the last one.
     """
     if current.label is not None:
         put(current.label._replace(layer=name, layer_type=kind))

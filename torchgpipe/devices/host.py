@@ -1,8 +1,8 @@
 """Memory of the host that a device copies to and from, while both go on computing.
 
 Such memory is pinned: the host need not wait for copies of it. Pinning takes long, so buffers are
-used again, from step to step. They are as large as the next power of two, as PyTorch makes them
-anyway, so that micro-batches of many sizes find some that fit.
+reused from step to step. Their sizes are rounded up to a power of two, as PyTorch does anyway, so
+that micro-batches of different sizes can use the same ones.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class HostMemory:
 
     def __init__(self, out: AbstractStream, back: AbstractStream) -> None:
         self.out, self.back = out, back
-        # A deque takes and gives in one step, since several threads do.
+        # A deque, since its append and pop are atomic: several threads use it.
         self._free: defaultdict[int, deque[Buffer]] = defaultdict(deque)
         #: The size of each buffer that was made.
         self.sizes: list[int] = []
 
     @property
     def bytes(self) -> int:
-        """The bytes of all buffers, which are as many as were in use at once."""
+        """The bytes of all buffers, which is the most that was in use at a time."""
         return sum(self.sizes)
 
     @property
