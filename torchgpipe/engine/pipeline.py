@@ -92,7 +92,7 @@ class Pipeline:
         batches: the micro-batches; each is replaced by its output.
         checkpointed: for each partition, how many micro-batches, from the first, are computed under
             checkpointing.
-        modes: for each partition, the mode that says what cells keep besides.
+        modes: for each partition, its checkpoint mode, which says what cells save for backward.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Pipeline:
             with noted(cell):
                 batch = self.parcels[i].unpacked(batch, popped)
         fence = self.step.fence
-        # Of the cells that backward shall come to after this one.
+        # The phonies of the cells that backward must come to after this one.
         phonies = fence.before(i, j) if fence else []
         # guard: join [1] before the layers
         if batch.requires_grad:

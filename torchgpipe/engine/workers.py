@@ -163,8 +163,8 @@ class Round:
             return
         remaining.reverse()
         nested = self.context.nested
-        # The weights that a block of autocast casts are kept for the whole process, until somebody
-        # leaves an outermost block. So this thread is in the caller's block, if there is one.
+        # Autocast has one cache of cast weights for the process, which any thread clears that
+        # leaves its outermost block. So this thread is in the caller's block, if there is one.
         # Otherwise blocks of layers are the outermost ones here, as in the caller's thread.
         if nested:
             # guard: casts of the caller's block
@@ -198,7 +198,7 @@ class Round:
         """Make no further task start."""
         self.stopped = True
         for worker in [*self.tasks]:
-            # It may begin at the same time.
+            # The worker may begin its tasks at the same time.
             remaining = self.tasks.pop(worker, None)
             if remaining is not None:
                 self._end(worker, remaining)
@@ -224,7 +224,7 @@ def _locked() -> threading.Lock:
 
 
 class Workers:
-    """A worker for each device, started when first needed; the caller where that will do.
+    """A thread for each device, started when first needed; the caller's thread where that will do.
 
     Args:
         devices: the devices, in any order; each may come several times.
@@ -254,8 +254,7 @@ class Workers:
                 longer than :data:`PATIENCE`, and no other starts.
         """
         single = len(self._devices) < 2 and not any(task.line for task in tasks)
-        # A worker that computes a cell of this wrapper, and meets the wrapper there, would wait for
-        # itself.
+        # If a layer calls this wrapper within a cell, the worker would wait for itself.
         within = threading.current_thread() in [x.thread for x in self._workers.values()]
         # guard: modes that only the caller computes in
         if context.alone or single or within:
@@ -307,7 +306,7 @@ class Workers:
             for key in working:
                 self._worker(key).submit(partial(round.work, key))
             while working and not round.stopped:
-                # In pieces, since Python hears a Ctrl-C that came just before only after get().
+                # With a timeout: Python handles a Ctrl-C that came just before only after get().
                 with suppress(Empty):
                     working.remove(round.ended.get(timeout=0.1))
         finally:

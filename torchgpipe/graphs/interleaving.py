@@ -51,7 +51,7 @@ class Interleaving:
         self._last: AbstractStream | None = None
 
     def turn(self, k: int) -> None:
-        """Let computation ``k`` go on, behind what the other one has computed."""
+        """Let computation ``k`` go on, after the work that the other one has issued."""
         stream = self._streams[k]
         if self._last is not None and self._last != stream:
             # guard: arithmetic takes turns
@@ -77,7 +77,7 @@ class Interleaving:
         return result, record(beside)
 
     def receive(self, message: tuple[Any, Any]) -> Any:
-        """Wait for the result of what communicates."""
+        """Wait for the result of a communication."""
         assert self._last is not None
         result, event = message
         if event is not None:

@@ -27,7 +27,7 @@ def tidy(joint: Joint) -> Joint:
     effects = Effects(graph.nodes)
     for node in joint.calls:
         same = _same(node)
-        # Whoever takes a node behind a change in place must not be given one of before it.
+        # A node that is used after a change in place must not be replaced by one from before it.
         # guard: changes in place before a reference
         if same is not None and not effects.between(same, node):
             joint.replace(node, same)
