@@ -39,8 +39,8 @@ class Sums:
     """The gradients of some tensors on one device, summed up over micro-batches.
 
     Sums are computed in place. The first gradient of a tensor may share its memory with another
-    one, as those of the two terms of an addition do. So it becomes a sum only if it has its memory
-    alone when the next gradient comes.
+    one, as those of the two terms of an addition do. So it becomes a sum only if nothing else holds
+    its memory when the next gradient comes.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,8 @@ class Sums:
             self.tensors[key] = tensor
             found = self._sums.get(key)
             if found is None:
-                # Detached: whoever else holds the gradient shares the memory, which can be seen.
+                # Detached, so that it can be seen whether anyone else still holds the gradient's
+                # memory.
                 self._sums[key] = grad.detach()
                 continue
             # guard: sums of what is not ours
@@ -92,8 +93,8 @@ class Sums:
 
         Otherwise the gradients of all weights of a stage are in memory at the end of its backward,
         beside their sums. Small ones wait, since one call that adds them all costs less than many.
-        But on the CPU, one that waits lies behind a large one, whose memory is then no longer of
-        one piece with what is free around it, and no place for the next large one.
+        But on the CPU, they do not wait: a small one that stays in memory beside a freed large one
+        would fragment it, and leave no room for the next large one.
 
         Args:
             tensors: those whose gradients no other thread computes.
@@ -121,7 +122,7 @@ class Sums:
         return found
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Let go of the sum of a tensor, in memory of its own; zeros if it has none."""
+        """Remove a tensor's sum, and return it in memory of its own; zeros if there is none."""
         key = id(tensor)
         found = self._sums.pop(key, None)
         if found is None:
@@ -140,7 +141,7 @@ class Sums:
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
         """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""
         own = [self._sums[key] for key in self._sums if key in self._own]
-        # A host does not wait for its device to know the factor.
+        # The factor of an accelerator is not read, for which the host would wait.
         if own and not (factor.device == CPU and factor == 1):
             _torch.multiply_each(own, factor)
         del own

@@ -28,9 +28,9 @@ def number_of(node: Node) -> int:
 
 
 def number_from(first: int) -> None:
-    """Have the nodes that this thread records from now on numbers from ``first`` on.
+    """Let the nodes that this thread records from now on have numbers from ``first`` on.
 
-    Nobody but nodes counts, so some are recorded for nothing (a microsecond each).
+    Only recording a node counts the number up, so unused nodes are recorded (a microsecond each).
     """
     missing = first - next_number()
     if missing > 0 and torch.is_grad_enabled():

@@ -62,13 +62,14 @@ class Cell:
         self.lane = stage.lanes[i % len(stage.lanes)]
         #: The checkpoints of the modules that were called here.
         self.checkpoints: list[Checkpoint] = []
-        #: What these have saved, if it leaves for the host.
+        #: The tensors that these modules save, if they are offloaded to the host.
         self._away: Offloaded | None = None
-        #: What was computed in this visit, if it is not the first one.
+        #: The tensors that were computed in this visit, if it is not the device's first one.
         self._made: dict[int, weakref.ref[Tensor]] = {}
-        #: What has come, and what has left.
+        #: The tensors that were copied here, and those that were cloned to leave.
         self._come, self._left = Copies(), Copies()
-        #: Whether a gradient goes back from here, whose arrival the fence holds back.
+        #: Whether a received tensor needs a gradient, so that its join holds back this cell's
+        #: backward.
         self._held = False
 
     @property
@@ -79,7 +80,7 @@ class Cell:
     def fetch(
         self, tensors: Sequence[Tensor], sources: Mapping[torch.device, Cell]
     ) -> dict[int, Tensor]:
-        """Bring tensors here, those of one device together, each once.
+        """Copy tensors to this device, those of one device together, each once.
 
         Args:
             tensors: tensors on any device.
@@ -95,7 +96,7 @@ class Cell:
             if device in sources:
                 arrived = self.receive(sources[device], originals)
             else:
-                # The host waits anyway.
+                # Without lanes, since the host waits for such a copy anyway.
                 arrived = tuple([x.to(own) for x in originals])
             fetched |= self._come.added(originals, arrived)
         if self.stage.visit:
@@ -103,7 +104,7 @@ class Cell:
         return fetched
 
     def taken_over(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Tensors of an earlier visit of this device for the stream of this one, by identity.
+        """Hand tensors of an earlier visit over to the stream of this one; return them by identity.
 
         Their gradients leave this stream as clones, since autograd may add others to them.
         """
@@ -128,7 +129,7 @@ class Cell:
         return found is not None and found() is tensor
 
     def receive(self, source: Cell, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Bring tensors here anew, from the cell on their device."""
+        """Copy tensors to this device on lanes, from the cell on their device."""
         leaving = source.send(tensors)
         there, here, fence = source.stage, self.stage, self.step.fence
         needed = any(x.requires_grad for x in leaving)
@@ -149,13 +150,13 @@ class Cell:
         return arriving
 
     def stay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Fence what the model returns from here."""
+        """Fence the outputs of the model that are on this device."""
         self._record(tensors)
         with use_stream(self.stage.compute), labels.within(self.label):
             return self._fenced(tensors)
 
     def _record(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the memory of what an earlier visit has made."""
+        """Keep memory of an earlier visit from being reused before this stream is done with it."""
         if self.stage.visit:
             for tensor in tensors:
                 # guard: recording for a later visit
@@ -180,7 +181,7 @@ class Cell:
     def _fenced(
         self, tensors: tuple[Tensor, ...], checkpoints: Sequence[Checkpoint] = ()
     ) -> tuple[Tensor, ...]:
-        """Fence tensors, whose gradients trigger the recomputation of checkpoints."""
+        """Join and fork tensors for the fence; their gradients trigger recomputation."""
         fence, j = self.step.fence, self.stage.number
         if fence is None or not needs_backward(tensors):
             return tensors
@@ -190,45 +191,44 @@ class Cell:
         return fence.fork(self.i, j, checkpoints, *tensors)
 
     def away(self, line: Line) -> Offloaded:
-        """The tensors that modules of this cell save, on a line to the host."""
+        """The tensors that modules of this cell save, in the queue for the host."""
         if self._away is None:
             self._away = line.cell(self.stage.compute, self.i)
         return self._away
 
     def leave(self) -> None:
-        """Let what was saved leave for the host, once the last module of the cell has run."""
+        """Offload the saved tensors to the host, once the last module of the cell has run."""
         away, self._away = self._away, None
         if away is not None and self.stage.line is not None:
             with use_stream(self.stage.compute):
                 self.stage.line.send(away)
 
     def close(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self._away = None
         self._come, self._left = Copies(), Copies()
         self.checkpoints.clear()
 
 
 class Copies:
-    """Copies of tensors that are somewhere else, by the identities of the originals."""
+    """A table of copies of tensors, by the identities of the originals."""
 
     def __init__(self) -> None:
-        #: The original, which is held so that no other tensor has its identity, how often it had
-        #: been changed in place, and the copy.
+        #: The original, held so that no other tensor gets its identity; its version; and the copy.
         self._found: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """The copies that there are, by the identities of the originals, and tensors without."""
+        """The valid copies, by the identities of the originals, and the tensors that have none."""
         copies: dict[int, Tensor] = {}
         missing = {id(x): x for x in tensors}
         for key, tensor in [*missing.items()]:
             _, version, copy = self._found.get(key, (tensor, -1, None))
             now = version_of(tensor)
-            # The tensor has changed since, or nobody counts its changes.
+            # The tensor was changed in place since, or has no version counter.
             # guard: copies of what has changed
             if copy is None or version != now or now < 0:
                 continue
-            # A copy that was made without grad leads no gradient back.
+            # A copy that was made without grad mode passes no gradient back.
             # guard: copies without grad
             if tensor.requires_grad and not copy.requires_grad and torch.is_grad_enabled():
                 continue

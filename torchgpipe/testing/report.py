@@ -124,7 +124,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a step: where a device's memory peaked, or did not do, or an operator failed.
+    """A place in a step: where a device's memory peaked or was exceeded, or an operator failed.
 
     Args:
         device: the index of the device.

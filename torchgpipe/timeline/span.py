@@ -57,7 +57,7 @@ class Span:
             passes between cells, ``out`` and ``back`` for what a cell keeps in the memory of the
             host; empty for anything else.
         stage: the partition, or the one that a copy leaves; None if the work belongs to no cell.
-        microbatch: the number of the micro-batch, likewise.
+        microbatch: the number of the micro-batch; None if the work belongs to no cell.
         target: the partition that a copy goes to.
         issued: when the host issued the work, if that is known.
         step: the number of the training step.
