@@ -20,7 +20,7 @@ class PartitionStreams(NamedTuple):
     values: list[AbstractStream]
     """The copy streams of what passes from partition to partition, used round-robin."""
     skips: list[AbstractStream]
-    """The copy streams of skips, likewise: values and skips must not be in each other's way."""
+    """The copy streams of skips, used round-robin. Skips and values must not delay each other."""
 
 
 class StreamPool:

@@ -77,7 +77,7 @@ class Interleaving:
         return result, record(beside)
 
     def receive(self, message: tuple[Any, Any]) -> Any:
-        """Wait for the result of a communication."""
+        """Make the computing stream wait for a communication; return the result of this."""
         assert self._last is not None
         result, event = message
         if event is not None:

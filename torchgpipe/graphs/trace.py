@@ -263,10 +263,12 @@ def _with_roles(
 
 
 def _verify(joint: Joint) -> None:
-    """Check that the backward may run later than the forward, and in parts.
+    """Check that a graph can be computed in parts, the backward later than the forward.
 
     Raises:
-        UntraceableError: it draws random numbers, or its memory changes in between.
+        UntraceableError: the backward draws random numbers, or takes a value that is changed in
+            between; or the graph has a generator of its own, sparse tensors, or shapes that depend
+            on values.
     """
     given = [x for node in joint.calls for x in arguments_of(node)]
     if any(name == "generator" and value is not None for name, value in given):

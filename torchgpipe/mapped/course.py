@@ -179,7 +179,7 @@ class Course:
             )
 
     def _fetch(self, cell: Cell, value: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Any]]:
-        """Bring the arguments of a call to a cell.
+        """Copy the arguments of a call to the device of a cell.
 
         Returns:
             The arguments, and the lists and dicts in them that are copies.

@@ -21,14 +21,14 @@ __all__: list[str] = []
 class PipelinedModel:
     """A stand-in for the wrapped model: calls go to the wrapper, and return one loss.
 
-    It passes for the model (``isinstance``, attributes): trainers ask it for its class.
+    Its class and its attributes are those of the model, since trainers look at both.
 
     Args:
         pipe: the wrapper.
         names: the arguments that are labels.
         shifted: whether the first label in each row counts nowhere.
         device: where the loss goes to.
-        alone: whether nobody looks at other outputs than the loss. Else they go there, too.
+        alone: whether the loss alone is used. Otherwise the other outputs go to ``device``, too.
     """
 
     _pipe: MappedGPipe
