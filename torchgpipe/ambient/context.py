@@ -231,7 +231,7 @@ class SavedSettings:
             self.hooks = current_hooks()
             self.values = thread.saved()
             self.streams = current_streams(devices)
-            # If the modes are the expected ones, nobody will enter others.
+            # If the modes are the expected ones, no other modes are entered in this block.
             self.nesting = autocast_nesting() if self.modes is not expected else None
 
     def __enter__(self) -> None:

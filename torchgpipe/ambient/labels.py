@@ -1,7 +1,7 @@
 """Labels: which cell and which layer a thread computes, for observations of devices.
 
-A driver labels the work of a cell, and a partition each of its layers. While nobody observes, there
-are no labels.
+A driver labels the work of a cell, and a partition each of its layers. Without an observation,
+there are no labels.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class CurrentLabel(threading.local):
 
 current = registered(CurrentLabel())
 
-#: A function that is called with each new label, in the thread that has it, while somebody
-#: observes. It is the same for all threads, since autograd and workers have threads of their own.
+#: A function that is called with each new label, in the thread that has it, during an observation.
+#: It is the same for all threads, since autograd and workers have threads of their own.
 observer: Callable[[Label | None], None] | None = None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -78,7 +78,7 @@ class Labelled:
 
 
 def of(kind: str, stage: int, microbatch: int, target: int | None = None) -> Label | None:
-    """Make the label of a cell or a copy, if somebody observes."""
+    """Make the label of a cell or a copy; None without an observation."""
     return None if observer is None else Label(kind, stage, microbatch, target)
 
 

@@ -39,7 +39,7 @@ class noted:
 
     Args:
         note: the note, or an object whose ``str()`` is the note, called only when needed.
-        label: the label of the work within the block, if somebody observes it.
+        label: the label of the work within the block; None without an observation.
     """
 
     def __init__(self, note: object, label: labels.Label | None = None) -> None:

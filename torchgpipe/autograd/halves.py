@@ -143,7 +143,7 @@ class Graph:
             self.leads[inputs] = INPUT
         for x in self.weights.values():
             if x.grad_fn is not None:
-                # A weight that somebody has computed: the graph behind it is not this cell's.
+                # A weight that is computed: the graph behind it is not this cell's.
                 self.leads[x.grad_fn] = WEIGHT
                 self._leaves[x.grad_fn] = id(x)
         for root in roots:
@@ -374,7 +374,7 @@ def _saved(kind: Any) -> list[str]:
 
 
 def _let_go(node: Node, forget: Callable[[Any], None]) -> None:
-    """Make a node let go of the tensors that it has saved."""
+    """Make a node release the tensors that it has saved."""
     kind: Any = type(node)
     for name in _saved(kind):
         saved = getattr(node, name)

@@ -130,7 +130,7 @@ class Sums:
         return found if key in self._own else found.clone()
 
     def move_to(self, others: Mapping[int, Sums]) -> None:
-        """Add each gradient to the sums of its tensor, by identity, and let go of it."""
+        """Add each gradient to the sums of its tensor, by identity, and release it."""
         for key in [*self._sums]:
             tensor = self.tensors[key]
             other, grad = others[key], self._sums.pop(key)
@@ -139,7 +139,7 @@ class Sums:
             other.add([tensor], [grad])
 
     def scaled(self, tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor | None]:
-        """The gradients, multiplied by a tensor of shape ``()``; this object lets go of them."""
+        """The gradients, multiplied by a tensor of shape ``()``; this object releases them."""
         own = [self._sums[key] for key in self._sums if key in self._own]
         # The factor of an accelerator is not read, for which the host would wait.
         if own and not (factor.device == CPU and factor == 1):
@@ -174,7 +174,7 @@ class HandOver(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.sums, ctx.caller = sums, caller
-        # Not saved for backward: whoever hands weights over may change them in place before.
+        # Not saved for backward, since the caller may change weights in place before it.
         ctx.tensors = tensors
         return torch.zeros((), device=device, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""The numbers of nodes, by which autograd chooses among nodes that are ready.
+"""The sequence numbers of nodes, by which autograd chooses among nodes that are ready.
 
 Backward runs the one with the highest number first: what was recorded last. But each thread counts
 for itself. Where several threads record, one after another, a thread must go on where the one
@@ -16,13 +16,13 @@ __all__: list[str] = []
 
 
 def next_number() -> int:
-    """The number of the node that this thread records next."""
+    """The sequence number of the node that this thread records next."""
     number: int = _torch.next_node()
     return number
 
 
 def number_of(node: Node) -> int:
-    """The number of a node."""
+    """The sequence number of a node."""
     number: int = node._sequence_nr()
     return number
 

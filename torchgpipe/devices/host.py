@@ -52,7 +52,7 @@ class HostMemory:
 
     @property
     def free(self) -> int:
-        """The bytes of buffers that nobody uses."""
+        """The bytes of buffers that are not in use."""
         return sum(size * len(buffers) for size, buffers in self._free.items())
 
     def take(self, size: int) -> Tensor:

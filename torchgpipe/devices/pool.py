@@ -24,7 +24,7 @@ class PartitionStreams(NamedTuple):
 
 
 class StreamPool:
-    """The streams of a wrapper, made once for each device, whoever orders its cells.
+    """The streams of a wrapper, made once for each device.
 
     Partitions that share a device have streams of their own, so that they overlap. The device's
     pool of streams is divided among them: a shared stream would make one partition wait for the

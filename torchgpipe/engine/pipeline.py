@@ -34,12 +34,12 @@ There the join is behind the layers [1']: backward begins with a micro-batch whe
 the next one. It finishes the next one first, since autograd, among the nodes that are ready, runs
 the one that was recorded last.
 
-Backward has a thread for each device. One that ran ahead would send gradients before anybody needs
-them, and these take memory. So backward comes to the cell ``(i, k)`` only after the cell
-``(i + k - j + 1, j)`` of a partition before, as to ``(i, j + 1)`` after ``(i + 2, j)``, since a
-phony leads from the one to the other [3]. In backward's own clock cycles, the cell that is waited
-for is one cycle earlier, so no thread waits for a neighbour that keeps up with it. At most one
-gradient is early, or two behind a join [1'].
+Backward has a thread for each device. One that ran ahead would send gradients before they are
+needed, and these take memory. So backward comes to the cell ``(i, k)`` only after the cell ``(i + k
+- j + 1, j)`` of a partition before, as to ``(i, j + 1)`` after ``(i + 2, j)``, since a phony leads
+from the one to the other [3]. In backward's own clock cycles, the cell that is waited for is one
+cycle earlier, so no thread waits for a neighbour that keeps up with it. At most one gradient is
+early, or two behind a join [1'].
 
 Each partition has a small pool of copy streams, used round-robin. If a device ran ahead by a whole
 pool, its parts would queue behind older ones. The lead is the number of micro-batches that it may

@@ -85,7 +85,7 @@ class Stages:
         self.workers = Workers(devices)
         #: The buffers that layers change in their forward.
         self.learned: Learned = WeakKeyDictionary()
-        #: The spans of steps, while somebody traces the model.
+        #: The spans of steps, while the model is traced.
         self.recording: Recording | None = None
         #: The figures of the last step that was traced.
         self.figures: Figures | None = None

@@ -9,12 +9,12 @@ Several threads issue less than one, since they take the interpreter from each o
 for layers of small kernels on four devices). So where all devices are accelerators, the caller
 issues all cells itself, in the order of the clock cycles. But layers may block the host, as those
 do that wait for what a device has computed. When a cell was seen to block, the workers are tried in
-the next step, and from then on whoever took less time the last time issues the cells. The other one
-gets a chance in every step whose number is a power of two. On the CPU every cell blocks, so there
-the workers issue.
+the next step, and from then on the faster one of the two, by its last step, issues the cells. The
+other one is tried again in every step whose number is a power of two. On the CPU every cell blocks,
+so there the workers issue.
 
-Cells are seen to block if the caller's thread slept for most of a step. A driver that
-keeps the processor busy while it waits looks like work, and the caller goes on issuing.
+Cells count as blocking if the caller's thread slept for most of a step. A driver that keeps the
+processor busy while it waits looks like work, and the caller goes on issuing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RUSAGE_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 logger = logging.getLogger(__name__)
 
-#: The seconds that the caller must sleep in a step, at least, for cells to be seen to block.
+#: The seconds that the caller must sleep in a step, at least, for cells to count as blocking.
 ASLEEP = 0.001
 
 #: The seconds that the caller waits for running tasks when one has failed.

@@ -143,7 +143,7 @@ class Wrapper(Alone):
         It may also be an :class:`~torchgpipe.Offload`, or a list with a mode for each partition. To
         change one of these, assign a new list.
         """
-        # A new list, so that nobody changes ours.
+        # A new list, so that changes of it do not change the setting unchecked.
         return [*self._checkpoint] if isinstance(self._checkpoint, tuple) else self._checkpoint
 
     @checkpoint.setter

@@ -26,7 +26,7 @@ class Gate:
         self.computing = Computing(self)
 
     def __enter__(self) -> None:
-        """Begin to trace, as soon as nobody else computes."""
+        """Begin to trace, as soon as no other thread computes."""
         me = threading.get_ident()
         with self._changed:
             # This thread gives up its share while it waits, since another one may wait to trace,

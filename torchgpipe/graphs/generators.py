@@ -52,7 +52,7 @@ def drawing_nothing() -> Iterator[None]:
 
 
 def _is_seeded(seed: int, state: Tensor) -> bool:
-    """Whether somebody has seeded PyTorch's generator, maybe with the seed that it has had."""
+    """Whether PyTorch's generator was seeded since, maybe with the same seed."""
     if torch.initial_seed() != seed:
         return True
     now = torch.get_rng_state()

@@ -7,8 +7,8 @@
     stream of b        ╰── b1 ──╯                  a copy or collective runs beside it
 
 Two computations that run at the same time on one device share its arithmetic, so neither is faster
-than in turns. A copy, or a collective, needs none. So it goes to a stream of its own, and whoever
-needs its result waits for it.
+than in turns. A copy, or a collective, needs none. So it runs on a stream of its own, and a
+computation waits before it uses the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interleaving:
     Args:
         streams: the stream of each computation, which may be one stream.
         beside: the stream of their communication.
-        own: the label of each computation, if somebody observes them.
+        own: the label of each computation; None without an observation.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def overlapped(a: Part, b: Part) -> Interleaved:
     streams = graph.placeholder("streams")
     # For each part, since both may be the same one, of two micro-batches.
     known: list[dict[Node, Node]] = [{}, {}]
-    #: Messages that nobody has received so far.
+    #: Messages that were sent, and not received so far.
     waiting: list[dict[Node, Node]] = [{}, {}]
     for k, part in enumerate((a, b)):
         for node in reversed(part.slice.inputs):

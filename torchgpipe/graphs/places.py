@@ -248,7 +248,7 @@ def kinds(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody's hooks run around the forward or the backward of a module."""
+    """Whether hooks run around the forward or the backward of a module."""
     return has_global_hooks() or any(
         x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks
         for some in modules

@@ -276,7 +276,7 @@ def _is_array(value: Any) -> bool:
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that somebody has set on a tensor."""
+    """The attributes that user code has set on a tensor."""
     # Without the marks that torch.compile sets.
     return {key: x for key, x in tensor.__dict__.items() if not key.startswith("_dynamo")}
 

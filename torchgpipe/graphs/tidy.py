@@ -22,7 +22,7 @@ RESHAPES = {aten.view.default, aten.expand.default, aten.reshape.default}
 
 
 def tidy(joint: Joint) -> Joint:
-    """Remove copies of references, transpositions back and forth, and what nobody needs."""
+    """Remove operators that return their argument, double transpositions, and unused nodes."""
     graph = joint.module.graph
     effects = Effects(graph.nodes)
     for node in joint.calls:

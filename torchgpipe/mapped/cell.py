@@ -15,9 +15,9 @@
                             layers
 
 The functions, and the streams that each of them belongs to, are those of
-:mod:`torchgpipe.engine.cell`. What differs is that nobody knows beforehand which tensors will go
-where. A tensor leaves when a module elsewhere is called with it. It comes to a device once, however
-many modules there are called with it.
+:mod:`torchgpipe.engine.cell`. What differs is that it is unknown beforehand which tensors go to
+which device. A tensor leaves when a module on another device is called with it. It is copied to a
+device once, however many modules there are called with it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def label(self) -> labels.Label | None:
-        """The label of what is computed here, if somebody observes it."""
+        """The label of the work of this cell; None without an observation."""
         return labels.of("F", self.stage.number, self.i)
 
     def fetch(

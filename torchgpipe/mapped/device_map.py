@@ -54,7 +54,7 @@ class Mapped:
 
     @property
     def module(self) -> nn.Module:
-        """The module, as long as its wrapper or somebody who calls it holds it."""
+        """The module, as long as its wrapper or a caller holds it."""
         found = self._module()
         assert found is not None
         return found

@@ -148,8 +148,8 @@ class Glue(TorchFunctionMode):
             taken = replaced((args, dict(kwargs)), found)
             result = self._moved(func, *taken)
             if any(_torch.is_alias_of(x, y) for x in tensors_of(result) for y in found.values()):
-                # A view must be one of the tensor itself: somebody may change it in place. Its
-                # gradient leaves this visit as a clone, too.
+                # A view must be one of the tensor itself: the model may change the view in place.
+                # Its gradient leaves this visit as a clone, too.
                 return self._moved(func, args, kwargs)
         for device, cell in self._course.later.items():
             cell.made([x for x in tensors_of(result) if x.device == device])

@@ -1,13 +1,13 @@
-"""Outputs on demand: whatever stands beside a loss is computed when somebody looks at it.
+"""Outputs on demand: other outputs than the loss are computed when they are first read.
 
 Models of Hugging Face return their logits with the loss. The logits of all micro-batches take
 more memory than anything else, and most callers use the loss alone. Where all micro-batches are
 checkpointed, what :mod:`torchgpipe.mapped.tail` computes again in backward can be computed for the
-caller, too. So the wrapper returns an output of the model's own class that fills itself when
-somebody looks at more of it than is there. From then on it is an object like any other.
+caller, too. So the wrapper returns an output of the model's own class that computes omitted tensors
+when one is read. From then on it is an ordinary object.
 
-Until then, a stand-in holds the place of such a tensor in the graph of autograd: one number,
-expanded to the shape of the tensor.
+Until then, a stand-in replaces such a tensor in the graph of autograd: one number, expanded to the
+shape of the tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def can_fill_itself(output: Any) -> bool:
 
 
 def omissible(output: Any, batch: Batch, tail: Tail) -> list[Tensor]:
-    """The tensors of an output that can be computed when somebody looks at them.
+    """The tensors of an output that can be omitted, and computed when they are read.
 
     Args:
         output: what a model has returned for a micro-batch.

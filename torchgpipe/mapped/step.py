@@ -85,7 +85,7 @@ class Lasting:
         #: The thread that runs a step.
         self.thread: int | None = None
         self.learned: Learned = WeakKeyDictionary()
-        #: The name of the mapped module that was called last; None if nobody knows.
+        #: The name of the mapped module that was called last; None before the first step.
         self.last: str | None = None
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
@@ -124,7 +124,7 @@ class MappedStep:
     ) -> None:
         self._mode = mode
         self._lasting, self._known, self.checkpointed = lasting, known, checkpointed
-        #: Takes the times of cells, while somebody traces the model.
+        #: Takes the times of cells, while the model is traced.
         self.recording = lasting.recording
         if self.recording is not None:
             self.recording.begin_step()
@@ -163,7 +163,7 @@ class MappedStep:
 
     @property
     def last(self) -> str | None:
-        """The mapped module that the latest micro-batch has called last; None if nobody knows."""
+        """The mapped module that the last micro-batch has called last; None before the first."""
         return self._lasting.last
 
     @last.setter

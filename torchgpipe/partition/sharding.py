@@ -44,8 +44,8 @@ def is_shard(parameter: object) -> bool:
 def verify_sharding(module: nn.Module, devices: Sequence[torch.device]) -> None:
     """Check that sharded layers are on a single device: FSDP2 has one in each process.
 
-    FSDP2 would move the parameters of all partitions there. And at the end of backward nobody would
-    wait for the gradients that FSDP2 sums up on other devices.
+    FSDP2 would move the parameters of all partitions there. And the end of backward would not wait
+    for the gradients that FSDP2 sums up on other devices.
 
     Raises:
         ValueError: there are sharded layers and several devices.

@@ -131,7 +131,7 @@ class Place:
         title: the cell, the layer and the operator, where they are known.
         bytes: what was allocated then, with what the operator asked for.
         op: the operator.
-        layer: the name of the layer; empty if it belongs to none, or nobody knows.
+        layer: the name of the layer; empty if it belongs to none, or it is unknown.
         detail: why the operator failed.
     """
 

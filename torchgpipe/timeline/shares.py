@@ -29,8 +29,8 @@ class Shares:
         bubble: the rest, in which the device waited.
         copies: the time of all copies that arrive at the device. They are made beside computing,
             and beside each other, so this may be more than the bubble, and more than 1.
-        host: the part of the bubble in which the host had not issued the next work yet. None if
-            nobody knows, as on the CPU, which is the host.
+        host: the part of the bubble in which the host had not issued the next work yet. None if it
+            is unknown, as on the CPU, which is the host.
     """
 
     device: str

@@ -3,7 +3,7 @@ r"""The loss of a mini-batch, from the losses that a model returns for its micro
 Models of Transformers return the mean over the labels that count: those that are not -100, and in a
 causal model those that have a token in front of them. Trainer may tell a model how many labels all
 mini-batches of a step have, *N*. Some models divide the sum of their losses by that number, and
-others ignore it. Nobody can tell which by looking at the model. So let micro-batch *i* have
+others ignore it. The model does not show which of the two it does. So let micro-batch *i* have
 :math:`c_i` labels that count, of *C* in the mini-batch. It is told :math:`N c_i / C`, and its loss
 counts :math:`c_i / C`:
 
