@@ -304,8 +304,7 @@ class MappedGPipe(Wrapper):
         if all(x.device.type == "cpu" for batch in batches for x in batch):
             mini_batch.map(Near(devices[0]).all_of)
         if m > 1:
-            # If a model changes its rows of an input in place, the other rows must not count as
-            # changed.
+            # A model may change its rows of an input in place. Others must not count as changed.
             mini_batch.map(partial(_own, {id(x) for x in mini_batch.whole}))
         output_device = self._output_device
         # For a copy to the CPU the host waits, so it comes when all micro-batches are issued.
@@ -315,8 +314,7 @@ class MappedGPipe(Wrapper):
             None if late else output_device,
             mode,
         )
-        # Not in "except_last", which keeps one micro-batch, nor by policies, for one recomputation
-        # only.
+        # "except_last" keeps one micro-batch, and a policy allows one recomputation only.
         step.omits = mode == "always"
         order = Order(self.module)
         run = partial(self._run, step, mini_batch.batches, order)
@@ -340,8 +338,7 @@ class MappedGPipe(Wrapper):
         with step.numbers:
             self._lasting.thread = get_ident()
             try:
-                # A trace may advise several threads, so it is found out whether they compute the
-                # same.
+                # A trace may advise several threads: see whether they compute the same.
                 if self.threads > 1 or self._lasting.recording is not None:
                     self._workers.run(step, self.module, self.threads, course)
                 else:

@@ -186,8 +186,7 @@ class EnteredModes:
                 self.guard = torch.inference_mode(self.modes.inference)
                 self.guard.__enter__()
             if self.nested:
-                # Otherwise a layer's own block would be the outermost one, and clear the cache of
-                # casts.
+                # Otherwise a layer's own block would be the outermost one, and clear the cache.
                 torch.autocast_increment_nesting()
             _set_values(self.modes, self.found.modes)
         if self.differs or self.found.grad != self.modes.grad:

@@ -62,8 +62,7 @@ class Sums:
             self.tensors[key] = tensor
             found = self._sums.get(key)
             if found is None:
-                # Detached, so that it can be seen whether anyone else still holds the gradient's
-                # memory.
+                # Detached, so that it can be seen whether the gradient's memory is still shared.
                 self._sums[key] = grad.detach()
                 continue
             # guard: sums of what is not ours

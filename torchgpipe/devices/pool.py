@@ -83,8 +83,7 @@ class StreamPool:
         Args:
             device: where the streams are.
             taken: how many streams, from the first, are in use already.
-            count: how many users share the rest. If there are more users than streams, a stream has
-                several.
+            count: how many users share the rest. With too many users, a stream has several.
             least: the least number of streams that each gets.
         """
         if not has_streams(device):
@@ -104,8 +103,7 @@ class StreamPool:
         found = self._hosts.get(device)
         if found is None:
             found = self._hosts[device] = HostMemory(out, back)
-        # Set in each call: neither may be the caller's current stream, which may be another one
-        # now.
+        # Neither may be the caller's current stream, which may be another one in each call.
         found.out, found.back = out, back
         return found
 

@@ -81,8 +81,7 @@ class Lanes:
             self._elsewhere(j, {VALUE: j - 1, **by_partition(skip_layout.popped[j])})
             for j in range(n)
         ]
-        #: For each partition, the parts that go to another stream, and the partition that each goes
-        #: to.
+        #: For each partition, the parts that go to another stream, and where each of them goes.
         self.targets = [
             self._elsewhere(j, {VALUE: j + 1, **skip_layout.stashed[j]}) for j in range(n)
         ]
@@ -97,8 +96,7 @@ class Lanes:
         pool = min(len(streams.values) for streams in self._streams)
         #: How many micro-batches a partition may be ahead of a neighbour.
         self.lead = pool - 1
-        #: For the fence: how far the receivers of a partition's output may be ahead of it in
-        #: backward.
+        #: For the fence: how far receivers of a partition's output may be ahead in backward.
         self.ahead = {
             # guard: a short lead
             j: {k: range(k - j + 1, self.lead + 1) for k in self.targets[j].values() if k < n}
@@ -188,8 +186,7 @@ class Lanes:
         if {*self.compute} != {*self._outside} and needs_backward(outputs):
             # When backward begins, partitions wait for the caller, which may have used gradients of
             # another backward since the forward. When it ends, the caller waits for the partitions,
-            # since it may change weights next. Autograd itself makes it wait only for weights that
-            # got a gradient.
+            # since it may change weights next. Autograd makes it wait for those with gradients.
             passed = iter(between(self.wait_for_caller, self.end_backward, *outputs))
             batches = [batch.replace([next(passed) for _ in batch]) for batch in batches]
         return list(batches)

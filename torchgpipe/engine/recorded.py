@@ -64,8 +64,7 @@ class Recording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        #: A context manager around the layers of the first micro-batch, given the mark of their
-        #: forward.
+        #: Context around the layers of the first micro-batch, given the mark of their forward.
         self.within: Callable[[Mark], AbstractContextManager[Any]] = nullcontext
         #: The backward that is under way where there are no streams.
         self._running: Mark | None = None
@@ -113,9 +112,8 @@ class Recording:
         before: set[Node | None] = set()
         number = 0
         if is_ended:
-            # The nodes alone, since the layers release their input. In the first stage there are
-            # none: all micro-batches of the caller's input may share one node, which runs after all
-            # of them.
+            # Nodes alone, since the layers release their input. None in the first stage, where all
+            # micro-batches may share one node of the caller's input, which runs after all of them.
             before = {x.grad_fn for x in tensors(value) if x.requires_grad and forward.stage}
             number = next_number()
         self.recorder.begin(forward)

@@ -53,8 +53,7 @@ class Wrapper(Alone):
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
         if isinstance(value, nn.Module) and isinstance(found, property):
-            # nn.Module would register a module by this name, and not call the setter, which refuses
-            # it.
+            # nn.Module would register a module, and not call the setter, which refuses it.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)

@@ -29,8 +29,7 @@ class Gate:
         """Begin to trace, as soon as no other thread computes."""
         me = threading.get_ident()
         with self._changed:
-            # This thread gives up its share while it waits, since another one may wait to trace,
-            # too.
+            # This thread gives up its share meanwhile: another one may wait to trace, too.
             own = self._computing.pop(me, 0)
             self._changed.notify_all()
             try:

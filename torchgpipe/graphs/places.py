@@ -1,8 +1,7 @@
 """Places: where modules hold their tensors, and all other state that their forward depends on.
 
 A graph is traced with fake tensors in these places, and is valid for the state that the layers had
-then. So before each step, that state is compared with the present one, by identity where that is
-enough.
+then. So before each step, that state is compared with the present one, if possible by identity.
 """
 
 from __future__ import annotations

@@ -232,8 +232,7 @@ class StageInStep:
             self.graphs.say("hooks for saved tensors are active")
             return None, more
         if self.settings.replaced:
-            # The graph would contain what the mode did in the trace, or hide its operators from the
-            # mode.
+            # The graph would contain the work of the mode, or hide its operators from the mode.
             self.graphs.say("a mode for functions or operators is active")
             return None, more
         if torch.is_anomaly_enabled():

@@ -111,8 +111,7 @@ def trace(
             if roots is not None:
                 form.needs_grad[:] = roots
             ends = [x for x, needed in zip(values, form.needs_grad) if needed and recorded]
-            # Gradients of the outputs, whose shapes are known only now. Placeholders replace them
-            # later.
+            # Gradients of outputs; their shapes are known only now. They become placeholders.
             tangents = [torch.empty_like(x) for x in ends]
             wanted = [x for x in [*inputs, *[state[k] for k in chosen]] if x.requires_grad]
             # Within the block, since checkpoints of PyTorch run layers again in backward.
@@ -267,8 +266,8 @@ def _verify(joint: Joint) -> None:
 
     Raises:
         UntraceableError: the backward draws random numbers, or takes a value that is changed in
-            between; or the graph has a generator of its own, sparse tensors, or shapes that depend
-            on values.
+            between; or the graph has its own generator, sparse tensors, or shapes that depend on
+            values.
     """
     given = [x for node in joint.calls for x in arguments_of(node)]
     if any(name == "generator" and value is not None for name, value in given):

@@ -68,8 +68,7 @@ class Cell:
         self._made: dict[int, weakref.ref[Tensor]] = {}
         #: The tensors that were copied here, and those that were cloned to leave.
         self._come, self._left = Copies(), Copies()
-        #: Whether a received tensor needs a gradient, so that its join holds back this cell's
-        #: backward.
+        #: Whether a received tensor needs a gradient: its join holds this cell's backward back.
         self._held = False
 
     @property

@@ -120,8 +120,7 @@ class Course:
             self.tail.keep()
             self.tail = None
         if mapped.turns:
-            # The first call counts for its first name, the second call for its second name, and so
-            # on.
+            # The first call counts for the first name, the second one for the second, and so on.
             count, places = self._counts[mapped], (mapped, *mapped.turns)
             self._counts[mapped] += 1
             mapped = places[count % len(places)]

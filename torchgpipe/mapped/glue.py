@@ -169,9 +169,8 @@ class Glue(TorchFunctionMode):
         others, named = replaced((others, dict(kwargs)), found)
         if id(target) not in found or func.__name__ in SHAPES:
             return self._moved(func, (target, *others), named)
-        # Changed directly, the target would pass its gradient unchanged to the earlier visit, and
-        # to the other arguments. A clone that is copied back passes its gradient to the clone
-        # alone.
+        # Changed directly, the target would pass one gradient to the earlier visit and to the other
+        # arguments. Copied back from a clone, it passes its gradient to the clone alone.
         # guard: changes of what an earlier visit has made
         clone = found[id(target)].clone()
         result = self._moved(func, (clone, *others), named)
@@ -249,8 +248,7 @@ def _as_tensor(glue: Glue, data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any
     return data, *args
 
 
-#: For each function that copies between devices: a function that does so on lanes beforehand, and
-#: returns the positional arguments.
+#: For functions that copy between devices: copies on lanes first, and returns the arguments.
 TARGETS: dict[Any, Callable[..., tuple[Any, ...]]] = {
     Tensor.to: _to,
     Tensor.cuda: _cuda,

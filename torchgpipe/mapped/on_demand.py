@@ -89,8 +89,7 @@ class Omitted:
     """The omitted outputs of a step."""
 
     def __init__(self) -> None:
-        #: By micro-batch: the indices of omitted tensors in its output, and a checkpoint to compute
-        #: them.
+        #: By micro-batch: the indices of its omitted tensors, and a checkpoint to compute them.
         self._found: dict[int, tuple[Sequence[int], Checkpoint]] = {}
         self._rows: list[list[Tensor]] = []
         self._places: list[int] = []

@@ -89,8 +89,7 @@ class Lasting:
         self.last: str | None = None
         #: The spans of steps, while somebody traces the model.
         self.recording: Recording | None = None
-        #: Whether autograd functions of the user's get tensors of several devices; None before a
-        #: step.
+        #: Whether user autograd functions get tensors of several devices; None before a step.
         self.functions: bool | None = None
         #: The figures of the last step that was traced.
         self.figures: Figures | None = None

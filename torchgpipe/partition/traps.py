@@ -124,8 +124,7 @@ class Traps:
             rows: the number of rows of each micro-batch; none if there is one.
             inputs: the shapes of the input. If one has a size equal to the rows, the output's size
                 may come from there.
-            parameters: those of the layers, whose sizes may also be where the output's size comes
-                from.
+            parameters: those of the layers, whose sizes may explain the output's size, too.
         """
         if len(rows) < 2 or rows[0] < 2 or "coupled" in self._known or not outputs:
             return

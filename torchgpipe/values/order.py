@@ -96,8 +96,7 @@ class Order:
         if self._grows is None:
             rows = rows_of(given)
             self._grows = any(rows_of([x]) > rows > 0 for x in returned)
-            # Most models return no further rows, which the first micro-batch shows without any
-            # mode.
+            # For most models, which return no further rows, this is the end, without any mode.
             joined = before is None or (before.known and not before.blocks)
             self.known = joined and not self._grows
             return
